@@ -1,0 +1,38 @@
+# Each target sets up all it needs in .venv, on a fresh clone too. Needs Python 3.11 or later as $(PYTHON).
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check bench clean
+
+demo: .venv/core
+	@PATH=$(BIN):$$PATH sh examples/demo.sh
+
+test: .venv/test
+	$(BIN)/python -m pytest
+
+check: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+bench: .venv/test
+	$(BIN)/python benchmarks/simulate/run.py
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv/core: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(PIP) -e .
+	@touch $@
+
+.venv/test: .venv/core
+	$(PIP) -e '.[test]'
+	@touch $@
+
+.venv/dev: .venv/test
+	$(PIP) -e '.[dev]'
+	@touch $@

@@ -1,0 +1,59 @@
+"""Stretto: pipeline schedules that are planned, checked, simulated and drawn as one and the same thing."""
+
+from stretto.check import Violation, check
+from stretto.costs import Costs, Link
+from stretto.draw import draw_text
+from stretto.ir.action import Action, Op, Pair
+from stretto.ir.errors import CostError, PlanError, ProgramError, StrettoError, TextError
+from stretto.ir.placement import Placement
+from stretto.ir.plan import Plan
+from stretto.ir.text import parse_plan
+from stretto.program.lower import lower
+from stretto.program.program import Program
+from stretto.program.text import parse_program
+from stretto.schedules.dualpipe import dualpipe, dualpipev
+from stretto.schedules.forward_only import forward_only
+from stretto.schedules.gpipe import gpipe
+from stretto.schedules.interleaved import interleaved
+from stretto.schedules.one_f_one_b import one_f_one_b
+from stretto.schedules.vshape import v_half, v_min, zb_v
+from stretto.schedules.zero_bubble import zb_h1, zb_h2
+from stretto.simulate import simulate
+from stretto.timeline import Timeline
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Action",
+    "CostError",
+    "Costs",
+    "Link",
+    "Op",
+    "Pair",
+    "Placement",
+    "Plan",
+    "PlanError",
+    "Program",
+    "ProgramError",
+    "StrettoError",
+    "TextError",
+    "Timeline",
+    "Violation",
+    "check",
+    "draw_text",
+    "dualpipe",
+    "dualpipev",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "lower",
+    "one_f_one_b",
+    "parse_plan",
+    "parse_program",
+    "simulate",
+    "v_half",
+    "v_min",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]

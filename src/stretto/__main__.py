@@ -1,0 +1,5 @@
+"""`python -m stretto` is `stretto`."""
+
+from stretto.cli.main import main
+
+main()

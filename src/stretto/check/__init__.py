@@ -1,0 +1,4 @@
+"""Proves a program sound, or says in words what is wrong with it."""
+
+from stretto.check.check import check as check
+from stretto.check.violation import Violation as Violation

@@ -1,0 +1,43 @@
+"""All rules, in the order in which a reader wants to hear of them."""
+
+from stretto.check.coverage import coverage
+from stretto.check.deadlock import deadlock
+from stretto.check.dependencies import dependencies
+from stretto.check.memory import memory
+from stretto.check.placement import placement
+from stretto.check.transfers import transfers
+from stretto.check.violation import Violation
+from stretto.costs import Costs
+from stretto.ir.plan import Plan
+from stretto.program.lower import lower
+from stretto.program.program import Program
+
+
+def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: float | None = None) -> list[Violation]:
+    """Everything that is wrong with a program; an empty list proves it sound.
+
+    Sound means: every action runs exactly once and where its stage lives; everything has what it
+    needs before it starts; every transfer has both ends, in the same order on both sides; and the
+    program ends even if each device moves one transfer at a time and every transfer blocks until
+    its other end is there. A deadlock is looked for once the rest holds.
+
+    With `memory_limit`, no device may hold more bytes than that, by the bytes in `costs`.
+
+    >>> from stretto.ir.text import parse_plan
+    >>> for violation in check(parse_plan("0F0,0B0\\n1B0,1F0")):
+    ...     print(violation)
+    dependencies: 1B0 comes before 1F0 on device 1, but needs its result
+    """
+    if isinstance(program, Plan):
+        program = lower(program)
+    found = [
+        *coverage(program),
+        *placement(program),
+        *transfers(program),
+        *dependencies(program),
+    ]
+    if not found:
+        found += deadlock(program)
+    if memory_limit is not None:
+        found += memory(program, costs or Costs(), memory_limit)
+    return found

@@ -1,0 +1,68 @@
+"""Everything has what it needs before it starts."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.check.violation import Violation
+from stretto.program.link import Finder
+from stretto.program.program import Ints, Program
+from stretto.program.task import Kind
+
+
+def dependencies(program: Program) -> Iterator[Violation]:
+    device, stated = program.device, _stated(program)
+    for task, need in _required(program):
+        there = (task >= 0) & (need >= 0)
+        task, need = task[there], need[there]
+        here = device[task] == device[need]  # on different devices: reported as misplaced, or by transfers
+        task, need = task[here], need[here]
+        for a, b in _pairs(task, need, task == need):
+            pair = program.task(a)
+            assert pair.backward is not None
+            message = "{0} waits for itself: its backward {1}B{2} needs its forward {1}F{2}"
+            yield Violation("deadlock", message.format(pair, *pair.backward), (a, b))
+        for a, b in _pairs(task, need, task < need):
+            message = f"{program.task(a)} comes before {program.task(b)} on device {device[a]}, but needs its result"
+            yield Violation("dependencies", message, (a, b))
+        across = (program.lane[task] != program.lane[need]) & (task > need)  # a lane's own order says the rest
+        task, need = task[across], need[across]
+        for a, b in _pairs(task, need, ~_contains(stated, task * len(program) + need)):
+            message = (
+                f"{program.task(a)} does not wait for {program.task(b)} on device {device[a]}, but needs its result"
+            )
+            yield Violation("dependencies", message, (a, b))
+
+
+def _required(program: Program) -> Iterator[tuple[Ints, Ints]]:
+    """What training demands: (tasks, what they need), −1 where there is none, on the same device."""
+    find = Finder.of(program)
+    spare = slice(0, -1)  # without the finder's spare row
+    forward, backward = find.forward()[spare], find.backward()[spare]
+    into, back = find.end(Kind.RECV_F)[spare], find.end(Kind.RECV_B)[spare]
+    yield forward, into
+    yield forward[1:], forward[:-1]
+    yield backward, back
+    yield backward[:-1], backward[1:]
+    yield backward, forward
+    yield find.end(Kind.W)[spare], backward
+    yield find.end(Kind.WGRAD)[spare], backward
+    yield find.end(Kind.SEND_F)[spare], forward
+    yield find.end(Kind.SEND_B)[spare], backward
+
+
+def _stated(program: Program) -> Ints:
+    task = np.repeat(np.arange(len(program)), np.diff(program.need_start))
+    return np.sort(task * len(program) + program.need)
+
+
+def _contains(ordered: Ints, keys: Ints) -> NDArray[np.bool_]:
+    at = np.searchsorted(ordered, keys)
+    found = at < len(ordered)
+    found[found] = ordered[at[found]] == keys[found]
+    return found
+
+
+def _pairs(task: Ints, need: Ints, chosen: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    return zip(task[chosen].tolist(), need[chosen].tolist(), strict=True)

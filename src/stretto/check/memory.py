@@ -1,0 +1,28 @@
+"""No device holds more than it has."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from stretto.check.violation import Violation
+from stretto.costs import Costs
+from stretto.ir.errors import CostError
+from stretto.program.program import Program
+from stretto.timeline import memory_in_order
+
+
+def memory(program: Program, costs: Costs, limit: float) -> Iterator[Violation]:
+    if not limit >= 0:
+        raise CostError(f"a memory limit is a number of bytes of at least 0 (got {limit})")
+    for device, held in enumerate(memory_in_order(program, costs)):
+        if held.bytes is None:
+            raise CostError("a memory limit needs bytes in the costs, such as activation_bytes")
+        if held.bytes.max(initial=0.0) > limit:
+            compute = np.flatnonzero(program.compute & (program.device == device))
+            event = int((held.bytes > limit).argmax())
+            task = int(compute[event // 2])
+            message = (
+                f"device {device} holds {held.bytes[event]:g} bytes at {program.task(task)} "
+                f"and up to {held.bytes.max():g} later, over the limit of {limit:g}"
+            )
+            yield Violation("memory", message, (task,))

@@ -1,0 +1,50 @@
+"""`stretto check`: is a schedule in a file sound?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.check import check as find_violations
+from stretto.cli.console import out, working
+from stretto.cli.inputs import Cost, CostFile, read_costs, read_program
+from stretto.ir.errors import CostError
+
+_SHOWN = 20
+
+
+def check(
+    file: Annotated[Path, typer.Argument(help="PyTorch pipelining CSV, with transfers or without, or our JSON.")],
+    memory_limit: Annotated[
+        float | None, typer.Option(help="Bytes no device may exceed, by the bytes in the costs.")
+    ] = None,
+    cost: Cost = None,
+    costs: CostFile = None,
+) -> None:
+    """Check a schedule from a file: nothing missing, nothing misplaced, nothing that can deadlock.
+
+    Exit code 0: sound. 1: it has violations, printed one per line. 2: it could not be read.
+
+    Examples:
+
+      stretto check my_schedule.csv
+
+      stretto check my_schedule.csv --memory-limit 60e9 --cost activation_bytes=2e9
+    """
+    if memory_limit is not None and not memory_limit >= 0:
+        raise CostError(f"--memory-limit is a number of bytes of at least 0 (got {memory_limit})")
+    table = read_costs(cost, costs)
+    with working(f"checking {file}"):
+        program = read_program(file)
+        found = find_violations(program, costs=table, memory_limit=memory_limit)
+    for violation in found[:_SHOWN]:
+        out.print(str(violation), markup=False)
+    if len(found) > _SHOWN:
+        out.print(f"… and {len(found) - _SHOWN} more", markup=False)
+    if found:
+        raise typer.Exit(1)
+    placement = program.placement
+    out.print(
+        f"sound: {program.devices} devices, {placement.stages} stages, {placement.microbatches} microbatches, "
+        f"{len(program)} tasks"
+    )

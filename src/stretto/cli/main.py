@@ -1,0 +1,63 @@
+"""The `stretto` command."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from stretto import __version__
+from stretto.cli.check import check
+from stretto.cli.compare import compare
+from stretto.cli.console import err, out
+from stretto.cli.show import show
+from stretto.cli.simulate import simulate
+from stretto.ir.errors import StrettoError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+for command in (show, simulate, check, compare):
+    app.command()(command)
+
+# What typer raises for a bad command line. It carries its own copy of click, whose import path varies.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"stretto {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def stretto(
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Plan, check, simulate and compare pipeline schedules. Start with: stretto show
+
+    Exit code 0: fine. 1: a checked schedule has violations. 2: bad input, one line on stderr says why.
+    """
+    if context.invoked_subcommand is None:
+        out.print(context.get_help(), markup=False)
+
+
+def main() -> None:
+    try:
+        code = app(standalone_mode=False)
+    except StrettoError as error:
+        code = _fail(str(error))
+    except _UsageError as error:
+        code = _fail(f"{getattr(error, 'format_message', error.__str__)()} (see stretto --help)")
+    except BrokenPipeError:  # the reader of our output has gone; nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> int:
+    err.print("stretto: " + " ".join(message.split()), markup=False)
+    return 2

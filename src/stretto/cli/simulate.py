@@ -1,0 +1,74 @@
+"""`stretto simulate`: what a schedule costs."""
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from stretto.cli.console import number, out, table, working
+from stretto.cli.inputs import (
+    Cost,
+    CostFile,
+    Devices,
+    Json,
+    Microbatches,
+    Overlap,
+    Virtual,
+    read_costs,
+    sound_program,
+)
+from stretto.simulate import simulate as run
+from stretto.timeline import Span, Summary
+
+
+def simulate(
+    name: Annotated[str, typer.Argument(help="A schedule, or a CSV or JSON file.")],
+    devices: Devices = 4,
+    microbatches: Microbatches = 8,
+    virtual: Virtual = None,
+    overlap: Overlap = False,
+    cost: Cost = None,
+    costs: CostFile = None,
+    json: Json = False,
+) -> None:
+    """Simulate a schedule: time, bubbles and memory of each device.
+
+    Costs are per stage: with two stages per device, halve them to compare with one. bubble is the
+    makespan less busy; exposed is idle time with the awaited transfer under way; activations, those
+    between I and W, and bytes are peaks.
+
+    Examples:
+
+      stretto simulate dualpipe --devices 8 --microbatches 20
+
+      stretto simulate zb_h1 -d 4 -m 12 --cost F=1,I=1.1,W=0.9 --json
+    """
+    sizes = {"devices": devices, "microbatches": microbatches, "virtual": virtual, "overlap": overlap}
+    table_of_costs = read_costs(cost, costs)
+    with working(f"simulating {name}"):
+        timeline = run(sound_program(name, **sizes), table_of_costs)
+        summary = timeline.summary(table_of_costs)
+    if json:
+        out.print(msgspec.json.format(msgspec.json.encode(summary)).decode(), markup=False)
+        return
+    _print(summary, timeline.critical_path())
+
+
+def _print(summary: Summary, path: list[Span]) -> None:
+    rows = table("device", "busy", "span", "bubble", "exposed", "activations", "I to W", "bytes")
+    for index, device in enumerate(summary.devices):
+        rows.add_row(
+            str(index),
+            number(device.busy),
+            number(device.span),
+            number(device.bubble),
+            number(device.exposed_transfer),
+            str(device.peak_activations),
+            str(device.peak_pending),
+            number(device.peak_bytes),
+        )
+    out.print(rows)
+    out.print(f"\nmakespan {summary.makespan:g}, bubble {summary.bubble_ratio:.1%}")
+    names = [str(span.task).removesuffix("OVERLAP_F_B") for span in path if span.end > span.start]
+    shown = names if len(names) <= 24 else [*names[:12], "…", *names[-11:]]
+    out.print(f"critical path, {len(names)} tasks: {' '.join(shown)}", markup=False)

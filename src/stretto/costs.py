@@ -1,0 +1,167 @@
+"""Cost tables: how long each kind of task takes, and how many bytes it holds."""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.ir.errors import CostError
+
+PerStage: TypeAlias = float | tuple[float, ...]
+"""One number for all stages, or one for each."""
+
+_TIMES = ("F", "B", "I", "W", "FB", "BW")
+_BYTES = ("activation_bytes", "pending_bytes", "parameter_bytes", "message_bytes")
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A transfer of n bytes takes `latency + n / bandwidth`."""
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+
+class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Times in any unit, the same for all; bytes likewise.
+
+    >>> Costs(F=1, I=1, W=1).stage_times("B", stages=2).tolist()
+    [2.0, 2.0]
+    """
+
+    F: PerStage = 1.0
+    I: PerStage = 1.0  # noqa: E741
+    W: PerStage = 1.0
+    B: PerStage | None = None
+    """A full backward; I + W unless given."""
+    FB: PerStage | None = None
+    """A woven pair; F + B unless given."""
+    BW: PerStage = 0.0
+    """The part of B, and of a pair, that runs after the gradient has left. 0 is a fused backward, as the
+    closed forms of the literature assume; W is Kimi K2's decoupled weight gradient."""
+    slowdown: tuple[float, ...] | None = None
+    """A factor on all compute, for each device."""
+    link: Link = Link()
+    links: dict[str, Link] = {}
+    """Links that differ, by "source>target" device, e.g. "3>4"."""
+    message_bytes: PerStage = 0.0
+    """What a stage sends on, and its gradient weighs."""
+    activation_bytes: PerStage | None = None
+    """Held from the start of a stage's forward to the end of its B or I."""
+    pending_bytes: PerStage = 0.0
+    """Held between I (or B's input part) and the end of the weight part."""
+    parameter_bytes: PerStage = 0.0
+    """Held all the time, for each stage on a device."""
+
+    def __post_init__(self) -> None:
+        for name in (*_TIMES, *_BYTES):
+            value = getattr(self, name)
+            if value is not None:
+                _demand(name, value)
+        if self.slowdown is not None:
+            _demand("slowdown", self.slowdown)
+        for name, link in [("link", self.link), *((f"links.{key}", link) for key, link in self.links.items())]:
+            _demand(f"{name}.latency", link.latency)
+            if math.isnan(link.bandwidth) or link.bandwidth <= 0:
+                raise CostError(f"{name}.bandwidth must be above 0 (got {link.bandwidth})")
+        for key in self.links:
+            link_ends(key)
+
+    def stage_times(self, name: str, *, stages: int) -> NDArray[np.float64]:
+        """The times of F, B, I, W, FB or BW, or bytes, for each stage."""
+        value = getattr(self, name)
+        if value is None and name == "B":
+            return self.stage_times("I", stages=stages) + self.stage_times("W", stages=stages)
+        if value is None and name == "FB":
+            return self.stage_times("F", stages=stages) + self.stage_times("B", stages=stages)
+        return _spread(name, 0.0 if value is None else value, stages, "stages")
+
+    def device_factors(self, *, devices: int) -> NDArray[np.float64]:
+        return _spread("slowdown", 1.0 if self.slowdown is None else self.slowdown, devices, "devices")
+
+    def divided(self, parts: float) -> "Costs":
+        """The costs of a `parts`-th of each stage; what stages send each other stays as it is."""
+        changed: dict[str, PerStage | None] = {}
+        for name in (*_TIMES, "activation_bytes", "pending_bytes", "parameter_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                changed[name] = tuple(number / parts for number in value)
+            else:
+                changed[name] = None if value is None else value / parts
+        return msgspec.structs.replace(self, **changed)
+
+    def validate(self, *, stages: int, devices: int) -> None:
+        """Refuse a table whose lists do not fit, or whose parts exceed the whole."""
+        for name in _BYTES:
+            self.stage_times(name, stages=stages)
+        self.device_factors(devices=devices)
+        late = self.stage_times("BW", stages=stages)
+        for name in ("B", "FB"):
+            whole = self.stage_times(name, stages=stages)
+            if (late > whole).any():
+                stage = int((late > whole).argmax())
+                raise CostError(
+                    f"BW is a part of {name}, but exceeds it on stage {stage} ({late[stage]:g} > {whole[stage]:g})"
+                )
+        for key in self.links:
+            for device in link_ends(key):
+                if device >= devices:
+                    raise CostError(f'link "{key}" names device {device}, but there are only {devices} devices')
+
+
+def link_ends(key: str) -> tuple[int, int]:
+    source, arrow, target = key.partition(">")
+    if not (arrow and source.isdecimal() and target.isdecimal() and len(key) < 20):
+        raise CostError(f'a link is named "source>target", e.g. "3>4" (got {key!r:.40})')
+    return int(source), int(target)
+
+
+def parse_costs(text: str) -> Costs:
+    """Read the command line's short form.
+
+    >>> parse_costs("F=1,B=2.5").B
+    2.5
+    """
+    table: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (side.strip() for side in part.partition("="))
+        if name not in Costs.__struct_fields__ or name in ("link", "links", "slowdown"):
+            raise CostError(f"unknown cost {name!r:.40}; known are {', '.join((*_TIMES, *_BYTES))}")
+        if name in table:
+            raise CostError(f"cost {name} is given twice")
+        try:
+            table[name] = float(value)
+        except ValueError:
+            raise CostError(f"cost {name} must be a number (got {value!r:.40})") from None
+    return costs_from(table)
+
+
+def parse_costs_toml(text: str) -> Costs:
+    """Read a TOML table with the fields of `Costs`."""
+    try:
+        table = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise CostError(f"not valid TOML: {error}") from None
+    return costs_from(table)
+
+
+def costs_from(table: Mapping[str, Any]) -> Costs:
+    try:
+        return msgspec.convert(table, Costs)
+    except msgspec.ValidationError as error:
+        raise CostError(f"bad cost table: {error}") from None
+
+
+def _demand(name: str, value: PerStage) -> None:
+    for number in value if isinstance(value, tuple) else (value,):
+        if not math.isfinite(number) or number < 0:
+            raise CostError(f"{name} must be a number of at least 0 (got {number})")
+
+
+def _spread(name: str, value: PerStage, count: int, what: str) -> NDArray[np.float64]:
+    if isinstance(value, tuple) and len(value) != count:
+        raise CostError(f"{name} has {len(value)} entries, but the plan has {count} {what}")
+    return np.broadcast_to(np.asarray(value, dtype=np.float64), (count,))

@@ -1,0 +1,1 @@
+"""Schedules as data: actions, placements, plans, and their text."""

@@ -1,0 +1,21 @@
+"""Errors a user can cause; each message states the fact, the values and the way out."""
+
+
+class StrettoError(ValueError):
+    """Base of every error that a user's input can cause."""
+
+
+class PlanError(StrettoError):
+    """A schedule cannot be made for these sizes, or rows do not form a plan."""
+
+
+class TextError(StrettoError):
+    """A file or text is not in the form it should have."""
+
+
+class CostError(StrettoError):
+    """A cost is missing, negative, not a number, or of the wrong shape."""
+
+
+class ProgramError(StrettoError):
+    """A program cannot run."""

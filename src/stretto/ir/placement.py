@@ -1,0 +1,55 @@
+"""Which device runs which stage for which microbatch."""
+
+from dataclasses import dataclass
+
+from stretto.ir.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Routes through the devices; the microbatches are shared out among them in equal runs.
+
+    `routes[r][stage]` is a device. One route is the ordinary pipeline. DualPipe has two: the first
+    half of the microbatches flows down, the second half up, so each stage sits on two devices.
+
+    >>> Placement(routes=((0, 1), (1, 0)), microbatches=4).device(stage=0, microbatch=3)
+    1
+    """
+
+    routes: tuple[tuple[int, ...], ...]
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        if not self.routes or len({len(route) for route in self.routes}) != 1 or not self.routes[0]:
+            raise PlanError(f"every route must visit the same stages, at least one (got {self.routes})")
+        if self.microbatches < 1 or self.microbatches % len(self.routes):
+            raise PlanError(
+                f"{self.microbatches} microbatches cannot be shared equally among {len(self.routes)} routes"
+            )
+
+    @property
+    def stages(self) -> int:
+        return len(self.routes[0])
+
+    def route(self, microbatch: int) -> int:
+        return microbatch * len(self.routes) // self.microbatches
+
+    def device(self, stage: int, microbatch: int) -> int:
+        return self.routes[self.route(microbatch)][stage]
+
+
+def looped(*, devices: int, virtual: int, microbatches: int) -> Placement:
+    """Stage s on device s mod devices."""
+    return Placement((tuple(range(devices)) * virtual,), microbatches)
+
+
+def folded(*, devices: int, microbatches: int) -> Placement:
+    """A "V": stages go down the devices and come back up, two on each."""
+    down = tuple(range(devices))
+    return Placement((down + down[::-1],), microbatches)
+
+
+def opposed(*, devices: int, microbatches: int) -> Placement:
+    """Two routes in opposite directions over the same devices, one stage of each per device."""
+    down = tuple(range(devices))
+    return Placement((down, down[::-1]), microbatches)

@@ -1,0 +1,82 @@
+"""A plan: the compute order of every device, and nothing else."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from stretto.ir.action import Action, Pair
+from stretto.ir.errors import PlanError
+from stretto.ir.placement import Placement
+
+Slot: TypeAlias = Action | Pair
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One row of actions and pairs per device, and the placement they follow.
+
+    A plan prints as PyTorch's compute-only CSV; `parse_plan` reads it back as the same plan.
+    """
+
+    rows: tuple[tuple[Slot, ...], ...]
+    placement: Placement
+
+    @property
+    def devices(self) -> int:
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        return self.placement.stages
+
+    @property
+    def microbatches(self) -> int:
+        return self.placement.microbatches
+
+    def __str__(self) -> str:
+        return "\n".join(",".join(map(str, row)) for row in self.rows)
+
+
+def actions_of(slot: Slot) -> tuple[Action, ...]:
+    return (slot.forward, slot.backward) if isinstance(slot, Pair) else (slot,)
+
+
+def infer_placement(rows: Sequence[Sequence[Slot]]) -> Placement:
+    """The placement that most of the rows' actions follow: one route, or two for the two halves.
+
+    A few actions in a wrong row do not change it, so `check` can name them.
+    """
+    placed = list(_placed(rows))
+    if not placed:
+        raise PlanError("a plan needs at least one action")
+    stages = 1 + max(action.stage for _, action in placed)
+    microbatches = 1 + max(action.microbatch for _, action in placed)
+    if stages * microbatches > 4 * len(placed) + 64:  # keeps tables small for absurd indexes
+        raise PlanError(
+            f"{stages} stages × {microbatches} microbatches need at least {stages * microbatches} actions, "
+            f"but there are only {len(placed)}; is an index mistyped?"
+        )
+    votes: Counter[tuple[int, int, int]] = Counter()
+    for device, action in placed:
+        votes[action.microbatch * 2 >= microbatches, action.stage, device] += 1
+    homes: list[list[int | None]] = [[None] * stages, [None] * stages]
+    for (half, stage, device), _ in sorted(votes.items(), key=lambda vote: vote[1]):
+        homes[half][stage] = device
+    lower, upper = homes
+    routes = []
+    for first, second in ((lower, upper), (upper, lower)):
+        route = tuple(b if a is None else a for a, b in zip(first, second, strict=True))
+        if None in route:
+            raise PlanError(f"stage {route.index(None)} never appears, but stage {stages - 1} does")
+        routes.append(tuple(device for device in route if device is not None))
+    if microbatches % 2 or routes[0] == routes[1]:
+        return Placement((routes[0],), microbatches)
+    return Placement((routes[0], routes[1]), microbatches)
+
+
+def _placed(rows: Sequence[Sequence[Slot]]) -> Iterator[tuple[int, Action]]:
+    for device, row in enumerate(rows):
+        for slot in row:
+            for action in actions_of(slot):
+                yield device, action

@@ -1,0 +1,96 @@
+"""Plans as text: PyTorch's pipelining CSV, one line per device, with or without transfers; and JSON."""
+
+import re
+from typing import TypeAlias
+
+import msgspec
+
+from stretto.ir.action import Action, End, Op, Pair, Transfer
+from stretto.ir.errors import TextError
+from stretto.ir.placement import Placement
+from stretto.ir.plan import Plan, Slot, infer_placement
+
+Item: TypeAlias = Action | Pair | Transfer
+
+_ONE = re.compile(r"(\d{1,7})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,7})", re.ASCII)
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+_SHARDING = re.compile(r"\d{1,7}(UNSHARD|RESHARD|REDUCE_GRAD)(\d{1,7})?", re.ASCII)
+_EXAMPLES = 'like "2F0", "(0F3;3B1)OVERLAP_F_B" or "1SEND_F0"'
+
+
+def parse_plan(text: str) -> Plan:
+    """Read compute-only CSV.
+
+    >>> str(parse_plan("0F0,0B0"))
+    '0F0,0B0'
+    """
+    rows: list[tuple[Slot, ...]] = []
+    for device, items in enumerate(parse_rows(text)):
+        row = tuple(item for item in items if not isinstance(item, Transfer))
+        if len(row) != len(items):
+            raise TextError(f"line {device + 1} has transfers; a plan holds compute actions only")
+        rows.append(row)
+    return Plan(tuple(rows), infer_placement(rows))
+
+
+class _PlanFile(msgspec.Struct, forbid_unknown_fields=True):
+    rows: list[list[str]]
+    routes: list[list[int]]
+    microbatches: int
+
+
+def plan_to_json(plan: Plan) -> str:
+    rows = [[str(slot) for slot in row] for row in plan.rows]
+    routes = [list(route) for route in plan.placement.routes]
+    return msgspec.json.encode(_PlanFile(rows, routes, plan.microbatches)).decode()
+
+
+def parse_plan_json(text: str) -> Plan:
+    """Read what `plan_to_json` writes.
+
+    >>> parse_plan_json('{"rows": [["0F0"]], "routes": [[0]], "microbatches": 1}').devices
+    1
+    """
+    try:
+        file = msgspec.json.decode(text.encode("utf-8", "surrogatepass"), type=_PlanFile)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TextError(f"not a plan in JSON: {error}") from None
+    plan = parse_plan("\n".join(",".join(row) for row in file.rows))
+    placement = Placement(tuple(map(tuple, file.routes)), file.microbatches)
+    if plan.placement != placement:
+        raise TextError(f"the rows follow {plan.placement}, but the file says {placement}")
+    return plan
+
+
+def parse_rows(text: str) -> list[list[Item]]:
+    """Read either form, line by line. Empty cells and PyTorch's sharding actions are left out."""
+    lines = text.removeprefix("\ufeff").rstrip().splitlines()
+    if not lines:
+        raise TextError("the text is empty; expected one line of comma-separated actions per device")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        cells = (cell.strip().strip('"') for cell in line.split(","))
+        row = [_parse_item(cell, number) for cell in cells if cell and not _SHARDING.fullmatch(cell)]
+        if not row:
+            raise TextError(f"line {number} is empty; every device needs at least one action")
+        rows.append(row)
+    return rows
+
+
+def _parse_item(cell: str, line: int) -> Item:
+    if match := _ONE.fullmatch(cell):
+        stage, kind, microbatch = int(match[1]), match[2], int(match[3])
+        if len(kind) == 1:
+            return Action(stage, Op(kind), microbatch)
+        return Transfer(stage, End(kind), microbatch)
+    if match := _PAIR.fullmatch(cell):
+        forward, backward = (_parse_item(half.strip(), line) for half in match.groups())
+        if isinstance(forward, Action) and isinstance(backward, Action) and (forward.op, backward.op) == (Op.F, Op.B):
+            return Pair(forward, backward)
+        raise TextError(f"line {line}: {_short(cell)} must pair a forward with a full backward")
+    raise TextError(f"line {line}: {_short(cell)} is not an action {_EXAMPLES}")
+
+
+def _short(cell: str) -> str:
+    """The cell, printable and on one line whatever it holds."""
+    return repr(cell if len(cell) <= 40 else cell[:37] + "...")

@@ -1,0 +1,1 @@
+"""Programs: tasks on lanes, made from plans."""

@@ -1,0 +1,83 @@
+"""What waits for what in a program: nodes, and an edge from each thing to what waits for it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stretto.program.program import Ints, Program, grouped
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """A node is a task, or the two ends of a transfer together; numbered in program sequence."""
+
+    node: Ints
+    """The node of each task."""
+    task: Ints
+    """A task of each node."""
+    source: Ints
+    target: Ints
+
+    def stuck(self) -> list[int]:
+        """The nodes that can never start: they wait in a circle, or for one that does."""
+        return [] if self.in_order() else self._sequence()[1]
+
+    def in_order(self) -> bool:
+        """Whether every edge leads from a lower to a higher number."""
+        return bool((self.source < self.target).all())
+
+    def ordered(self) -> "Graph":
+        """The same graph, numbered so that every edge leads upwards; nodes that are stuck come last."""
+        if self.in_order():
+            return self
+        number = np.empty(len(self.task), dtype=np.int64)
+        done, stuck = self._sequence()
+        order = np.array(done + stuck, dtype=np.int64)
+        number[order] = np.arange(len(order))
+        return Graph(number[self.node], self.task[order], number[self.source], number[self.target])
+
+    def _sequence(self) -> tuple[list[int], list[int]]:
+        count = len(self.task)
+        order, start = grouped(self.source, count)
+        followers, bounds = self.target[order].tolist(), start.tolist()
+        waits = np.bincount(self.target, minlength=count).tolist()
+        done = [node for node in range(count) if not waits[node]]
+        for node in done:
+            for follower in followers[bounds[node] : bounds[node + 1]]:
+                waits[follower] -= 1
+                if not waits[follower]:
+                    done.append(follower)
+        return done, [node for node in range(count) if waits[node]]
+
+
+def wait_graph(program: Program, *edges: tuple[Ints, Ints]) -> Graph:
+    """The program's needs and these edges (before, after) between its tasks, as a graph of nodes."""
+    index = np.arange(len(program))
+    leads = program.mate < index  # the later end of a transfer stands for both
+    node = np.cumsum(leads) - 1
+    node[~leads] = node[program.mate[~leads]]
+    need, task = program.need, np.repeat(index, np.diff(program.need_start))
+    across = (program.lane[need] != program.lane[task]) | (need >= task)  # a lane's own order says the rest
+    needs = (need[across], task[across])
+    source = node[np.concatenate([before for before, _ in (needs, *edges)])]
+    target = node[np.concatenate([after for _, after in (needs, *edges)])]
+    return Graph(node, np.flatnonzero(leads), source, target)
+
+
+def queue_edges(queue: Ints) -> tuple[Ints, Ints]:
+    """An edge between neighbours in each queue, given the queue of each task (−1: none)."""
+    order = np.argsort(queue, kind="stable")
+    before, after = order[:-1], order[1:]
+    same = (queue[before] == queue[after]) & (queue[before] >= 0)
+    return before[same], after[same]
+
+
+def lane_graph(program: Program) -> Graph:
+    """Tasks wait for their needs and for the task before them on their lane."""
+    before, after = queue_edges(program.lane)
+    previous = np.full(len(program), -1, dtype=np.int64)
+    previous[after] = before
+    # Where a link's two lanes agree, one edge between two transfers says it all.
+    other = program.mate[after]
+    twice = (other >= 0) & (other < after) & (previous[other] == program.mate[before]) & (previous[other] >= 0)
+    return wait_graph(program, (before[~twice], after[~twice]))

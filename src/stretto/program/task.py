@@ -1,0 +1,93 @@
+"""Tasks and the lanes they queue on."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.ir.action import Action, End, Op, Pair, Transfer
+from stretto.ir.text import Item
+
+
+class Kind(IntEnum):
+    """What a task does. B and PAIR end when the input gradient is there; WGRAD is the rest of them."""
+
+    F = 0
+    B = 1
+    I = 2  # noqa: E741
+    W = 3
+    PAIR = 4
+    WGRAD = 5
+    SEND_F = 6
+    RECV_F = 7
+    SEND_B = 8
+    RECV_B = 9
+
+
+COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.WGRAD)
+FORWARDS = (Kind.F, Kind.PAIR)
+BACKWARDS = (Kind.B, Kind.I, Kind.PAIR)
+"""Kinds that yield an input gradient."""
+WEIGHTS = (Kind.W, Kind.WGRAD)
+SENDS = (Kind.SEND_F, Kind.SEND_B)
+RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+
+
+def among(kind: NDArray[np.int64], kinds: Collection[Kind]) -> NDArray[np.bool_]:
+    """Which entries of a column are one of these kinds; a table look-up, quicker than `np.isin`."""
+    table = np.zeros(len(Kind), dtype=np.bool_)
+    table[list(kinds)] = True
+    return table[kind]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Lane:
+    """An in-order queue of a device: "compute", or one end of the directed link to or from a peer."""
+
+    device: int
+    name: str = "compute"
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        match self.name:
+            case "send":
+                return f"send→{self.peer}"
+            case "recv":
+                return f"recv←{self.peer}"
+            case _:
+                return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do on one lane. A pair's stage and microbatch are its forward's."""
+
+    lane: Lane
+    kind: Kind
+    stage: int
+    microbatch: int
+    backward: tuple[int, int] | None = None
+    """A pair's backward: its stage and microbatch."""
+
+    @property
+    def device(self) -> int:
+        return self.lane.device
+
+    @property
+    def item(self) -> Item | None:
+        """What this task is in CSV; a WGRAD is part of the B or pair before it."""
+        match self.kind:
+            case Kind.WGRAD:
+                return None
+            case Kind.PAIR:
+                assert self.backward is not None
+                return Pair(Action(self.stage, Op.F, self.microbatch), Action(self.backward[0], Op.B, self.backward[1]))
+            case Kind.F | Kind.B | Kind.I | Kind.W:
+                return Action(self.stage, Op[self.kind.name], self.microbatch)
+            case _:
+                return Transfer(self.stage, End[self.kind.name], self.microbatch)
+
+    def __str__(self) -> str:
+        return f"{self.stage}B{self.microbatch}.wgrad" if self.item is None else str(self.item)

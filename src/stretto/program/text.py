@@ -1,0 +1,64 @@
+"""Programs from PyTorch's CSV, with transfers or without."""
+
+from collections.abc import Iterator
+
+from stretto.ir.action import Action, End, Op, Pair, Transfer
+from stretto.ir.errors import TextError
+from stretto.ir.placement import Placement
+from stretto.ir.plan import Plan, infer_placement
+from stretto.ir.text import Item, parse_rows
+from stretto.program.link import link
+from stretto.program.lower import lower
+from stretto.program.program import Program
+from stretto.program.task import Kind, Lane, Task
+
+
+def parse_program(text: str) -> Program:
+    """Read either form of CSV. A compute-only one is lowered; otherwise the transfers stay where they are.
+
+    >>> print(parse_program("0F0,0SEND_F0\\n1RECV_F0,1F0"))
+    0F0,0SEND_F0
+    1RECV_F0,1F0
+    """
+    rows = parse_rows(text)
+    slots = [tuple(item for item in row if not isinstance(item, Transfer)) for row in rows]
+    placement = infer_placement(slots)
+    if sum(map(len, slots)) == sum(map(len, rows)):
+        return lower(Plan(tuple(slots), placement))
+    return link((task for device, row in enumerate(rows) for task in _tasks(device, row, placement)), placement)
+
+
+def _tasks(device: int, row: list[Item], placement: Placement) -> Iterator[Task]:
+    owed: Task | None = None  # the weight part of the last full backward
+    for item in row:
+        if owed is not None and not isinstance(item, Transfer):
+            yield owed
+            owed = None
+        yield _task(device, item, placement)
+        match item:
+            case Pair(backward=backward) | (Action(op=Op.B) as backward):
+                owed = Task(Lane(device), Kind.WGRAD, backward.stage, backward.microbatch)
+            case _:
+                pass
+    if owed is not None:
+        yield owed
+
+
+def _task(device: int, item: Item, placement: Placement) -> Task:
+    match item:
+        case Pair(forward, backward):
+            return Task(
+                Lane(device), Kind.PAIR, forward.stage, forward.microbatch, (backward.stage, backward.microbatch)
+            )
+        case Action(stage, op, microbatch):
+            return Task(Lane(device), Kind[op.name], stage, microbatch)
+        case Transfer(stage, end, microbatch):
+            neighbour = stage + (1 if end in (End.SEND_F, End.RECV_B) else -1)
+            if not 0 <= neighbour < placement.stages or microbatch >= placement.microbatches:
+                raise TextError(
+                    f"{item} has no other end: there are {placement.stages} stages "
+                    f"and {placement.microbatches} microbatches"
+                )
+            name = "send" if end in (End.SEND_F, End.SEND_B) else "recv"
+            lane = Lane(device, name, placement.device(neighbour, microbatch))
+            return Task(lane, Kind[end.name], stage, microbatch)

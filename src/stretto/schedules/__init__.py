@@ -1,0 +1,1 @@
+"""Schedules: pure functions that make plans."""

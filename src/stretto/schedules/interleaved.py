@@ -1,0 +1,53 @@
+"""Interleaved 1F1B: several stages per device, plain or woven with one extra warm-up forward."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from stretto.ir.action import Action, Op, Pair
+from stretto.ir.placement import looped
+from stretto.ir.plan import Plan, Slot
+from stretto.schedules.sizes import demand
+
+
+def interleaved(*, devices: int, microbatches: int, virtual: int = 2, overlap: bool = False) -> Plan:
+    """1F1B over `virtual` stages per device, stage s on device s mod devices (Megatron-LM).
+
+    Microbatches go round in groups: a group passes a device's first stage, then its second, and so
+    on. `overlap=True` is Kimi K2's form: one more forward before the first backward, which makes
+    the forward and the backward of each steady slot independent, so that they become a pair.
+
+    A group is `devices` microbatches where that divides them; otherwise the groups are the fewest
+    of at least `devices` whose sizes differ by at most one.
+
+    >>> print(interleaved(devices=1, microbatches=2, virtual=1, overlap=True))
+    0F0,(0F1;0B0)OVERLAP_F_B,0B1
+    """
+    demand("interleaved", devices=devices, microbatches=microbatches, virtual=virtual)
+    groups = _groups(devices=devices, microbatches=microbatches)
+    rows: list[tuple[Slot, ...]] = []
+    for device in range(devices):
+        stages = [device + devices * chunk for chunk in range(virtual)]
+        forwards = list(_visits(Op.F, stages, groups))
+        backwards = list(_visits(Op.B, stages[::-1], groups))
+        # The last device needs its last stage's first forward; each hop adds one way there and back.
+        warmup = (virtual - 1) * max(map(len, groups)) + 2 * (devices - device - 1) + overlap
+        warmup = min(warmup, len(forwards))
+        slots: list[Slot] = list(forwards[:warmup])
+        steady = zip(forwards[warmup:], backwards, strict=False)
+        if overlap:
+            slots += (Pair(forward, backward) for forward, backward in steady)
+        else:
+            slots += (action for both in steady for action in both)
+        slots += backwards[len(forwards) - warmup :]
+        rows.append(tuple(slots))
+    return Plan(tuple(rows), looped(devices=devices, virtual=virtual, microbatches=microbatches))
+
+
+def _groups(*, devices: int, microbatches: int) -> list[range]:
+    count = max(1, microbatches // devices)
+    bounds = [-(-microbatches * k // count) for k in range(count + 1)]
+    return [range(a, b) for a, b in pairwise(bounds)]
+
+
+def _visits(op: Op, stages: list[int], groups: list[range]) -> Iterator[Action]:
+    return (Action(stage, op, k) for group in groups for stage in stages for k in group)

@@ -1,0 +1,220 @@
+"""ZB-V, V-Half and V-Min: zero-bubble schedules on a "V", two stages per device, three memory levels."""
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+
+from stretto.ir.action import Action, Op
+from stretto.ir.placement import folded
+from stretto.ir.plan import Plan, Slot, actions_of
+from stretto.schedules.row import Row
+from stretto.schedules.sizes import demand
+
+_PERIOD = 6  # F, I and W of two stages: a device's work for one microbatch, each taken as one tick
+
+
+def zb_v(*, devices: int, microbatches: int) -> Plan:
+    """1F1B's memory and, at F = I = W, no bubble within a device's span (Qi et al. 2023).
+
+    Fewer than 2P−1 microbatches are legal: the rows for 2P−1 are made and the missing ones left out.
+    """
+    demand("zb_v", devices=devices, microbatches=microbatches)
+    total = max(microbatches, 2 * devices - 1)
+    rows = []
+    for device in range(devices):
+        down, up = device, 2 * devices - 1 - device
+        ahead = devices - device
+        row = Row()
+        for _ in range(2 * ahead - 1):  # fill the way down
+            row.forward(down)
+        for _ in range(device):  # and the way up
+            row.forward(up)
+            row.forward(down)
+        for _ in range(ahead):  # the way up turns round
+            row.forward(up)
+            row.input(up)
+            row.weight()
+        for k in range(total - devices):  # steady
+            if k <= total - devices - ahead:
+                row.forward(down)
+            row.input(down)
+            row.weight()
+            row.forward(up)
+            row.input(up)
+            row.weight()
+        for _ in range(device):  # drain, holding weight parts back
+            row.input(down)
+            row.input(up)
+        for _ in range(ahead):
+            row.input(down)
+            row.weight(down)
+        for stage in (up, down):
+            for _ in range(device):
+                row.weight(stage)
+        rows.append(tuple(slot for slot in row.slots if actions_of(slot)[0].microbatch < microbatches))
+    return Plan(tuple(rows), folded(devices=devices, microbatches=microbatches))
+
+
+def v_half(*, devices: int, microbatches: int) -> Plan:
+    """About half of 1F1B's memory (Qi et al. 2024)."""
+    demand("v_half", devices=devices, microbatches=microbatches)
+    turn = 0 if devices % 2 else 3  # the wait that keeps the four passes in different ticks
+    blocks = [
+        _Block(
+            down=2 * device,
+            up=3 * devices - 2 - device,
+            back_up=3 * devices - 1 + turn + 2 * device,
+            back_down=6 * devices - 2 + turn - device,
+        )
+        for device in range(devices)
+    ]
+    return Plan(_squeezed(blocks, microbatches), folded(devices=devices, microbatches=microbatches))
+
+
+def v_min(*, devices: int, microbatches: int) -> Plan:
+    """About a third of 1F1B's memory, the least there is (Qi et al. 2024)."""
+    demand("v_min", devices=devices, microbatches=microbatches)
+    turn = (2 - 2 * devices) % _PERIOD
+    blocks = [
+        _Block(
+            down=device,
+            up=2 * devices - 1 - device,
+            back_up=2 * devices + turn + device,
+            back_down=4 * devices - 1 + turn - device,
+        )
+        for device in range(devices)
+    ]
+    # Without a wait at the turn the blocks leave no slack, and pulling a forward ahead only delays others.
+    rows = _squeezed(blocks, microbatches) if turn else _repeated(blocks, microbatches)
+    return Plan(rows, folded(devices=devices, microbatches=microbatches))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The ticks at which a device runs microbatch 0: both forwards, both input parts.
+
+    Microbatch k follows 6k ticks later. The four differ modulo 6, which leaves two ticks of every
+    six for weight parts: the "building block" of the controllable-memory paper.
+    """
+
+    down: int
+    up: int
+    back_up: int
+    back_down: int
+
+    def passes(self, device: int, devices: int) -> list[tuple[int, int, Op]]:
+        """(tick, stage, op) of microbatch 0."""
+        mirror = 2 * devices - 1 - device
+        return [
+            (self.down, device, Op.F),
+            (self.up, mirror, Op.F),
+            (self.back_up, mirror, Op.I),
+            (self.back_down, device, Op.I),
+        ]
+
+
+def _repeated(blocks: list[_Block], microbatches: int) -> tuple[tuple[Slot, ...], ...]:
+    """The block, once per microbatch; weight parts in the free ticks."""
+    rows: list[tuple[Slot, ...]] = []
+    for device, block in enumerate(blocks):
+        ticks = sorted(
+            (tick + _PERIOD * k, Action(stage, op, k))
+            for tick, stage, op in block.passes(device, len(blocks))
+            for k in range(microbatches)
+        )
+        row: list[Slot] = []
+        weights: deque[Action] = deque()
+        for (tick, action), (following, _) in pairwise([*ticks, (2 * ticks[-1][0], None)]):
+            assert action is not None
+            row.append(action)
+            if action.op is Op.I:
+                weights.append(Action(action.stage, Op.W, action.microbatch))
+            for _ in range(min(len(weights), following - tick - 1)):
+                row.append(weights.popleft())
+        rows.append((*row, *weights))
+    return tuple(rows)
+
+
+def _squeezed(blocks: list[_Block], microbatches: int) -> tuple[tuple[Slot, ...], ...]:
+    """The repeated blocks with the slack of their ends taken out.
+
+    Tick by tick, every device runs the pass that comes first in its blocks among those that could
+    run now, and a weight part if there is none. A forward also needs room: a device never holds
+    more than its blocks would, of its first stage or in all.
+    """
+    line = [
+        _Squeeze(device, block.passes(device, len(blocks)), row)
+        for (device, block), row in zip(enumerate(blocks), _repeated(blocks, microbatches), strict=True)
+    ]
+    stages = 2 * len(blocks)
+    done: set[tuple[int, bool, int]] = set()  # (stage, is a forward, microbatch)
+    while any(device.left for device in line):
+        chosen = [device.choose(done, stages) for device in line]
+        for action in chosen:
+            if action is not None and action.op is not Op.W:
+                done.add((action.stage, action.op is Op.F, action.microbatch))
+    return tuple(tuple(device.row) for device in line)
+
+
+class _Squeeze:
+    """One device while its row is squeezed."""
+
+    def __init__(self, device: int, passes: list[tuple[int, int, Op]], blocks: tuple[Slot, ...]) -> None:
+        self.first = device
+        self.passes = passes
+        self.left = len(blocks)
+        self.row: list[Slot] = []
+        self._microbatches = len(blocks) // _PERIOD
+        self._next = [0] * len(passes)
+        self._weights: deque[Action] = deque()
+        self._held, self._held_first = 0, 0  # from forward to weight part: in all, of the first stage
+        self._room, self._room_first = _peaks(blocks, device)
+
+    def choose(self, done: set[tuple[int, bool, int]], stages: int) -> Action | None:
+        ready = [
+            (tick + _PERIOD * self._next[at], at)
+            for at, (tick, stage, op) in enumerate(self.passes)
+            if self._next[at] < self._microbatches and self._can_run(stage, op, self._next[at], done, stages)
+        ]
+        if ready:
+            at = min(ready)[1]
+            _, stage, op = self.passes[at]
+            action = Action(stage, op, self._next[at])
+            self._next[at] += 1
+        elif self._weights:
+            action = self._weights.popleft()
+        else:
+            return None
+        self._account(action)
+        return action
+
+    def _can_run(self, stage: int, op: Op, microbatch: int, done: set[tuple[int, bool, int]], stages: int) -> bool:
+        if op is Op.F:
+            if self._held >= self._room or (stage == self.first and self._held_first >= self._room_first):
+                return False
+            return stage == 0 or (stage - 1, True, microbatch) in done
+        if (stage, True, microbatch) not in done:
+            return False
+        return stage == stages - 1 or (stage + 1, False, microbatch) in done
+
+    def _account(self, action: Action) -> None:
+        self.row.append(action)
+        self.left -= 1
+        if action.op is Op.I:
+            self._weights.append(Action(action.stage, Op.W, action.microbatch))
+            return
+        change = 1 if action.op is Op.F else -1
+        self._held += change
+        self._held_first += change if action.stage == self.first else 0
+
+
+def _peaks(row: tuple[Slot, ...], first: int) -> tuple[int, int]:
+    """The most a row holds at once from forward to weight part: in all, of its first stage."""
+    held = held_first = peak = peak_first = 0
+    for slot in row:
+        (action,) = actions_of(slot)
+        change = {Op.F: 1, Op.W: -1}.get(action.op, 0)
+        held += change
+        held_first += change if action.stage == first else 0
+        peak, peak_first = max(peak, held), max(peak_first, held_first)
+    return peak, peak_first

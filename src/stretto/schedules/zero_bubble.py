@@ -1,0 +1,47 @@
+"""ZB-H1 and ZB-H2: the weight part of the backward moves into the bubble."""
+
+from stretto.ir.placement import looped
+from stretto.ir.plan import Plan
+from stretto.schedules.row import Row
+from stretto.schedules.sizes import demand
+
+
+def zb_h1(*, devices: int, microbatches: int) -> Plan:
+    """1F1B's memory, a third of its bubble (Qi et al. 2023).
+
+    Device r fills the pipe as 1F1B does and keeps its weight parts r behind its input parts.
+
+        F F I W F I W I W
+          F I F I W F I W W
+    """
+    demand("zb_h1", devices=devices, microbatches=microbatches)
+    return _split(devices=devices, microbatches=microbatches, depth=1)
+
+
+def zb_h2(*, devices: int, microbatches: int) -> Plan:
+    """No bubble within a device's own span, for twice 1F1B's memory (Qi et al. 2023).
+
+    As ZB-H1 with twice the forwards up front and twice the weight parts held back.
+    """
+    demand("zb_h2", devices=devices, microbatches=microbatches)
+    return _split(devices=devices, microbatches=microbatches, depth=2)
+
+
+def _split(*, devices: int, microbatches: int, depth: int) -> Plan:
+    rows = []
+    for device in range(devices):
+        row = Row()
+        forwards = min(depth * (devices - device - 1), microbatches)
+        for _ in range(forwards):
+            row.forward(device)
+        for _ in range(microbatches):
+            if forwards < microbatches:
+                row.forward(device)
+                forwards += 1
+            row.input(device)
+            if row.owed > depth * device:
+                row.weight()
+        while row.owed:
+            row.weight()
+        rows.append(tuple(row.slots))
+    return Plan(tuple(rows), looped(devices=devices, virtual=1, microbatches=microbatches))

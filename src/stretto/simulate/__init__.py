@@ -1,0 +1,3 @@
+"""Runs a program against a cost table."""
+
+from stretto.simulate.engine import simulate as simulate

@@ -1,0 +1,49 @@
+"""How long each task of a program takes under a cost table."""
+
+import numpy as np
+
+from stretto.costs import Costs, link_ends
+from stretto.program.program import Program
+from stretto.program.task import RECEIVES, SENDS, Kind, among
+from stretto.timeline.memory import Floats
+
+
+def durations(program: Program, costs: Costs) -> Floats:
+    """By task index; the two ends of a transfer take the same time."""
+    stages, devices = program.placement.stages, program.devices
+    costs.validate(stages=stages, devices=devices)
+    forward, whole, late, woven, of_input, of_weight = (
+        costs.stage_times(name, stages=stages) for name in ("F", "B", "BW", "FB", "I", "W")
+    )
+    # A pair takes each pass's time, shortened as a pair of that stage with itself would be.
+    both = forward + whole
+    share = np.divide(woven, both, out=np.ones(stages), where=both > 0)
+    stage, stage_b = program.stage, program.stage_b
+    by_kind = {
+        Kind.F: forward[stage],
+        Kind.B: (whole - late)[stage],
+        Kind.I: of_input[stage],
+        Kind.W: of_weight[stage],
+        Kind.PAIR: np.maximum(0.0, (forward * share)[stage] + (whole * share - late)[stage_b]),
+        Kind.WGRAD: late[stage],
+    }
+    time = np.zeros(len(program))
+    for kind, value in by_kind.items():
+        time = np.where(program.kind == kind, value, time)
+    time *= np.where(program.compute, costs.device_factors(devices=devices)[program.device], 1.0)
+    return time + _transfer_times(program, costs)
+
+
+def _transfer_times(program: Program, costs: Costs) -> Floats:
+    table = {link_ends(key): link for key, link in costs.links.items()}
+    latency, rate = np.zeros(len(program.lanes)), np.zeros(len(program.lanes))
+    for index, lane in enumerate(program.lanes):
+        if lane.peer is not None:
+            ends = (lane.device, lane.peer) if lane.name == "send" else (lane.peer, lane.device)
+            link = table.get(ends, costs.link)
+            latency[index], rate[index] = link.latency, 1 / link.bandwidth
+    size = costs.stage_times("message_bytes", stages=program.placement.stages)
+    # What travels is the boundary between two stages; it is sized by the stage before it.
+    boundary = program.stage - among(program.kind, (Kind.RECV_F, Kind.SEND_B))
+    moving = among(program.kind, (*SENDS, *RECEIVES))
+    return np.where(moving, latency[program.lane] + size[boundary] * rate[program.lane], 0.0)

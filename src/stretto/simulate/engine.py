@@ -1,0 +1,52 @@
+"""The engine: every task starts when its lane is free and its needs have ended."""
+
+import numpy as np
+
+from stretto.costs import Costs
+from stretto.ir.errors import ProgramError
+from stretto.ir.plan import Plan
+from stretto.program.graph import Graph, lane_graph
+from stretto.program.lower import lower
+from stretto.program.program import Program
+from stretto.simulate.durations import durations
+from stretto.timeline import Timeline
+
+
+def simulate(program: Plan | Program, costs: Costs | None = None) -> Timeline:
+    """Run a plan or program against a cost table; without one, F = I = W = 1, B = 2, a pair 3, transfers 0.
+
+    A lane runs its tasks in order. A transfer takes place on both its lanes at once. Receives are
+    taken as posted in time, so only a lane's own order and the needs hold a task back.
+
+    >>> from stretto.schedules.gpipe import gpipe
+    >>> simulate(gpipe(devices=2, microbatches=3)).makespan
+    12.0
+    """
+    if isinstance(program, Plan):
+        program = lower(program)
+    graph = lane_graph(program)
+    if stuck := graph.stuck():
+        raise ProgramError(
+            f"the program cannot run: {len(stuck)} tasks wait in a circle, "
+            f"{program.task(int(graph.task[stuck[0]]))} among them; check() names it"
+        )
+    graph = graph.ordered()
+    start, end = _replay(graph, durations(program, costs or Costs())[graph.task].tolist())
+    return Timeline(program, np.array(start)[graph.node], np.array(end)[graph.node])
+
+
+def _replay(graph: Graph, time: list[float]) -> tuple[list[float], list[float]]:
+    """The start and end of every node; each edge's source comes before its target."""
+    order = np.argsort(graph.target, kind="stable")
+    start, end = [0.0] * len(time), [0.0] * len(time)
+    node, begin = 0, 0.0
+    for source, target in zip(graph.source[order].tolist(), graph.target[order].tolist(), strict=True):
+        while node < target:  # all edges to this node are behind us
+            start[node], end[node] = begin, begin + time[node]
+            node, begin = node + 1, 0.0
+        if (ended := end[source]) > begin:
+            begin = ended
+    for last in range(node, len(time)):
+        start[last], end[last] = begin, begin + time[last]
+        begin = 0.0
+    return start, end

@@ -1,0 +1,101 @@
+"""What each device holds, from a stage's forward to its weight part."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.costs import Costs
+from stretto.program.program import Ints, Program
+from stretto.program.task import BACKWARDS, FORWARDS, WEIGHTS, among
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceMemory:
+    """One device's holdings over time, each from its time to the next one's.
+
+    They change when a compute task starts or ends. States of no duration are left out, as between a
+    full backward and a weight part that takes no time of its own.
+    """
+
+    time: Floats
+    activations: Ints
+    """Stage passes held from the start of F to the end of B or I."""
+    pending: Ints
+    """Stage passes held between I (or B's input part) and the end of the weight part."""
+    bytes: Floats | None
+    """All held bytes, parameters included; None where the costs name no bytes."""
+
+    @property
+    def peak_activations(self) -> int:
+        return int(self.activations.max(initial=0))
+
+    @property
+    def peak_pending(self) -> int:
+        return int(self.pending.max(initial=0))
+
+    @property
+    def peak_live(self) -> int:
+        """Stage passes held at once from F to the weight part."""
+        return int((self.activations + self.pending).max(initial=0))
+
+    @property
+    def peak_bytes(self) -> float | None:
+        return None if self.bytes is None else float(self.bytes.max(initial=0.0))
+
+
+def memory_in_order(
+    program: Program, costs: Costs, start: Floats | None = None, end: Floats | None = None
+) -> list[DeviceMemory]:
+    """What every device holds event by event. Compute is in order, so it is known without times too:
+
+    then every event counts, two for each compute task.
+    """
+    stages = program.placement.stages
+    task = np.flatnonzero(program.compute)
+    device = program.device[task]
+    order = np.argsort(device, kind="stable")
+    task, device = task[order], device[order]
+    kind, stage = program.kind[task], program.stage[task]
+    back_stage = np.where(program.stage_b[task] < 0, stage, program.stage_b[task])
+    forward, backward, weight = (among(kind, kinds).astype(np.int64) for kinds in (FORWARDS, BACKWARDS, WEIGHTS))
+    frees = backward if backward.any() else forward  # nothing is kept when no backward will come
+
+    def events(at_start: Floats | Ints, at_end: Floats | Ints) -> Floats:
+        return np.stack((at_start, at_end), axis=1).astype(np.float64).ravel()
+
+    held = events(forward, -frees)
+    owed = events(0 * stage, backward - weight)
+    size = costs.stage_times("activation_bytes", stages=stages)
+    size_owed = costs.stage_times("pending_bytes", stages=stages)
+    changed = events(
+        forward * size[stage],
+        -frees * size[back_stage] + backward * size_owed[back_stage] - weight * size_owed[stage],
+    )
+    when = np.arange(2.0 * len(task)) if start is None or end is None else events(start[task], end[task])
+    fixed = _parameters(program, costs)
+    counts_bytes = costs.activation_bytes is not None or bool(size_owed.any()) or bool(fixed.any())
+    bounds = 2 * np.searchsorted(device, np.arange(program.devices + 1))
+    devices = []
+    for device_bytes, a, b in zip(fixed, bounds[:-1], bounds[1:], strict=True):
+        lasts = np.diff(when[a:b], append=np.inf) > 0
+        devices.append(
+            DeviceMemory(
+                time=when[a:b][lasts],
+                activations=np.cumsum(held[a:b]).astype(np.int64)[lasts],
+                pending=np.cumsum(owed[a:b]).astype(np.int64)[lasts],
+                bytes=device_bytes + np.cumsum(changed[a:b])[lasts] if counts_bytes else None,
+            )
+        )
+    return devices
+
+
+def _parameters(program: Program, costs: Costs) -> Floats:
+    size = costs.stage_times("parameter_bytes", stages=program.placement.stages)
+    homes = {(device, stage) for route in program.placement.routes for stage, device in enumerate(route)}
+    total = np.zeros(program.devices)
+    for device, stage in sorted(homes):
+        total[device] += size[stage]
+    return total

@@ -1,0 +1,125 @@
+"""Timelines and their metrics."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from stretto.costs import Costs
+from stretto.program.graph import queue_edges
+from stretto.program.program import Program, grouped
+from stretto.program.task import RECEIVES, Task, among
+from stretto.timeline.memory import DeviceMemory, Floats, memory_in_order
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A task with its start and end."""
+
+    task: Task
+    start: float
+    end: float
+
+
+class DeviceSummary(msgspec.Struct, frozen=True):
+    busy: float
+    """Time spent computing."""
+    span: float
+    """From the first compute task's start to the last one's end."""
+    bubble: float
+    """The step's time less `busy`; `span - busy` leaves the stagger of the ends out."""
+    exposed_transfer: float
+    """Idle time during which the transfer that the next compute task needs was under way."""
+    peak_activations: int
+    peak_pending: int
+    peak_live: int
+    peak_bytes: float | None
+
+
+class Summary(msgspec.Struct, frozen=True):
+    makespan: float
+    bubble_ratio: float
+    """The devices' bubbles over their time."""
+    devices: tuple[DeviceSummary, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """The start and end of every task of a program, by task index."""
+
+    program: Program
+    start: Floats
+    end: Floats
+
+    def spans(self) -> Iterator[Span]:
+        for task, start, end in zip(self.program.tasks(), self.start.tolist(), self.end.tolist(), strict=True):
+            yield Span(task, start, end)
+
+    @property
+    def makespan(self) -> float:
+        return float(self.end.max() - self.start.min())
+
+    def memory(self, costs: Costs | None = None) -> list[DeviceMemory]:
+        """What each device holds over time."""
+        return memory_in_order(self.program, costs or Costs(), self.start, self.end)
+
+    def summary(self, costs: Costs | None = None) -> Summary:
+        """The figures that matter; pass costs with bytes in them to have peak bytes."""
+        program, makespan = self.program, self.makespan
+        task = np.flatnonzero(program.compute)
+        order, bounds = grouped(program.device[task], program.devices)
+        task = task[order]
+        exposed = self._exposed()[task]
+        memory = self.memory(costs)
+        devices = []
+        for device, (a, b) in enumerate(pairwise(bounds.tolist())):
+            start, end = self.start[task[a:b]], self.end[task[a:b]]
+            busy = float((end - start).sum())
+            devices.append(
+                DeviceSummary(
+                    busy=busy,
+                    span=float(end.max() - start.min()) if b > a else 0.0,
+                    bubble=makespan - busy,
+                    exposed_transfer=float(exposed[a:b].sum()),
+                    peak_activations=memory[device].peak_activations,
+                    peak_pending=memory[device].peak_pending,
+                    peak_live=memory[device].peak_live,
+                    peak_bytes=memory[device].peak_bytes,
+                )
+            )
+        total = makespan * len(devices)
+        ratio = sum(device.bubble for device in devices) / total if total else 0.0
+        return Summary(makespan, ratio, tuple(devices))
+
+    def critical_path(self) -> list[Span]:
+        """The chain of tasks that set the makespan, first to last; a transfer is shown by its receiving end."""
+        program = self.program
+        previous = np.full(len(program), -1, dtype=np.int64)
+        before, after = queue_edges(program.lane)
+        previous[after] = before
+        first, here = float(self.start.min()), int(self.end.argmax())
+        path = [here]
+        while self.start[here] > first:
+            ends = [here] if program.mate[here] < 0 else [here, int(program.mate[here])]
+            waited = [need for end in ends for need in (*program.needs(end), int(previous[end])) if need >= 0]
+            if not waited:
+                break
+            here = max(waited, key=self.end.item)
+            path.append(here)
+        return [Span(program.task(task), float(self.start[task]), float(self.end[task])) for task in reversed(path)]
+
+    def _exposed(self) -> Floats:
+        """For each compute task, how long its device sat idle while a transfer it needs was under way."""
+        program = self.program
+        exposed = np.zeros(len(program))
+        free = np.full(len(program), self.start.min())  # when the device became free for a task
+        before, after = queue_edges(np.where(program.compute, program.device, -1))
+        free[after] = self.end[before]
+        need, task = program.need, np.repeat(np.arange(len(program)), np.diff(program.need_start))
+        arrives = among(program.kind[need], RECEIVES)
+        need, task = need[arrives], task[arrives]
+        idle = np.minimum(self.end[need], self.start[task]) - np.maximum(self.start[need], free[task])
+        np.maximum.at(exposed, task, idle)
+        return exposed
