@@ -5,14 +5,15 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from stretto.check.violation import Violation
-from stretto.program.program import Ints, Program
-from stretto.program.task import BACKWARDS, FORWARDS, Kind, among
+from stretto.program.program import Program
+from stretto.program.task import BACKWARDS, FORWARDS, Kind
+from stretto.program.work import Bools, Ints
 
 
 def coverage(program: Program) -> Iterator[Violation]:
     count = _Counter(program)
     yield from _forwards(count)
-    if among(program.kind, (*BACKWARDS, Kind.W, Kind.WGRAD)).any():
+    if program.work.among((*BACKWARDS, Kind.W, Kind.WGRAD)).any():
         yield from _backwards(count)
         yield from _weights(count)
 
@@ -25,18 +26,16 @@ class _Counter:
 
     def tasks(self, kinds: Collection[Kind], *, backward: bool = False) -> tuple[Ints, Ints]:
         """The tasks of these kinds, and the cell of each."""
-        program = self.program
-        task = np.flatnonzero(among(program.kind, kinds))
-        paired = backward & (program.stage_b[task] >= 0)
-        stage = np.where(paired, program.stage_b[task], program.stage[task])
-        microbatch = np.where(paired, program.microbatch_b[task], program.microbatch[task])
-        return task, stage * program.placement.microbatches + microbatch
+        work = self.program.work
+        task = np.flatnonzero(work.among(kinds))
+        stage, microbatch = work.backward if backward else (work.stage, work.microbatch)
+        return task, stage[task] * self.program.placement.microbatches + microbatch[task]
 
     def table(self, kinds: Collection[Kind], *, backward: bool = False) -> Ints:
         cells = self.program.placement.stages * self.program.placement.microbatches
         return np.bincount(self.tasks(kinds, backward=backward)[1], minlength=cells)
 
-    def cells(self, wrong: Ints) -> Iterator[tuple[int, int, int]]:
+    def cells(self, wrong: Bools) -> Iterator[tuple[int, int, int]]:
         for cell in np.flatnonzero(wrong).tolist():
             yield cell, *divmod(cell, self.program.placement.microbatches)
 

@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stretto.check.violation import Violation
 from stretto.program.graph import Graph, queue_edges, wait_graph
-from stretto.program.program import Ints, Program
+from stretto.program.program import Program
+from stretto.program.work import Bools, Ints
 
 
 def deadlock(program: Program) -> Iterator[Violation]:
@@ -32,7 +32,7 @@ def deadlock(program: Program) -> Iterator[Violation]:
             return
 
 
-def _issued_after(compute: NDArray[np.bool_], device: Ints) -> tuple[Ints, Ints]:
+def _issued_after(compute: Bools, device: Ints) -> tuple[Ints, Ints]:
     """An edge from each device's last compute task to every transfer issued after it."""
     order = np.argsort(device, kind="stable")
     last = np.maximum.accumulate(np.where(compute[order], np.arange(len(order)), -1))

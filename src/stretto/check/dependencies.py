@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stretto.check.violation import Violation
-from stretto.program.link import Finder
-from stretto.program.program import Ints, Program
+from stretto.program.program import Program
 from stretto.program.task import Kind
+from stretto.program.work import Bools, Ints
 
 
 def dependencies(program: Program) -> Iterator[Violation]:
@@ -37,32 +36,33 @@ def dependencies(program: Program) -> Iterator[Violation]:
 
 def _required(program: Program) -> Iterator[tuple[Ints, Ints]]:
     """What training demands: (tasks, what they need), −1 where there is none, on the same device."""
-    find = Finder.of(program)
-    spare = slice(0, -1)  # without the finder's spare row
-    forward, backward = find.forward()[spare], find.backward()[spare]
-    into, back = find.end(Kind.RECV_F)[spare], find.end(Kind.RECV_B)[spare]
-    yield forward, into
+    work, placement = program.work, program.placement
+
+    def find(kind: Kind) -> Ints:
+        return work.find(kind, placement)[:-1]  # without the spare row
+
+    forward, backward = work.forwards(placement)[:-1], work.backwards(placement)[:-1]
+    yield forward, find(Kind.RECV_F)
     yield forward[1:], forward[:-1]
-    yield backward, back
+    yield backward, find(Kind.RECV_B)
     yield backward[:-1], backward[1:]
     yield backward, forward
-    yield find.end(Kind.W)[spare], backward
-    yield find.end(Kind.WGRAD)[spare], backward
-    yield find.end(Kind.SEND_F)[spare], forward
-    yield find.end(Kind.SEND_B)[spare], backward
+    yield find(Kind.W), backward
+    yield find(Kind.WGRAD), backward
+    yield find(Kind.SEND_F), forward
+    yield find(Kind.SEND_B), backward
 
 
 def _stated(program: Program) -> Ints:
-    task = np.repeat(np.arange(len(program)), np.diff(program.need_start))
-    return np.sort(task * len(program) + program.need)
+    return np.sort(program.needing * len(program) + program.need)
 
 
-def _contains(ordered: Ints, keys: Ints) -> NDArray[np.bool_]:
+def _contains(ordered: Ints, keys: Ints) -> Bools:
     at = np.searchsorted(ordered, keys)
     found = at < len(ordered)
     found[found] = ordered[at[found]] == keys[found]
     return found
 
 
-def _pairs(task: Ints, need: Ints, chosen: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+def _pairs(task: Ints, need: Ints, chosen: Bools) -> Iterator[tuple[int, int]]:
     return zip(task[chosen].tolist(), need[chosen].tolist(), strict=True)

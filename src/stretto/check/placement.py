@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from stretto.check.violation import Violation
-from stretto.program.program import Ints, Program
-from stretto.program.task import Kind, among
+from stretto.program.program import Program
+from stretto.program.task import RECEIVES, SENDS, Kind
+from stretto.program.work import Ints
 
 
 def home_devices(program: Program, stage: Ints, microbatch: Ints) -> Ints:
@@ -19,9 +20,8 @@ def home_devices(program: Program, stage: Ints, microbatch: Ints) -> Ints:
 
 
 def placement(program: Program) -> Iterator[Violation]:
-    device = program.device
-    home = home_devices(program, program.stage, program.microbatch)
-    home_b = np.where(program.kind == Kind.PAIR, home_devices(program, program.stage_b, program.microbatch_b), home)
+    device, work = program.device, program.work
+    home, home_b = home_devices(program, work.stage, work.microbatch), home_devices(program, *work.backward)
     for task in np.flatnonzero((device != home) | (device != home_b)).tolist():
         it = program.task(task)
         belongs = (it.stage, it.microbatch, home[task])
@@ -31,10 +31,10 @@ def placement(program: Program) -> Iterator[Violation]:
         yield Violation("placement", message.format(it, it.device, *belongs), (task,))
     # A transfer's lane leads to the device where the neighbouring stage lives.
     peers = np.array([-1 if lane.peer is None else lane.peer for lane in program.lanes])[program.lane]
-    onward = among(program.kind, (Kind.SEND_F, Kind.RECV_B))
-    ends = among(program.kind, (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B))
-    neighbour = program.stage + np.where(onward, 1, -1)
-    far = home_devices(program, neighbour, program.microbatch)
+    onward = work.among((Kind.SEND_F, Kind.RECV_B))
+    ends = work.among((*SENDS, *RECEIVES))
+    neighbour = work.stage + np.where(onward, 1, -1)
+    far = home_devices(program, neighbour, work.microbatch)
     for task in np.flatnonzero(ends & (device == home) & (peers != far) & (far >= 0)).tolist():
         it = program.task(task)
         message = (

@@ -6,9 +6,8 @@ import numpy as np
 
 from stretto.check.placement import home_devices
 from stretto.check.violation import Violation
-from stretto.program.link import Finder
 from stretto.program.program import Program
-from stretto.program.task import BACKWARDS, RECEIVES, SENDS, Kind, among
+from stretto.program.task import BACKWARDS, RECEIVES, SENDS, Kind
 
 
 def transfers(program: Program) -> Iterator[Violation]:
@@ -19,12 +18,12 @@ def transfers(program: Program) -> Iterator[Violation]:
 def _ends(program: Program) -> Iterator[Violation]:
     """Each hand-over between devices has one send and one receive; nothing else is moved."""
     stages, microbatches = program.placement.stages, program.placement.microbatches
-    find = Finder.of(program)
+    work = program.work
     stage, microbatch = (grid.ravel() for grid in np.indices((stages, microbatches)))
-    training = among(program.kind, BACKWARDS).any()
+    training = work.among(BACKWARDS).any()
     for sends, receives, step, produced in (
-        (Kind.SEND_F, Kind.RECV_F, 1, find.forward()),
-        (Kind.SEND_B, Kind.RECV_B, -1, find.backward()),
+        (Kind.SEND_F, Kind.RECV_F, 1, work.forwards(program.placement)),
+        (Kind.SEND_B, Kind.RECV_B, -1, work.backwards(program.placement)),
     ):
         here = home_devices(program, stage, microbatch)
         there = home_devices(program, stage + step, microbatch)
@@ -34,19 +33,19 @@ def _ends(program: Program) -> Iterator[Violation]:
             produced[np.where(there >= 0, stage + step, stage), microbatch] >= 0
         )
         for kind, at in ((sends, stage), (receives, stage + step)):
-            cell = program.stage * microbatches + program.microbatch
-            count = np.bincount(cell[program.kind == kind], minlength=stages * microbatches)
+            cell = work.stage * microbatches + work.microbatch
+            count = np.bincount(cell[work.kind == kind], minlength=stages * microbatches)
             number = np.where(there >= 0, count[np.where(there >= 0, at * microbatches + microbatch, 0)], 0)
             for k in np.flatnonzero((number == 0) & crosses & runs).tolist():
                 yield Violation("transfers", _missing(kind, int(stage[k]), int(microbatch[k]), here[k], there[k]))
             for k in np.flatnonzero((number > 1) & crosses).tolist():
                 name = f"{at[k]}{kind.name}{microbatch[k]}"
                 yield Violation("transfers", f"{name} takes place {number[k]} times")
-        needless = among(program.kind, (sends, receives))
-        origin = program.stage - np.where(program.kind == receives, step, 0)
+        needless = work.among((sends, receives))
+        origin = work.stage - np.where(work.kind == receives, step, 0)
         wanted = np.zeros((stages + 2, microbatches), dtype=np.bool_)  # a spare row on either side
         wanted[stage + 1, microbatch] = crosses
-        needless &= ~wanted[origin + 1, program.microbatch]
+        needless &= ~wanted[origin + 1, work.microbatch]
         for task in np.flatnonzero(needless).tolist():
             message = f"{program.task(task)} on device {program.device[task]} moves what nobody there needs"
             yield Violation("transfers", message, (task,))
@@ -63,7 +62,7 @@ def _missing(kind: Kind, stage: int, microbatch: int, here: int, there: int) -> 
 
 def _order(program: Program) -> Iterator[Violation]:
     """Along a link, things arrive in the order they were sent."""
-    sent = np.flatnonzero(among(program.kind, SENDS) & (program.mate >= 0))
+    sent = np.flatnonzero(program.work.among(SENDS) & (program.mate >= 0))
     sent = sent[np.argsort(program.lane[sent], kind="stable")]
     first, second = sent[:-1], sent[1:]
     swapped = (program.lane[first] == program.lane[second]) & (program.mate[first] > program.mate[second])
@@ -74,7 +73,7 @@ def _order(program: Program) -> Iterator[Violation]:
             f"but device {lane.peer} receives {program.task(int(program.mate[b]))} first"
         )
         yield Violation("transfers", message, (a, b))
-    for task in np.flatnonzero(among(program.kind, (*SENDS, *RECEIVES)) & (program.mate < 0)).tolist():
+    for task in np.flatnonzero(program.work.among((*SENDS, *RECEIVES)) & (program.mate < 0)).tolist():
         it = program.task(task)
         does, other = ("sends to", "receives it there") if it.kind in SENDS else ("waits for", "sends it from there")
         message = f"{it} on device {it.device} {does} device {it.lane.peer}, but nothing {other}"

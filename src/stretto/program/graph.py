@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stretto.program.program import Ints, Program, grouped
+from stretto.program.program import Program
+from stretto.program.work import Ints, grouped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +57,7 @@ def wait_graph(program: Program, *edges: tuple[Ints, Ints]) -> Graph:
     leads = program.mate < index  # the later end of a transfer stands for both
     node = np.cumsum(leads) - 1
     node[~leads] = node[program.mate[~leads]]
-    need, task = program.need, np.repeat(index, np.diff(program.need_start))
+    need, task = program.need, program.needing
     across = (program.lane[need] != program.lane[task]) | (need >= task)  # a lane's own order says the rest
     needs = (need[across], task[across])
     source = node[np.concatenate([before for before, _ in (needs, *edges)])]

@@ -1,15 +1,13 @@
 """A program: tasks on lanes, what each needs, and the order each device issues them in."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stretto.ir.placement import Placement
-from stretto.program.task import COMPUTE, Kind, Lane, Task, among
-
-Ints = NDArray[np.int64]
+from stretto.program.task import COMPUTE, Kind, Lane, Task
+from stretto.program.work import Bools, Ints, Work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,12 +22,8 @@ class Program:
     placement: Placement
     lanes: tuple[Lane, ...]
     lane: Ints
-    kind: Ints
-    stage: Ints
-    microbatch: Ints
-    stage_b: Ints
-    """A pair's backward stage, else −1."""
-    microbatch_b: Ints
+    """The lane of each task, as an index into `lanes`."""
+    work: Work
     need_start: Ints
     """Task t needs `need[need_start[t]:need_start[t + 1]]`."""
     need: Ints
@@ -37,7 +31,7 @@ class Program:
     """A transfer's other end, else −1; the two take place as one."""
 
     def __len__(self) -> int:
-        return len(self.kind)
+        return len(self.work)
 
     @property
     def devices(self) -> int:
@@ -45,22 +39,23 @@ class Program:
 
     @property
     def device(self) -> Ints:
+        """The device of each task."""
         return np.array([lane.device for lane in self.lanes])[self.lane]
 
     @property
-    def compute(self) -> NDArray[np.bool_]:
+    def compute(self) -> Bools:
         """Which tasks are on a compute lane."""
-        return among(self.kind, COMPUTE)
+        return self.work.among(COMPUTE)
+
+    @property
+    def needing(self) -> Ints:
+        """The task of each entry of `need`."""
+        return np.repeat(np.arange(len(self)), np.diff(self.need_start))
 
     def task(self, index: int) -> Task:
-        stage_b = int(self.stage_b[index])
-        return Task(
-            lane=self.lanes[self.lane[index]],
-            kind=Kind(int(self.kind[index])),
-            stage=int(self.stage[index]),
-            microbatch=int(self.microbatch[index]),
-            backward=None if stage_b < 0 else (stage_b, int(self.microbatch_b[index])),
-        )
+        kind, stage, microbatch, stage_b, microbatch_b = (int(column[index]) for column in self.work.columns())
+        backward = None if stage_b < 0 else (stage_b, microbatch_b)
+        return Task(self.lanes[self.lane[index]], Kind(kind), stage, microbatch, backward)
 
     def tasks(self) -> Iterator[Task]:
         return (self.task(index) for index in range(len(self)))
@@ -75,25 +70,3 @@ class Program:
             if task.item is not None:
                 rows[task.device].append(str(task.item))
         return "\n".join(map(",".join, rows))
-
-
-def grouped(keys: Ints, count: int) -> tuple[Ints, Ints]:
-    """Indexes sorted by key, stably, and where each key's run of them starts.
-
-    >>> order, start = grouped(np.array([1, 0, 1]), 2)
-    >>> order.tolist(), start.tolist()
-    ([1, 0, 2], [0, 1, 3])
-    """
-    order = np.argsort(keys, kind="stable")
-    return order, np.concatenate(([0], np.cumsum(np.bincount(keys, minlength=count))))
-
-
-def columns(tasks: Iterable[Task]) -> tuple[tuple[Lane, ...], dict[str, Ints]]:
-    """The columns of `Program` that say what the tasks are."""
-    tasks = list(tasks)
-    lanes = tuple(sorted({task.lane for task in tasks}))
-    index = {lane: k for k, lane in enumerate(lanes)}
-    rows = [(index[task.lane], task.kind, task.stage, task.microbatch, *(task.backward or (-1, -1))) for task in tasks]
-    names = ("lane", "kind", "stage", "microbatch", "stage_b", "microbatch_b")
-    table = np.array(rows, dtype=np.int64).reshape(-1, len(names))
-    return lanes, dict(zip(names, table.T, strict=True))

@@ -1,11 +1,7 @@
 """Tasks and the lanes they queue on."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
-
-import numpy as np
-from numpy.typing import NDArray
 
 from stretto.ir.action import Action, End, Op, Pair, Transfer
 from stretto.ir.text import Item
@@ -33,13 +29,6 @@ BACKWARDS = (Kind.B, Kind.I, Kind.PAIR)
 WEIGHTS = (Kind.W, Kind.WGRAD)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
-
-
-def among(kind: NDArray[np.int64], kinds: Collection[Kind]) -> NDArray[np.bool_]:
-    """Which entries of a column are one of these kinds; a table look-up, quicker than `np.isin`."""
-    table = np.zeros(len(Kind), dtype=np.bool_)
-    table[list(kinds)] = True
-    return table[kind]
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -7,7 +7,7 @@ from stretto.ir.errors import TextError
 from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan, infer_placement
 from stretto.ir.text import Item, parse_rows
-from stretto.program.link import link
+from stretto.program.link import link_tasks
 from stretto.program.lower import lower
 from stretto.program.program import Program
 from stretto.program.task import Kind, Lane, Task
@@ -25,7 +25,7 @@ def parse_program(text: str) -> Program:
     placement = infer_placement(slots)
     if sum(map(len, slots)) == sum(map(len, rows)):
         return lower(Plan(tuple(slots), placement))
-    return link((task for device, row in enumerate(rows) for task in _tasks(device, row, placement)), placement)
+    return link_tasks((task for device, row in enumerate(rows) for task in _tasks(device, row, placement)), placement)
 
 
 def _tasks(device: int, row: list[Item], placement: Placement) -> Iterator[Task]:

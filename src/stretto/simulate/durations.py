@@ -4,7 +4,7 @@ import numpy as np
 
 from stretto.costs import Costs, link_ends
 from stretto.program.program import Program
-from stretto.program.task import RECEIVES, SENDS, Kind, among
+from stretto.program.task import RECEIVES, SENDS, Kind
 from stretto.timeline.memory import Floats
 
 
@@ -18,7 +18,7 @@ def durations(program: Program, costs: Costs) -> Floats:
     # A pair takes each pass's time, shortened as a pair of that stage with itself would be.
     both = forward + whole
     share = np.divide(woven, both, out=np.ones(stages), where=both > 0)
-    stage, stage_b = program.stage, program.stage_b
+    stage, stage_b = program.work.stage, program.work.stage_b
     by_kind = {
         Kind.F: forward[stage],
         Kind.B: (whole - late)[stage],
@@ -29,7 +29,7 @@ def durations(program: Program, costs: Costs) -> Floats:
     }
     time = np.zeros(len(program))
     for kind, value in by_kind.items():
-        time = np.where(program.kind == kind, value, time)
+        time = np.where(program.work.kind == kind, value, time)
     time *= np.where(program.compute, costs.device_factors(devices=devices)[program.device], 1.0)
     return time + _transfer_times(program, costs)
 
@@ -44,6 +44,6 @@ def _transfer_times(program: Program, costs: Costs) -> Floats:
             latency[index], rate[index] = link.latency, 1 / link.bandwidth
     size = costs.stage_times("message_bytes", stages=program.placement.stages)
     # What travels is the boundary between two stages; it is sized by the stage before it.
-    boundary = program.stage - among(program.kind, (Kind.RECV_F, Kind.SEND_B))
-    moving = among(program.kind, (*SENDS, *RECEIVES))
+    boundary = program.work.stage - program.work.among((Kind.RECV_F, Kind.SEND_B))
+    moving = program.work.among((*SENDS, *RECEIVES))
     return np.where(moving, latency[program.lane] + size[boundary] * rate[program.lane], 0.0)

@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.costs import Costs
-from stretto.program.program import Ints, Program
-from stretto.program.task import BACKWARDS, FORWARDS, WEIGHTS, among
+from stretto.program.program import Program
+from stretto.program.task import BACKWARDS, FORWARDS, WEIGHTS
+from stretto.program.work import Ints
 
 Floats = NDArray[np.float64]
 
@@ -58,9 +59,10 @@ def memory_in_order(
     device = program.device[task]
     order = np.argsort(device, kind="stable")
     task, device = task[order], device[order]
-    kind, stage = program.kind[task], program.stage[task]
-    back_stage = np.where(program.stage_b[task] < 0, stage, program.stage_b[task])
-    forward, backward, weight = (among(kind, kinds).astype(np.int64) for kinds in (FORWARDS, BACKWARDS, WEIGHTS))
+    stage, back_stage = program.work.stage[task], program.work.backward[0][task]
+    forward, backward, weight = (
+        program.work.among(kinds)[task].astype(np.int64) for kinds in (FORWARDS, BACKWARDS, WEIGHTS)
+    )
     frees = backward if backward.any() else forward  # nothing is kept when no backward will come
 
     def events(at_start: Floats | Ints, at_end: Floats | Ints) -> Floats:

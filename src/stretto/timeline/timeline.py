@@ -9,8 +9,9 @@ import numpy as np
 
 from stretto.costs import Costs
 from stretto.program.graph import queue_edges
-from stretto.program.program import Program, grouped
-from stretto.program.task import RECEIVES, Task, among
+from stretto.program.program import Program
+from stretto.program.task import RECEIVES, Task
+from stretto.program.work import grouped
 from stretto.timeline.memory import DeviceMemory, Floats, memory_in_order
 
 
@@ -117,8 +118,8 @@ class Timeline:
         free = np.full(len(program), self.start.min())  # when the device became free for a task
         before, after = queue_edges(np.where(program.compute, program.device, -1))
         free[after] = self.end[before]
-        need, task = program.need, np.repeat(np.arange(len(program)), np.diff(program.need_start))
-        arrives = among(program.kind[need], RECEIVES)
+        need, task = program.need, program.needing
+        arrives = program.work.among(RECEIVES)[need]
         need, task = need[arrives], task[arrives]
         idle = np.minimum(self.end[need], self.start[task]) - np.maximum(self.start[need], free[task])
         np.maximum.at(exposed, task, idle)

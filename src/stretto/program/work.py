@@ -1,0 +1,99 @@
+"""What tasks do, as columns of numbers."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.ir.errors import ProgramError
+from stretto.ir.placement import Placement
+from stretto.program.task import BACKWARDS, FORWARDS, Kind
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One entry per task: its kind, and the stage and microbatch it is done for."""
+
+    kind: Ints
+    stage: Ints
+    microbatch: Ints
+    stage_b: Ints
+    """A pair's backward stage, else −1."""
+    microbatch_b: Ints
+
+    @staticmethod
+    def of(rows: Iterable[tuple[int, int, int, int, int]]) -> "Work":
+        table = np.array(list(rows), dtype=np.int64).reshape(-1, 5)
+        return Work(*(np.ascontiguousarray(column) for column in table.T))
+
+    @staticmethod
+    def joined(parts: Iterable["Work"], order: Ints) -> "Work":
+        """The parts one after the other, then put into this order."""
+        columns = zip(*(part.columns() for part in parts), strict=True)
+        return Work(*(np.concatenate(column)[order] for column in columns))
+
+    def columns(self) -> tuple[Ints, ...]:
+        return self.kind, self.stage, self.microbatch, self.stage_b, self.microbatch_b
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def among(self, kinds: Collection[Kind]) -> Bools:
+        """Which tasks are of these kinds."""
+        table = np.zeros(len(Kind), dtype=np.bool_)
+        table[list(kinds)] = True
+        return table[self.kind]
+
+    @property
+    def backward(self) -> tuple[Ints, Ints]:
+        """The stage and microbatch of each task's backward part: a pair's own, else the task's."""
+        paired = self.stage_b >= 0
+        return np.where(paired, self.stage_b, self.stage), np.where(paired, self.microbatch_b, self.microbatch)
+
+    def demand(self, placement: Placement) -> None:
+        """Every stage and microbatch exists."""
+        for name, column, limit in (
+            ("stage", self.stage, placement.stages),
+            ("stage", self.stage_b, placement.stages),
+            ("microbatch", self.microbatch, placement.microbatches),
+            ("microbatch", self.microbatch_b, placement.microbatches),
+        ):
+            if (column >= limit).any():
+                raise ProgramError(f"{name} {column.max()} does not exist: the placement has {limit} of them")
+
+    def forwards(self, placement: Placement) -> Ints:
+        """The task that runs each [stage, microbatch] forward."""
+        return self._table(FORWARDS, placement, self.stage, self.microbatch)
+
+    def backwards(self, placement: Placement) -> Ints:
+        """The task that yields each [stage, microbatch] input gradient."""
+        return self._table(BACKWARDS, placement, *self.backward)
+
+    def find(self, kind: Kind, placement: Placement) -> Ints:
+        """The task of this kind for each [stage, microbatch]."""
+        return self._table((kind,), placement, self.stage, self.microbatch)
+
+    def _table(self, kinds: Collection[Kind], placement: Placement, stage: Ints, microbatch: Ints) -> Ints:
+        """−1 where there is none, the first where there are several.
+
+        One spare row at the end, so that stage −1 and the stage after the last exist and are empty.
+        """
+        table = np.full((placement.stages + 1, placement.microbatches), -1, dtype=np.int64)
+        chosen = np.flatnonzero(self.among(kinds))[::-1]
+        table[stage[chosen], microbatch[chosen]] = chosen
+        return table
+
+
+def grouped(keys: Ints, count: int) -> tuple[Ints, Ints]:
+    """Indexes sorted by key, stably, and where each key's run of them starts.
+
+    >>> order, start = grouped(np.array([1, 0, 1]), 2)
+    >>> order.tolist(), start.tolist()
+    ([1, 0, 2], [0, 1, 3])
+    """
+    order = np.argsort(keys, kind="stable")
+    return order, np.concatenate(([0], np.cumsum(np.bincount(keys, minlength=count))))
