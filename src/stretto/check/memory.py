@@ -23,6 +23,6 @@ def memory(program: Program, costs: Costs, limit: float) -> Iterator[Violation]:
             task = int(compute[event // 2])
             message = (
                 f"device {device} holds {held.bytes[event]:g} bytes at {program.task(task)} "
-                f"and up to {held.bytes.max():g} later, over the limit of {limit:g}"
+                f"and up to {held.bytes.max():g} in all, over the limit of {limit:g}"
             )
             yield Violation("memory", message, (task,))

@@ -25,8 +25,8 @@ def draw_text(timeline: Timeline, *, width: int = 100) -> str:
 
     >>> from stretto import one_f_one_b, simulate
     >>> print(draw_text(simulate(one_f_one_b(devices=2, microbatches=2)), width=60))
-    0 F0──F1──········B0──────B1──────
-    1 ····F0──B0──────F1──B1──────····
+    0 F0──F1──········B0──────····B1──────
+    1 ····F0──B0──────F1──B1──────········
     """
     grid = _Grid.of(timeline, width)
     lines = []

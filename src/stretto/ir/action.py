@@ -5,6 +5,8 @@ from enum import StrEnum
 
 
 class Op(StrEnum):
+    """What an action does with its stage and microbatch."""
+
     F = "F"  # forward
     B = "B"  # full backward: I, then W
     I = "I"  # backward for the input  # noqa: E741

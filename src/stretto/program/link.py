@@ -16,10 +16,11 @@ def link_tasks(tasks: Iterable[Task], placement: Placement) -> Program:
     lanes = tuple(sorted({task.lane for task in tasks}))
     index = {lane: k for k, lane in enumerate(lanes)}
     work = Work.of((task.kind, task.stage, task.microbatch, *(task.backward or (-1, -1))) for task in tasks)
-    return link(lanes, np.array([index[task.lane] for task in tasks]), work, placement)
+    lane = np.array([index[task.lane] for task in tasks])
+    return link(lanes, lane, work, _mates(lanes, lane, work), placement)
 
 
-def link(lanes: tuple[Lane, ...], lane: Ints, work: Work, placement: Placement) -> Program:
+def link(lanes: tuple[Lane, ...], lane: Ints, work: Work, mate: Ints, placement: Placement) -> Program:
     """A program of this work on these lanes, with the needs that training gives it.
 
     Nothing is demanded here: a task whose need is not there goes without, and `check` says so.
@@ -39,7 +40,7 @@ def link(lanes: tuple[Lane, ...], lane: Ints, work: Work, placement: Placement) 
         work=work,
         need_start=need_start,
         need=np.concatenate([need for _, need in edges])[order],
-        mate=_mates(lanes, lane, work),
+        mate=mate,
     )
 
 
@@ -94,7 +95,6 @@ def _meeting_points(lanes: tuple[Lane, ...], lane: Ints, work: Work, ends: Ints)
     kind = work.kind[ends]
     gradient = (kind == Kind.SEND_B) | (kind == Kind.RECV_B)
     boundary = work.stage[ends] - ((kind == Kind.RECV_F) | (kind == Kind.SEND_B))  # the stage before it
-    number: Ints = link[lane[ends]] * (work.stage.max() + 2) + boundary + 1
+    number = link[lane[ends]] * (work.stage.max() + 2) + boundary + 1
     number = number * (work.microbatch.max() + 1) + work.microbatch[ends]
-    number = number * 2 + gradient
-    return number
+    return np.asarray(number * 2 + gradient)

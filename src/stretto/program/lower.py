@@ -1,5 +1,7 @@
 """Plan → program: every action a task, every hand-over a transfer, all in one global order."""
 
+from operator import attrgetter
+
 import numpy as np
 
 from stretto.ir.action import Op, Pair
@@ -49,6 +51,11 @@ def lower(plan: Plan) -> Program:
         arrival * numbers + number + 1,
     )
     order = np.argsort(np.concatenate(keys), kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    send, receive = np.split(place[len(start) + len(split) :], 2)
+    mate = np.full(len(order), -1)
+    mate[send], mate[receive] = receive, send
 
     stages, microbatches = actions.backward
     wgrads = _work(Kind.WGRAD, stages[split], microbatches[split])
@@ -64,7 +71,7 @@ def lower(plan: Plan) -> Program:
         device[target] * slots + 1 + plan.devices + device[source],
     )
     lanes, at = _used_lanes(np.concatenate(lane)[order], plan.devices)
-    return link(lanes, at, Work.joined((actions, wgrads, sends, receives), order), plan.placement)
+    return link(lanes, at, Work.joined((actions, wgrads, sends, receives), order), mate, plan.placement)
 
 
 def _actions(plan: Plan) -> tuple[Ints, Work]:
@@ -73,9 +80,9 @@ def _actions(plan: Plan) -> tuple[Ints, Work]:
     first = [slot.forward if isinstance(slot, Pair) else slot for slot in slots]
     pairs = [(at, slot.backward) for at, slot in enumerate(slots) if isinstance(slot, Pair)]
     work = Work(
-        np.array([_KIND[action.op] for action in first]),
-        np.array([action.stage for action in first]),
-        np.array([action.microbatch for action in first]),
+        np.array([_KIND[op] for op in map(attrgetter("op"), first)]),
+        np.array(list(map(attrgetter("stage"), first))),
+        np.array(list(map(attrgetter("microbatch"), first))),
         np.full(len(slots), -1),
         np.full(len(slots), -1),
     )

@@ -53,7 +53,7 @@ class Program:
         return np.repeat(np.arange(len(self)), np.diff(self.need_start))
 
     def task(self, index: int) -> Task:
-        kind, stage, microbatch, stage_b, microbatch_b = (int(column[index]) for column in self.work.columns())
+        kind, stage, microbatch, stage_b, microbatch_b = (column.item(index) for column in self.work.columns())
         backward = None if stage_b < 0 else (stage_b, microbatch_b)
         return Task(self.lanes[self.lane[index]], Kind(kind), stage, microbatch, backward)
 
@@ -61,7 +61,8 @@ class Program:
         return (self.task(index) for index in range(len(self)))
 
     def needs(self, index: int) -> list[int]:
-        return [int(need) for need in self.need[self.need_start[index] : self.need_start[index + 1]]]
+        needs: list[int] = self.need[self.need_start.item(index) : self.need_start.item(index + 1)].tolist()
+        return needs
 
     def __str__(self) -> str:
         """PyTorch's compute-and-transfers CSV: one line per device, in issue order."""

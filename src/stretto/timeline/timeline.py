@@ -102,14 +102,15 @@ class Timeline:
         previous[after] = before
         first, here = float(self.start.min()), int(self.end.argmax())
         path = [here]
-        while self.start[here] > first:
-            ends = [here] if program.mate[here] < 0 else [here, int(program.mate[here])]
-            waited = [need for end in ends for need in (*program.needs(end), int(previous[end])) if need >= 0]
-            if not waited:
+        while self.start.item(here) > first:
+            waited = [*program.needs(here), previous.item(here)]
+            if (mate := program.mate.item(here)) >= 0:
+                waited += [*program.needs(mate), previous.item(mate)]
+            if max(waited) < 0:
                 break
-            here = max(waited, key=self.end.item)
+            here = max((task for task in waited if task >= 0), key=self.end.item)
             path.append(here)
-        return [Span(program.task(task), float(self.start[task]), float(self.end[task])) for task in reversed(path)]
+        return [Span(program.task(task), self.start.item(task), self.end.item(task)) for task in reversed(path)]
 
     def _exposed(self) -> Floats:
         """For each compute task, how long its device sat idle while a transfer it needs was under way."""

@@ -1,0 +1,102 @@
+"""Seconds to plan, lower, simulate, measure and check; PyTorch's own schedule build beside it.
+
+Each figure is the least of several runs, since other work on the machine only ever adds.
+"""
+
+import argparse
+import platform
+import resource
+import time
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.pipelining import schedules as torch_schedules
+
+import stretto
+
+SIZES = [(4, 2, 64), (8, 2, 128), (8, 4, 256), (16, 4, 256), (16, 4, 512), (16, 4, 1024), (16, 4, 2048)]
+
+
+def least(make: Callable[[], Any], repeat: int) -> float:
+    best = float("inf")
+    for _ in range(repeat):
+        start = time.perf_counter()
+        make()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def torch_order(devices: int, virtual: int, microbatches: int) -> dict[int, list[Any]]:
+    """What ScheduleInterleaved1F1B computes in its constructor, without the stages it asks for."""
+    schedule = object.__new__(torch_schedules.ScheduleInterleaved1F1B)
+    schedule.__dict__.update(
+        pp_group_size=devices,
+        n_local_stages=virtual,
+        _n_microbatches=microbatches,
+        microbatches_per_round=microbatches // max(1, microbatches // devices),
+    )
+    return {rank: schedule._calculate_single_rank_operations(rank) for rank in range(devices)}
+
+
+def torch_lowered(devices: int, virtual: int, microbatches: int) -> dict[int, list[Any]]:
+    order = torch_order(devices, virtual, microbatches)
+    compute = {rank: [action for action in row if action is not None] for rank, row in order.items()}
+    return torch_schedules._add_send_recv(compute, lambda stage: stage % devices, devices * virtual)
+
+
+def measure(devices: int, virtual: int, microbatches: int, repeat: int) -> dict[str, float]:
+    def plan() -> stretto.Plan:
+        return stretto.interleaved(devices=devices, virtual=virtual, microbatches=microbatches)
+
+    made = plan()
+    program = stretto.lower(made)
+    timeline = stretto.simulate(program)
+
+    def whole() -> None:
+        done = stretto.simulate(plan())
+        done.summary()
+        done.critical_path()
+
+    return {
+        "actions": 2 * devices * virtual * microbatches,
+        "tasks": len(program),
+        "plan": least(plan, repeat),
+        "lower": least(lambda: stretto.lower(made), repeat),
+        "simulate": least(lambda: stretto.simulate(program), repeat),
+        "metrics": least(lambda: (timeline.summary(), timeline.critical_path()), repeat),
+        "all four": least(whole, repeat),
+        "check": least(lambda: stretto.check(program), repeat),
+        "torch order": least(lambda: torch_order(devices, virtual, microbatches), min(repeat, 5)),
+        "torch lowered": least(lambda: torch_lowered(devices, virtual, microbatches), min(repeat, 3)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=15, help="runs per figure, of which the least counts")
+    repeat = parser.parse_args().repeat
+    torch.set_num_threads(1)
+    versions = f"Python {platform.python_version()}, NumPy {np.__version__}, PyTorch {torch.__version__}"
+    print(f"{date.today()}, {platform.machine()}, {versions}, least of {repeat} runs\n")
+    names = ["plan", "lower", "simulate", "metrics", "all four", "µs per action", "check", "torch order"]
+    names += ["torch lowered", "ratio"]
+    print("| p × v × m | actions | tasks | " + " | ".join(names) + " |")
+    print("|---" * (len(names) + 3) + "|")
+    for devices, virtual, microbatches in SIZES:
+        row = measure(devices, virtual, microbatches, repeat)
+        row["µs per action"] = row["all four"] / row["actions"] * 1e6
+        row["ratio"] = row["torch lowered"] / (row["plan"] + row["lower"])
+        print(
+            f"| {devices} × {virtual} × {microbatches} | {row['actions']:,} | {row['tasks']:,} | "
+            + " | ".join(f"{row[name]:.3f}" if name != "µs per action" else f"{row[name]:.2f}" for name in names)
+            + " |",
+            flush=True,
+        )
+    print(f"\npeak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Break a sound program in one place: check() must find it, and only what is broken."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import stretto
+from machines import completes
+from strategies import plans
+from stretto.check import Violation
+from stretto.program.link import link_tasks
+from stretto.program.task import RECEIVES, SENDS, Kind, Task
+
+
+def found(tasks: Sequence[Task], plan: stretto.Plan) -> list[Violation]:
+    return stretto.check(link_tasks(tasks, plan.placement))
+
+
+def names(task: Task) -> str:
+    """Ways in which a message may speak of a task."""
+    cells = [(task.stage, task.microbatch), *([task.backward] if task.backward else [])]
+    if task.kind in (Kind.RECV_F,):
+        cells.append((task.stage - 1, task.microbatch))
+    if task.kind in (Kind.RECV_B,):
+        cells.append((task.stage + 1, task.microbatch))
+    ways = [rf"\b{s}[A-Z_]+{m}\b|stage {s}('s input)? (for|of) microbatch {m}\b" for s, m in cells]
+    return "|".join(ways)
+
+
+def speaks_of(violations: list[Violation], task: Task) -> bool:
+    return any(re.search(names(task), violation.message) for violation in violations)
+
+
+@given(plans(), st.data())
+def test_a_dropped_task_is_found(plan: stretto.Plan, data: st.DataObject) -> None:
+    tasks = list(stretto.lower(plan).tasks())
+    gone = tasks.pop(data.draw(st.integers(0, len(tasks) - 1)))
+    assume(tasks)
+    assert speaks_of(found(tasks, plan), gone)
+
+
+@given(plans(), st.data())
+def test_a_duplicated_task_is_found(plan: stretto.Plan, data: st.DataObject) -> None:
+    tasks = list(stretto.lower(plan).tasks())
+    again = data.draw(st.sampled_from(tasks))
+    tasks.insert(data.draw(st.integers(0, len(tasks))), again)
+    assert speaks_of(found(tasks, plan), again)
+
+
+@given(plans(), st.data())
+def test_a_task_before_what_it_needs_is_found(plan: stretto.Plan, data: st.DataObject) -> None:
+    program = stretto.lower(plan)
+    tasks = list(program.tasks())
+    index = data.draw(st.sampled_from([k for k in range(len(tasks)) if program.needs(k)]))
+    need = data.draw(st.sampled_from(program.needs(index)))
+    moved = tasks.pop(index)
+    tasks.insert(need, moved)
+    violations = found(tasks, plan)
+    assert speaks_of(violations, moved)
+    assert any(violation.rule in ("dependencies", "deadlock") for violation in violations)
+
+
+@given(plans(), st.data())
+def test_a_task_on_the_wrong_device_is_found(plan: stretto.Plan, data: st.DataObject) -> None:
+    assume(plan.devices > 1)
+    tasks = list(stretto.lower(plan).tasks())
+    index = data.draw(st.integers(0, len(tasks) - 1))
+    task = tasks[index]
+    wrong = data.draw(st.sampled_from([device for device in range(plan.devices) if device != task.device]))
+    tasks[index] = replace(task, lane=replace(task.lane, device=wrong))
+    violations = found(tasks, plan)
+    assert any(
+        violation.rule == "placement" and f"is on device {wrong}" in violation.message for violation in violations
+    )
+    assert speaks_of(violations, task)
+
+
+@given(plans(), st.data())
+def test_a_transfer_to_the_wrong_device_is_found(plan: stretto.Plan, data: st.DataObject) -> None:
+    assume(plan.devices > 2)
+    tasks = list(stretto.lower(plan).tasks())
+    index = data.draw(st.sampled_from([k for k, task in enumerate(tasks) if task.kind in (*SENDS, *RECEIVES)]))
+    task = tasks[index]
+    others = [device for device in range(plan.devices) if device not in (task.device, task.lane.peer)]
+    tasks[index] = replace(task, lane=replace(task.lane, peer=data.draw(st.sampled_from(others))))
+    assert speaks_of(found(tasks, plan), task)
+
+
+@given(plans(), st.data())
+def test_sending_in_another_order_than_receiving_is_found(plan: stretto.Plan, data: st.DataObject) -> None:
+    program = stretto.lower(plan)
+    tasks = list(program.tasks())
+    lanes = {lane for lane in program.lanes if sum(task.lane == lane for task in tasks) > 1 and lane.name != "compute"}
+    assume(lanes)
+    lane = data.draw(st.sampled_from(sorted(lanes)))
+    ends = [k for k, task in enumerate(tasks) if task.lane == lane]
+    a = data.draw(st.integers(0, len(ends) - 2))
+    tasks[ends[a]], tasks[ends[a + 1]] = tasks[ends[a + 1]], tasks[ends[a]]
+    violations = found(tasks, plan)
+    assert any(violation.rule == "transfers" and "before" in violation.message for violation in violations)
+    assert speaks_of(violations, tasks[ends[a]])
+
+
+@given(plans(devices=4, microbatches=6), st.data())
+def test_check_agrees_with_a_machine_that_blocks(plan: stretto.Plan, data: st.DataObject) -> None:
+    """Any reordering of neighbours on a device: sound exactly if a blocking machine gets through it."""
+    tasks = list(stretto.lower(plan).tasks())
+    for _ in range(data.draw(st.integers(1, 4))):
+        device = data.draw(st.integers(0, plan.devices - 1))
+        own = [k for k, task in enumerate(tasks) if task.device == device]
+        if len(own) < 2:
+            continue
+        a = data.draw(st.integers(0, len(own) - 2))
+        tasks[own[a]], tasks[own[a + 1]] = tasks[own[a + 1]], tasks[own[a]]
+    violations = found(tasks, plan)
+    assert (not violations) == completes(tasks, plan.placement)
+    if not violations:
+        assert stretto.simulate(link_tasks(tasks, plan.placement)).makespan > 0
+
+
+@given(plans(devices=4, microbatches=6), st.data())
+def test_a_plan_is_sound_exactly_if_it_can_be_run(plan: stretto.Plan, data: st.DataObject) -> None:
+    """The same for neighbours in a plan, which lower() gives new transfers."""
+    device = data.draw(st.integers(0, plan.devices - 1))
+    row = list(plan.rows[device])
+    assume(len(row) > 1)
+    a = data.draw(st.integers(0, len(row) - 2))
+    row[a], row[a + 1] = row[a + 1], row[a]
+    changed = stretto.Plan((*plan.rows[:device], tuple(row), *plan.rows[device + 1 :]), plan.placement)
+    program = stretto.lower(changed)
+    assert (stretto.check(program) == []) == completes(list(program.tasks()), plan.placement)

@@ -1,0 +1,197 @@
+"""The command line as a user meets it: a process, its output, its exit code."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stretto
+from strategies import SCHEDULES
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stretto", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
+    )
+
+
+def test_bare_show_lists_every_schedule_with_its_formulas() -> None:
+    done = run("show")
+    assert done.returncode == 0
+    for name in SCHEDULES:
+        assert f"\n{name}  " in "\n" + done.stdout
+    assert "(p−1)(F+I−W)" in done.stdout
+
+
+def test_show_draws() -> None:
+    done = run("show", "1f1b", "--devices", "2", "--microbatches", "2")
+    assert done.stdout.splitlines() == [
+        "0 F0──F1──········B0──────····B1──────",
+        "1 ····F0──B0──────F1──B1──────········",
+        "time 9 →",
+    ]
+
+
+def test_simulate_json_has_the_documented_fields() -> None:
+    done = run("simulate", "dualpipe", "--devices", "8", "--microbatches", "20", "--json")
+    found = json.loads(done.stdout)
+    assert found["makespan"] == 66
+    assert len(found["devices"]) == 8
+    first = found["devices"][0]
+    assert {"busy", "span", "bubble", "peak_activations", "peak_bytes"} <= set(first)
+    assert (first["busy"], first["span"], first["bubble"], first["peak_activations"]) == (60, 66, 6, 9)
+    assert first["peak_bytes"] is None
+
+
+def test_simulate_takes_costs_from_the_command_line_or_toml(tmp_path: Path) -> None:
+    (tmp_path / "costs.toml").write_text(
+        "F = [1.0, 2.0]\nB = 4\nactivation_bytes = 8\nslowdown = [1, 1]\n"
+        '[link]\nlatency = 0.5\n[links."1>0"]\nlatency = 1\n'
+    )
+    done = run("simulate", "gpipe", "-d", "2", "-m", "1", "--costs", "costs.toml", "--json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert found["makespan"] == 1 + 0.5 + 2 + 4 + 1 + 4
+    assert found["devices"][0]["peak_bytes"] == 8
+    short = run("simulate", "gpipe", "-d", "2", "-m", "1", "--cost", "F=3,I=1,W=1,B=2,FB=3", "--json")
+    assert json.loads(short.stdout)["makespan"] == 10
+
+
+def test_simulate_prints_a_table_and_the_critical_path() -> None:
+    done = run("simulate", "interleaved", "--overlap", "-d", "4", "-m", "8", "--virtual", "2")
+    assert "makespan 57, bubble 15.8%" in done.stdout
+    assert "critical path, 27 tasks: 0F0 " in done.stdout
+
+
+def test_written_files_check_and_simulate(tmp_path: Path) -> None:
+    for name in ("a.csv", "a.json", "b.csv"):
+        extra = ["--transfers"] if name == "b.csv" else []
+        done = run("show", "dualpipe", "-d", "4", "-m", "8", "-o", name, *extra, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, f"wrote {name}\n")
+        checked = run("check", name, cwd=tmp_path)
+        assert checked.returncode == 0
+        assert checked.stdout.startswith("sound: 4 devices, 4 stages, 8 microbatches, ")
+        simulated = run("simulate", name, "--json", cwd=tmp_path)
+        assert json.loads(simulated.stdout)["makespan"] == 26
+    assert stretto.parse_plan((tmp_path / "a.csv").read_text()) == stretto.dualpipe(devices=4, microbatches=8)
+
+
+def test_check_prints_violations_and_exits_1(tmp_path: Path) -> None:
+    (tmp_path / "bad.csv").write_text("0F0,0B0\n1F0\n")
+    done = run("check", "bad.csv", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == (
+        "coverage: the backward of stage 1 for microbatch 0 never runs: neither 1B0 nor 1I0 is there\n"
+    )
+    refused = run("simulate", "bad.csv", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("stretto: bad.csv is not sound: coverage: the backward of stage 1")
+
+
+def test_check_limits_memory(tmp_path: Path) -> None:
+    (tmp_path / "plan.csv").write_text(str(stretto.gpipe(devices=2, microbatches=4)))
+    done = run("check", "plan.csv", "--memory-limit", "3e9", "--cost", "activation_bytes=1e9", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "device 0 holds 4e+09 bytes at 0F3" in done.stdout
+
+
+def test_compare_all_at_equal_work(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(str(stretto.one_f_one_b(devices=4, microbatches=8)))
+    rows = {row["name"]: row for row in json.loads(run("compare", "--json").stdout)}
+    assert set(rows) == {*SCHEDULES, "interleaved +overlap"}
+    assert rows["one_f_one_b"]["makespan"] == 33
+    assert rows["interleaved"]["makespan"] == 24 + 9 / 2
+    assert rows["dualpipe"]["parameters"] == 2
+    named = run("compare", "1f1b", "mine.csv", "zb_h1", cwd=tmp_path)
+    lines = named.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["schedule", "zb_h1", "one_f_one_b", "mine.csv"]
+    assert lines[2].split()[1:] == lines[3].split()[1:]
+
+
+def test_compare_names_what_cannot_be_made() -> None:
+    done = run("compare", "-d", "3")
+    assert done.returncode == 0
+    assert done.stderr == (
+        "left out: dualpipe needs an even number of devices (got 3); use 2 or 4, or dualpipev for 3\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["show", "--help"], ["simulate", "--help"], ["check", "--help"]])
+def test_help_teaches(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 0
+    assert "Usage:" in done.stdout
+    assert len(arguments) < 2 or "Examples:" in done.stdout
+
+
+BAD = {
+    "unknown schedule": (["show", "dualpip"], "unknown schedule 'dualpip'; did you mean dualpipe? known are gpipe,"),
+    "unknown command": (["shwo"], "No such command 'shwo'"),
+    "unknown option": (["show", "--foo"], "No such option: --foo"),
+    "missing name": (["simulate"], "Missing argument"),
+    "impossible size": (["show", "dualpipe", "-d", "3"], "dualpipe needs an even number of devices (got 3)"),
+    "no number": (["show", "gpipe", "-d", "x"], "Invalid value for '--devices'"),
+    "huge size": (["simulate", "gpipe", "-d", "100000", "-m", "100000"], "is too large"),
+    "zero": (["simulate", "gpipe", "-d", "0"], "gpipe needs devices to be a whole number of at least 1 (got 0)"),
+    "not interleaved": (["show", "gpipe", "--overlap"], "gpipe takes no --virtual and no --overlap"),
+    "zero virtual": (["show", "interleaved", "--virtual", "0"], "virtual to be a whole number of at least 1 (got 0)"),
+    "negative cost": (["simulate", "gpipe", "--cost", "F=-1"], "F must be a number of at least 0 (got -1.0)"),
+    "NaN cost": (["simulate", "gpipe", "--cost", "F=nan"], "F must be a number of at least 0 (got nan)"),
+    "no cost": (["simulate", "gpipe", "--cost", "F=one"], "cost F must be a number (got 'one')"),
+    "unknown cost": (["simulate", "gpipe", "--cost", "X=1"], "unknown cost 'X'; known are F, B,"),
+    "cost twice": (["simulate", "gpipe", "--cost", "F=1,F=2"], "cost F is given twice"),
+    "two cost tables": (["simulate", "gpipe", "--cost", "F=1", "--costs", "bad.toml"], "not both"),
+    "no file": (["check", "none.csv"], "cannot read none.csv: No such file or directory"),
+    "a folder": (["check", "."], "cannot read .: Is a directory"),
+    "not text": (["check", "binary.csv"], "binary.csv is not UTF-8 text"),
+    "bad CSV": (["check", "bad.csv"], "bad.csv: line 1: 'nonsense' is not an action"),
+    "bad JSON": (["check", "bad.json"], "bad.json: not a plan in JSON"),
+    "deep JSON": (["check", "deep.json"], "deep.json: not a plan in JSON"),
+    "bad TOML": (["simulate", "gpipe", "--costs", "bad.toml"], "not valid TOML"),
+    "odd TOML": (["simulate", "gpipe", "--costs", "odd.toml"], "bad cost table: Object contains unknown field `G`"),
+    "wrong length": (["simulate", "gpipe", "--costs", "long.toml"], "F has 3 entries, but the plan has 4 stages"),
+    "other output": (["show", "gpipe", "-o", "x.txt"], "-o writes .csv, with or without --transfers, or .json"),
+    "no folder": (["show", "gpipe", "-o", "none/x.csv"], "cannot write none/x.csv: No such file or directory"),
+    "narrow": (["show", "gpipe", "--width", "3"], "--width needs at least 20 columns (got 3)"),
+    "limit": (["check", "good.csv", "--memory-limit", "nan"], "--memory-limit is a number of bytes"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("files")
+    (path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    (path / "bad.csv").write_text("nonsense,0F0")
+    (path / "good.csv").write_text("0F0,0B0")
+    (path / "bad.json").write_text('{"rows": 3}')
+    (path / "deep.json").write_text("[" * 100_000)
+    (path / "bad.toml").write_text("F = = 1")
+    (path / "odd.toml").write_text("G = 1")
+    (path / "long.toml").write_text("F = [1, 2, 3]")
+    return path
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_bad_input_is_one_clear_line_and_exit_code_2(case: str, folder: Path) -> None:
+    arguments, says = BAD[case]
+    done = run(*arguments, cwd=folder)
+    assert says in done.stderr
+    assert done.stderr.startswith("stretto: ")
+    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m stretto show gpipe -d 64 -m 512 | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+
+
+def test_the_version_is_the_packages() -> None:
+    assert run("--version").stdout == f"stretto {stretto.__version__}\n"

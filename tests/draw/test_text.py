@@ -1,0 +1,45 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stretto
+from strategies import plans
+from stretto.draw import draw_rich, draw_text
+
+
+def test_a_task_says_its_op_and_microbatch() -> None:
+    timeline = stretto.simulate(stretto.dualpipe(devices=4, microbatches=8))
+    assert draw_text(timeline, width=90).split("\n") == [
+        "0 F0─F1─F2─F4─I4─W4─F5─F3&B5────···F6&B0────B6────···F7&B1────B7────I2─W2─I3─W3─",
+        "1 ···F0─F4─F1─F5─F2─B4────F6&B0────F3&B5────F7&B1────B6────B2────···I7─I3─W7─W3─",
+        "2 ···F4─F0─F5─F1─F6─B0────F2&B4────F7&B1────F3&B5────B2────B6────···I3─I7─W3─W7─",
+        "3 F4─F5─F6─F0─I0─W0─F1─F7&B1────···F2&B4────B2────···F3&B5────B3────I6─W6─I7─W7─",
+    ]
+
+
+def test_weight_parts_show_when_they_take_time() -> None:
+    timeline = stretto.simulate(stretto.gpipe(devices=1, microbatches=1), stretto.Costs(BW=1))
+    assert draw_text(timeline, width=40) == "0 F0──B0──W0──"
+
+
+@given(plans(microbatches=40), st.integers(20, 200))
+def test_it_fits_the_width(plan: stretto.Plan, width: int) -> None:
+    timeline = stretto.simulate(plan)
+    lines = draw_text(timeline, width=width).split("\n")
+    assert len(lines) == plan.devices
+    assert max(map(len, lines)) <= width
+    assert len(set(map(len, lines))) == 1
+    assert max(map(len, draw_rich(timeline, width=width).plain.split("\n")[: plan.devices])) <= width
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_v"])
+def test_colour_and_plain_show_the_same_blocks(name: str) -> None:
+    timeline = stretto.simulate(getattr(stretto, name)(devices=2, microbatches=3))
+    coloured = draw_rich(timeline, width=100)
+    assert "backward for weights" in coloured.plain
+    assert {style for _, _, style in coloured.spans} > {"bold", "black on #f5a742"}
+
+
+def test_nothing_to_draw_is_drawn() -> None:
+    timeline = stretto.simulate(stretto.gpipe(devices=1, microbatches=1), stretto.Costs(F=0, I=0, W=0))
+    assert draw_text(timeline) == "0 "

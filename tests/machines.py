@@ -1,0 +1,121 @@
+"""Reference machines: programs run step by step, by rules written apart from `check` and `simulate`."""
+
+from collections.abc import Sequence
+
+from stretto.ir.placement import Placement
+from stretto.program.task import Kind, Task
+
+
+class Stuck(Exception):
+    pass
+
+
+class Machine:
+    """Devices that compute in issue order and move one transfer at a time, meeting at each transfer.
+
+    `serial` devices finish each task before they start the next; otherwise a transfer only has to
+    wait for the transfers and the compute issued before it.
+    """
+
+    def __init__(self, tasks: Sequence[Task], placement: Placement, *, serial: bool) -> None:
+        devices = 1 + max(max(placement.routes[0]), max(task.device for task in tasks))
+        self.queues = [[task for task in tasks if task.device == device] for device in range(devices)]
+        self.last = placement.stages - 1
+        self.serial = serial
+        self.held: list[set[tuple[str, int, int]]] = [set() for _ in range(devices)]
+
+    def run(self) -> None:
+        while any(self.queues):
+            self._issue()
+            if not any(self._compute(device) for device in range(len(self.queues))) and not self._transfer():
+                raise Stuck
+
+    def _issue(self) -> None:
+        """Hosts issue what stands before their next compute task; a send needs something to send by then."""
+        for queue, held in zip(self.queues, self.held, strict=True):
+            for task in queue:
+                if task.lane.name == "compute":
+                    break
+                if task.lane.name == "send" and self._moved(task) not in held:
+                    raise Stuck(f"{task} before there is anything to send")
+
+    def _compute(self, device: int) -> bool:
+        queue = self.queues[device]
+        at = next((k for k, task in enumerate(queue) if task.lane.name == "compute"), None)
+        if at is None or (self.serial and at) or not self._ready(device, queue[at]):
+            return False
+        self.held[device] |= self._results(queue.pop(at))
+        return True
+
+    def _ready(self, device: int, task: Task) -> bool:
+        """Everything the task reads is on the device, and nothing it makes was made before."""
+        held, needs = self.held[device], set()
+        for kind, stage, microbatch in self._parts(task):
+            if kind == "F":
+                needs |= {("act", stage - 1, microbatch)} if stage else set()
+            elif kind == "I":
+                needs |= {("saved", stage, microbatch)}
+                needs |= {("grad", stage + 1, microbatch)} if stage < self.last else set()
+            else:
+                needs |= {("owed", stage, microbatch)}
+        return needs <= held and not self._results(task) & held
+
+    def _parts(self, task: Task) -> list[tuple[str, int, int]]:
+        match task.kind:
+            case Kind.F:
+                return [("F", task.stage, task.microbatch)]
+            case Kind.B | Kind.I:
+                return [("I", task.stage, task.microbatch)]
+            case Kind.PAIR:
+                assert task.backward is not None
+                return [("F", task.stage, task.microbatch), ("I", *task.backward)]
+            case Kind.W | Kind.WGRAD:
+                return [("W", task.stage, task.microbatch)]
+            case _:
+                raise AssertionError
+
+    def _results(self, task: Task) -> set[tuple[str, int, int]]:
+        made = {"F": ("act", "saved"), "I": ("grad", "owed"), "W": ("weight",)}
+        return {(what, stage, k) for kind, stage, k in self._parts(task) for what in made[kind]}
+
+    def _transfer(self) -> bool:
+        heads = [self._next_transfer(device) for device in range(len(self.queues))]
+        for device, at in enumerate(heads):
+            if at is None:
+                continue
+            send = self.queues[device][at]
+            if send.lane.name != "send" or send.lane.peer is None or not send.lane.peer < len(heads):
+                continue
+            peer_at = heads[send.lane.peer]
+            if peer_at is None or not self._meet(send, self.queues[send.lane.peer][peer_at]):
+                continue
+            self.held[send.lane.peer].add(self._moved(send))
+            self.queues[device].pop(at)
+            self.queues[send.lane.peer].pop(peer_at)
+            return True
+        return False
+
+    def _moved(self, send: Task) -> tuple[str, int, int]:
+        return ("act" if send.kind == Kind.SEND_F else "grad", send.stage, send.microbatch)
+
+    def _next_transfer(self, device: int) -> int | None:
+        """The device's next transfer, if its host has come to it: no compute task stands before it."""
+        at = next((k for k, task in enumerate(self.queues[device]) if task.lane.name != "compute"), None)
+        return None if at is None or any(task.lane.name == "compute" for task in self.queues[device][:at]) else at
+
+    def _meet(self, send: Task, receive: Task) -> bool:
+        step, kind = (1, Kind.RECV_F) if send.kind == Kind.SEND_F else (-1, Kind.RECV_B)
+        return (receive.kind, receive.stage, receive.microbatch, receive.lane.peer) == (
+            kind,
+            send.stage + step,
+            send.microbatch,
+            send.device,
+        )
+
+
+def completes(tasks: Sequence[Task], placement: Placement, *, serial: bool = False) -> bool:
+    try:
+        Machine(tasks, placement, serial=serial).run()
+    except Stuck:
+        return False
+    return True

@@ -1,0 +1,75 @@
+import pytest
+from hypothesis import given
+
+import stretto
+from machines import completes
+from strategies import plans
+from stretto.program.task import COMPUTE, SENDS, Kind
+
+
+def rows_of(program: stretto.Program) -> list[list[str]]:
+    rows: list[list[str]] = [[] for _ in range(program.devices)]
+    for task in program.tasks():
+        rows[task.device].append(str(task))
+    return rows
+
+
+def test_a_small_program_reads_like_the_plan() -> None:
+    program = stretto.lower(stretto.one_f_one_b(devices=2, microbatches=1))
+    assert rows_of(program) == [
+        ["0F0", "0SEND_F0", "0RECV_B0", "0B0", "0B0.wgrad"],
+        ["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1B0.wgrad"],
+    ]
+    assert [str(lane) for lane in program.lanes] == ["compute", "send→1", "recv←1", "compute", "send→0", "recv←0"]
+
+
+@given(plans())
+def test_compute_keeps_the_plans_order(plan: stretto.Plan) -> None:
+    program = stretto.lower(plan)
+    rows: list[list[str]] = [[] for _ in plan.rows]
+    for task in program.tasks():
+        if task.kind in COMPUTE and task.kind is not Kind.WGRAD:
+            rows[task.device].append(str(task))
+    assert rows == [[str(slot) for slot in row] for row in plan.rows]
+
+
+@given(plans())
+def test_the_gradient_leaves_before_the_weight_part(plan: stretto.Plan) -> None:
+    program = stretto.lower(plan)
+    at = {str(task): index for index, task in enumerate(program.tasks())}
+    for name, index in at.items():
+        if ".wgrad" in name:
+            stage, _, microbatch = name.removesuffix(".wgrad").partition("B")
+            assert at.get(f"{stage}SEND_B{microbatch}", -1) < index
+
+
+@given(plans())
+def test_the_sequence_is_a_global_order(plan: stretto.Plan) -> None:
+    """Needs come first and a transfer's ends side by side, so every device can block on everything."""
+    program = stretto.lower(plan)
+    assert (program.need < program.needing).all()
+    for index, task in enumerate(program.tasks()):
+        if task.kind in SENDS:
+            assert program.mate[index] == index + 1
+    assert completes(list(program.tasks()), plan.placement, serial=True)
+    assert completes(list(program.tasks()), plan.placement)
+
+
+@given(plans())
+def test_csv_with_transfers_reads_back_as_the_same_program(plan: stretto.Plan) -> None:
+    program = stretto.lower(plan)
+    again = stretto.parse_program(str(program))
+    assert rows_of(again) == rows_of(program)
+    assert stretto.check(again) == []
+    assert stretto.simulate(again).makespan == stretto.simulate(program).makespan
+
+
+def test_stages_on_one_device_hand_over_without_a_transfer() -> None:
+    program = stretto.lower(stretto.zb_v(devices=2, microbatches=3))
+    assert not [task for task in program.tasks() if task.kind in SENDS and task.stage == 1 and task.kind is Kind.SEND_F]
+
+
+def test_a_plan_that_contradicts_its_placement_is_refused() -> None:
+    plan = stretto.gpipe(devices=2, microbatches=2)
+    with pytest.raises(stretto.ProgramError, match="microbatch 1 does not exist"):
+        stretto.lower(stretto.Plan(plan.rows, stretto.Placement(((0, 1),), 1)))

@@ -1,0 +1,43 @@
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import stretto
+
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "matplotlib", "zmq", "safetensors"):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+import stretto, stretto.cli.main
+timeline = stretto.simulate(stretto.dualpipe(devices=4, microbatches=8))
+assert stretto.check(timeline.program) == []
+print(timeline.makespan)
+"""
+
+
+def test_the_package_works_without_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "26.0\n", "")
+
+
+def test_all_names_exist_are_sorted_and_documented() -> None:
+    assert sorted(stretto.__all__) == stretto.__all__
+    for name in stretto.__all__:
+        assert getattr(stretto, name).__doc__, f"{name} has no docstring"
+
+
+def test_nothing_else_is_public() -> None:
+    tree = ast.parse(Path(stretto.__file__).read_text())
+    imported = {
+        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert imported == set(stretto.__all__)
+
+
+def test_every_file_begins_with_what_it_is() -> None:
+    for path in Path(stretto.__file__).parent.rglob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"

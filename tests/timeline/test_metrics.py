@@ -1,0 +1,81 @@
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+
+import stretto
+from strategies import plans
+from stretto import Costs, Link
+
+
+def test_exposed_transfer_is_idle_time_with_the_awaited_transfer_under_way() -> None:
+    timeline = stretto.simulate(stretto.one_f_one_b(devices=2, microbatches=1), Costs(link=Link(latency=3)))
+    # 0F0 0–1, sent 1–4, 1F0 4–5, 1B0 5–7, sent 7–10, 0B0 10–12
+    first, second = timeline.summary().devices
+    assert (first.exposed_transfer, second.exposed_transfer) == (3, 3)
+    assert (first.bubble, second.bubble) == (9, 9)
+    assert (first.span, second.span) == (12, 3)
+
+
+def test_a_transfer_behind_compute_is_not_exposed() -> None:
+    timeline = stretto.simulate(stretto.gpipe(devices=2, microbatches=3), Costs(F=2, link=Link(latency=2)))
+    # Device 1 waits for its first microbatch only; the next two arrive while it computes.
+    assert timeline.summary().devices[1].exposed_transfer == 2
+
+
+def test_critical_path_is_a_chain_without_gaps() -> None:
+    timeline = stretto.simulate(stretto.one_f_one_b(devices=3, microbatches=2), Costs(link=Link(latency=1)))
+    path = timeline.critical_path()
+    assert [str(found.task) for found in path][:5] == ["0F0", "1RECV_F0", "1F0", "2RECV_F0", "2F0"]
+    assert str(path[-1].task) in ("0B1", "0B1.wgrad")
+    assert path[0].start == 0
+    assert path[-1].end == timeline.makespan
+    assert all(before.end == after.start for before, after in pairwise(path))
+
+
+@given(plans())
+def test_the_critical_path_explains_the_makespan_of_every_plan(plan: stretto.Plan) -> None:
+    timeline = stretto.simulate(plan, Costs(F=1, I=1, W=1, BW=1, link=Link(latency=0.25)))
+    path = timeline.critical_path()
+    assert sum(found.end - found.start for found in path) == timeline.makespan
+
+
+def test_memory_over_time() -> None:
+    plan = stretto.parse_plan("0F0,0F1,0I0,0I1,0W0,0W1")
+    table = Costs(activation_bytes=10, pending_bytes=4, parameter_bytes=100)
+    (held,) = stretto.simulate(plan, table).memory(table)
+    assert held.time.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert held.activations.tolist() == [1, 2, 2, 1, 0, 0, 0]
+    assert held.pending.tolist() == [0, 0, 0, 1, 2, 1, 0]
+    assert held.bytes is not None
+    assert held.bytes.tolist() == [110, 120, 120, 114, 108, 104, 100]
+    assert (held.peak_activations, held.peak_pending, held.peak_live, held.peak_bytes) == (2, 2, 2, 120)
+
+
+def test_parameters_are_counted_for_every_stage_a_device_holds() -> None:
+    table = Costs(parameter_bytes=1, activation_bytes=0)
+    held = stretto.simulate(stretto.dualpipe(devices=4, microbatches=8), table).memory(table)
+    assert [device.peak_bytes for device in held] == [2, 2, 2, 2]
+
+
+def test_evaluation_keeps_nothing() -> None:
+    plan = stretto.forward_only(stretto.gpipe(devices=2, microbatches=5))
+    assert [device.peak_activations for device in stretto.simulate(plan).summary().devices] == [1, 1]
+
+
+@given(plans())
+def test_all_memory_is_given_back(plan: stretto.Plan) -> None:
+    table = Costs(activation_bytes=3, pending_bytes=2)
+    for held in stretto.simulate(plan, table).memory(table):
+        assert held.bytes is not None
+        assert (held.activations[-1], held.pending[-1], held.bytes[-1]) == (0, 0, 0)
+        assert np.all(np.diff(held.time) > 0)
+
+
+@given(plans())
+def test_bubbles_and_busy_add_up(plan: stretto.Plan) -> None:
+    found = stretto.simulate(plan).summary()
+    for device in found.devices:
+        assert device.busy + device.bubble == found.makespan
+        assert device.busy <= device.span <= found.makespan
+    assert 0 <= found.bubble_ratio < 1
