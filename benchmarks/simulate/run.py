@@ -16,6 +16,7 @@ import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import stretto
+from stretto.program.task import Kind
 
 SIZES = [(4, 2, 64), (8, 2, 128), (8, 4, 256), (16, 4, 256), (16, 4, 512), (16, 4, 1024), (16, 4, 2048)]
 
@@ -47,6 +48,31 @@ def torch_lowered(devices: int, virtual: int, microbatches: int) -> dict[int, li
     return torch_schedules._add_send_recv(compute, lambda stage: stage % devices, devices * virtual)
 
 
+def bare_replay(plan: stretto.Plan) -> Callable[[], float]:
+    """The least a simulator must do: one loop over actions in a known good order, costs 1 and 2, nothing recorded.
+
+    It tells how fast the machine is at the moment.
+    """
+    last = plan.stages - 1
+    order = []
+    for task in stretto.lower(plan).tasks():
+        if task.kind in (Kind.F, Kind.B):
+            forward = task.kind is Kind.F
+            needs = (task.stage - 1, 0) if forward else (task.stage + 1, 1)
+            key = (task.stage, int(not forward), task.microbatch)
+            there = 0 <= needs[0] <= last
+            order.append((task.device, key, (*needs, task.microbatch) if there else None, 1 if forward else 2))
+
+    def replay() -> float:
+        clock = [0] * plan.devices
+        end: dict[tuple[int, int, int] | None, int] = {None: 0}
+        for device, key, need, cost in order:
+            end[key] = clock[device] = max(clock[device], end[need]) + cost
+        return max(clock)
+
+    return replay
+
+
 def measure(devices: int, virtual: int, microbatches: int, repeat: int) -> dict[str, float]:
     def plan() -> stretto.Plan:
         return stretto.interleaved(devices=devices, virtual=virtual, microbatches=microbatches)
@@ -69,9 +95,15 @@ def measure(devices: int, virtual: int, microbatches: int, repeat: int) -> dict[
         "metrics": least(lambda: (timeline.summary(), timeline.critical_path()), repeat),
         "all four": least(whole, repeat),
         "check": least(lambda: stretto.check(program), repeat),
+        "bare loop": least(bare_replay(made), repeat),
         "torch order": least(lambda: torch_order(devices, virtual, microbatches), min(repeat, 5)),
         "torch lowered": least(lambda: torch_lowered(devices, virtual, microbatches), min(repeat, 3)),
     }
+
+
+def table_row(sizes: tuple[int, int, int], row: dict[str, float], names: list[str]) -> str:
+    figures = (f"{row[name]:.1f}" if name in ("µs per action", "ratio") else f"{row[name]:.3f}" for name in names)
+    return f"| {' × '.join(map(str, sizes))} | {row['actions']:,} | {row['tasks']:,} | {' | '.join(figures)} |"
 
 
 def main() -> None:
@@ -81,20 +113,15 @@ def main() -> None:
     torch.set_num_threads(1)
     versions = f"Python {platform.python_version()}, NumPy {np.__version__}, PyTorch {torch.__version__}"
     print(f"{date.today()}, {platform.machine()}, {versions}, least of {repeat} runs\n")
-    names = ["plan", "lower", "simulate", "metrics", "all four", "µs per action", "check", "torch order"]
+    names = ["plan", "lower", "simulate", "metrics", "all four", "µs per action", "check", "bare loop", "torch order"]
     names += ["torch lowered", "ratio"]
     print("| p × v × m | actions | tasks | " + " | ".join(names) + " |")
     print("|---" * (len(names) + 3) + "|")
-    for devices, virtual, microbatches in SIZES:
-        row = measure(devices, virtual, microbatches, repeat)
+    for sizes in SIZES:
+        row = measure(*sizes, repeat)
         row["µs per action"] = row["all four"] / row["actions"] * 1e6
         row["ratio"] = row["torch lowered"] / (row["plan"] + row["lower"])
-        print(
-            f"| {devices} × {virtual} × {microbatches} | {row['actions']:,} | {row['tasks']:,} | "
-            + " | ".join(f"{row[name]:.3f}" if name != "µs per action" else f"{row[name]:.2f}" for name in names)
-            + " |",
-            flush=True,
-        )
+        print(table_row(sizes, row, names), flush=True)
     print(f"\npeak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 
 

@@ -3,6 +3,10 @@ import pytest
 import stretto
 from strategies import SCHEDULES
 from stretto import Pair, Plan
+from stretto.program.link import link_tasks
+from stretto.program.task import COMPUTE, RECEIVES, SENDS
+
+K2 = stretto.interleaved(devices=4, microbatches=8, overlap=True)
 
 
 def messages(text: str) -> list[str]:
@@ -23,6 +27,22 @@ def test_order_that_only_blocking_transfers_mind_is_a_deadlock_too() -> None:
         "deadlock: tasks wait in a circle where transfers block until matched: 1SEND_B0 from device 1 to 0 comes on "
         "device 1 after 0SEND_F1 from device 0 to 1, which comes on device 0 after 1SEND_B0 from device 1 to 0"
     ]
+
+
+@pytest.mark.parametrize("plan", [stretto.one_f_one_b(devices=2, microbatches=4), K2], ids=["1f1b", "k2"])
+def test_agreeing_link_by_link_is_not_enough(plan: Plan) -> None:
+    """Receive right before use, send right after: every link agrees, yet two devices both want to send first."""
+    program = stretto.lower(plan)
+    order = []
+    for index, task in enumerate(program.tasks()):
+        if task.kind in COMPUTE:
+            order += [need for need in program.needs(index) if program.task(need).kind in RECEIVES]
+            order.append(index)
+            order += [k for k, other in enumerate(program.tasks()) if other.kind in SENDS and index in program.needs(k)]
+    assert sorted(order) == list(range(len(program)))
+    found = stretto.check(link_tasks((program.task(index) for index in order), plan.placement))
+    assert [violation.rule for violation in found] == ["deadlock"]
+    assert "where transfers block until matched" in found[0].message
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -78,7 +80,7 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
     | st.recursive(
         st.integers() | st.text() | st.none(),
         lambda x: st.lists(x) | st.dictionaries(st.sampled_from(["rows", "routes", "microbatches"]), x),
-    ).map(lambda value: __import__("json").dumps(value))
+    ).map(lambda value: json.dumps(value))
 )
 def test_any_json_is_parsed_or_refused(text: str) -> None:
     with pytest.raises(stretto.StrettoError):

@@ -8,7 +8,7 @@ import numpy as np
 from stretto.check.violation import Violation
 from stretto.program.graph import Graph, queue_edges, wait_graph
 from stretto.program.program import Program
-from stretto.program.work import Bools, Ints
+from stretto.program.work import Bools, Ints, stable_order
 
 
 def deadlock(program: Program) -> Iterator[Violation]:
@@ -34,7 +34,7 @@ def deadlock(program: Program) -> Iterator[Violation]:
 
 def _issued_after(compute: Bools, device: Ints) -> tuple[Ints, Ints]:
     """An edge from each device's last compute task to every transfer issued after it."""
-    order = np.argsort(device, kind="stable")
+    order = stable_order(device, int(device.max()) + 1)
     last = np.maximum.accumulate(np.where(compute[order], np.arange(len(order)), -1))
     before, after = order[last], order
     chosen = (last >= 0) & ~compute[order]

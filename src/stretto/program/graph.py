@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stretto.program.program import Program
-from stretto.program.work import Ints, grouped
+from stretto.program.work import Ints, grouped, stable_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ def wait_graph(program: Program, *edges: tuple[Ints, Ints]) -> Graph:
 
 def queue_edges(queue: Ints) -> tuple[Ints, Ints]:
     """An edge between neighbours in each queue, given the queue of each task (−1: none)."""
-    order = np.argsort(queue, kind="stable")
+    order = stable_order(queue, int(queue.max()) + 1)
     before, after = order[:-1], order[1:]
     same = (queue[before] == queue[after]) & (queue[before] >= 0)
     return before[same], after[same]

@@ -5,7 +5,7 @@ from operator import attrgetter
 import numpy as np
 
 from stretto.ir.action import Op, Pair
-from stretto.ir.plan import Plan
+from stretto.ir.plan import Plan, Slot
 from stretto.program.link import link
 from stretto.program.order import FREE, RESULT, start_ticks
 from stretto.program.program import Program
@@ -77,8 +77,10 @@ def lower(plan: Plan) -> Program:
 def _actions(plan: Plan) -> tuple[Ints, Work]:
     """The plan's slots, device by device: where, and what."""
     slots = [slot for row in plan.rows for slot in row]
-    first = [slot.forward if isinstance(slot, Pair) else slot for slot in slots]
-    pairs = [(at, slot.backward) for at, slot in enumerate(slots) if isinstance(slot, Pair)]
+    pairs = [(at, slot) for at, slot in enumerate(slots) if isinstance(slot, Pair)]
+    first: list[Slot] = slots.copy()
+    for at, pair in pairs:
+        first[at] = pair.forward
     work = Work(
         np.array([_KIND[op] for op in map(attrgetter("op"), first)]),
         np.array(list(map(attrgetter("stage"), first))),
@@ -86,10 +88,10 @@ def _actions(plan: Plan) -> tuple[Ints, Work]:
         np.full(len(slots), -1),
         np.full(len(slots), -1),
     )
-    at = [at for at, _ in pairs]
-    work.kind[at] = Kind.PAIR
-    work.stage_b[at] = [backward.stage for _, backward in pairs]
-    work.microbatch_b[at] = [backward.microbatch for _, backward in pairs]
+    paired = [at for at, _ in pairs]
+    work.kind[paired] = Kind.PAIR
+    work.stage_b[paired] = [pair.backward.stage for _, pair in pairs]
+    work.microbatch_b[paired] = [pair.backward.microbatch for _, pair in pairs]
     return np.repeat(np.arange(plan.devices), [len(row) for row in plan.rows]), work
 
 

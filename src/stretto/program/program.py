@@ -9,6 +9,8 @@ from stretto.ir.placement import Placement
 from stretto.program.task import COMPUTE, Kind, Lane, Task
 from stretto.program.work import Bools, Ints, Work
 
+_KINDS = tuple(Kind)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
@@ -53,9 +55,15 @@ class Program:
         return np.repeat(np.arange(len(self)), np.diff(self.need_start))
 
     def task(self, index: int) -> Task:
-        kind, stage, microbatch, stage_b, microbatch_b = (column.item(index) for column in self.work.columns())
-        backward = None if stage_b < 0 else (stage_b, microbatch_b)
-        return Task(self.lanes[self.lane[index]], Kind(kind), stage, microbatch, backward)
+        work = self.work
+        stage_b = work.stage_b.item(index)
+        return Task(
+            self.lanes[self.lane.item(index)],
+            _KINDS[work.kind.item(index)],
+            work.stage.item(index),
+            work.microbatch.item(index),
+            None if stage_b < 0 else (stage_b, work.microbatch_b.item(index)),
+        )
 
     def tasks(self) -> Iterator[Task]:
         return (self.task(index) for index in range(len(self)))

@@ -95,5 +95,9 @@ def grouped(keys: Ints, count: int) -> tuple[Ints, Ints]:
     >>> order.tolist(), start.tolist()
     ([1, 0, 2], [0, 1, 3])
     """
-    order = np.argsort(keys, kind="stable")
-    return order, np.concatenate(([0], np.cumsum(np.bincount(keys, minlength=count))))
+    return stable_order(keys, count), np.concatenate(([0], np.cumsum(np.bincount(keys, minlength=count))))
+
+
+def stable_order(keys: Ints, count: int) -> Ints:
+    """Indexes sorted by key, stably; keys are −1 or below `count`."""
+    return np.argsort(keys.astype(np.int16) if count < 2**15 else keys, kind="stable")  # small keys sort by radix

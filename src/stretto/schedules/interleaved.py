@@ -1,7 +1,7 @@
 """Interleaved 1F1B: several stages per device, plain or woven with one extra warm-up forward."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 
 from stretto.ir.action import Action, Op, Pair
 from stretto.ir.placement import looped
@@ -50,4 +50,4 @@ def _groups(*, devices: int, microbatches: int) -> list[range]:
 
 
 def _visits(op: Op, stages: list[int], groups: list[range]) -> Iterator[Action]:
-    return (Action(stage, op, k) for group in groups for stage in stages for k in group)
+    return chain.from_iterable(map(Action, repeat(stage), repeat(op), group) for group in groups for stage in stages)

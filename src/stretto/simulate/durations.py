@@ -18,19 +18,20 @@ def durations(program: Program, costs: Costs) -> Floats:
     # A pair takes each pass's time, shortened as a pair of that stage with itself would be.
     both = forward + whole
     share = np.divide(woven, both, out=np.ones(stages), where=both > 0)
-    stage, stage_b = program.work.stage, program.work.stage_b
-    by_kind = {
-        Kind.F: forward[stage],
-        Kind.B: (whole - late)[stage],
-        Kind.I: of_input[stage],
-        Kind.W: of_weight[stage],
-        Kind.PAIR: np.maximum(0.0, (forward * share)[stage] + (whole * share - late)[stage_b]),
-        Kind.WGRAD: late[stage],
-    }
-    time = np.zeros(len(program))
-    for kind, value in by_kind.items():
-        time = np.where(program.work.kind == kind, value, time)
-    time *= np.where(program.compute, costs.device_factors(devices=devices)[program.device], 1.0)
+    table = np.zeros((len(Kind), stages))
+    table[[Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.WGRAD]] = (
+        forward,
+        whole - late,
+        of_input,
+        of_weight,
+        forward * share,
+        late,
+    )
+    work = program.work
+    time = table[work.kind, work.stage]
+    pairs = np.flatnonzero(work.kind == Kind.PAIR)
+    time[pairs] = np.maximum(0.0, time[pairs] + (whole * share - late)[work.stage_b[pairs]])
+    time *= costs.device_factors(devices=devices)[program.device]  # transfers are still 0 here
     return time + _transfer_times(program, costs)
 
 

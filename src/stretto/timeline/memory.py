@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from stretto.costs import Costs
 from stretto.program.program import Program
 from stretto.program.task import BACKWARDS, FORWARDS, WEIGHTS
-from stretto.program.work import Ints
+from stretto.program.work import Ints, stable_order
 
 Floats = NDArray[np.float64]
 
@@ -57,7 +57,7 @@ def memory_in_order(
     stages = program.placement.stages
     task = np.flatnonzero(program.compute)
     device = program.device[task]
-    order = np.argsort(device, kind="stable")
+    order = stable_order(device, program.devices)
     task, device = task[order], device[order]
     stage, back_stage = program.work.stage[task], program.work.backward[0][task]
     forward, backward, weight = (

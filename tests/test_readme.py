@@ -1,0 +1,52 @@
+"""What the README shows is what happens."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import stretto
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def block(language: str, index: int) -> str:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)[index]
+
+
+def test_the_drawing_is_what_show_draws() -> None:
+    timeline = stretto.simulate(stretto.dualpipe(devices=4, microbatches=8))
+    assert block("text", 0) == stretto.draw_text(timeline, width=82) + "\n"
+
+
+def test_the_example_prints_what_it_says() -> None:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(block("python", 0), {})
+    assert output.getvalue() == block("text", 1)
+
+
+def test_the_table_holds_simulated_figures() -> None:
+    rows = re.findall(r"^\| `(\w+)(\(overlap=True\))?` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|", README, re.MULTILINE)
+    assert len(rows) == 11
+    for name, overlap, *figures in rows:
+        plan = getattr(stretto, name)(devices=8, microbatches=32, **({"overlap": True} if overlap else {}))
+        per_device = plan.stages / plan.devices
+        costs = stretto.Costs(F=1, I=1, W=1).divided(per_device)
+        woven = stretto.Costs(F=1, I=1, W=1, FB=2.7).divided(per_device)
+        summary = stretto.simulate(plan, costs).summary()
+        memory = max(device.peak_activations for device in summary.devices) / per_device
+        assert figures == [
+            f"{summary.makespan:g}",
+            f"{stretto.simulate(plan, woven).makespan:g}",
+            f"{summary.bubble_ratio:.1%}",
+            f"{memory:g}",
+        ]
+
+
+def test_every_linked_file_exists() -> None:
+    root = Path(__file__).parent.parent
+    documents = [root / "README.md", *root.glob("docs/*.md"), *root.glob("benchmarks/*/README.md")]
+    for document in documents:
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
