@@ -11,7 +11,7 @@ say "Kimi K2's interleaved 1F1B: one more warm-up forward, so that every steady 
 run show interleaved --overlap --devices 4 --microbatches 8
 say "All schedules at the same work: time, idle share, and what each costs in memory."
 run compare --devices 8 --microbatches 32 --cost F=1,I=1,W=1,FB=2.7
-say "A plan is a CSV that PyTorch reads too. Swap two actions on device 1 and check says what goes wrong."
+say "A plan is a CSV that PyTorch reads too. Swap two actions on each device and check says what goes wrong."
 run show 1f1b --devices 2 --microbatches 2 -o out/plan.csv
 sed 's/1B0,1F1/1F1,1B0/; s/0F0,0F1,0B0/0F0,0B0,0F1/' out/plan.csv > out/broken.csv
 run check out/plan.csv
