@@ -32,8 +32,8 @@ def test_the_table_holds_simulated_figures() -> None:
     for name, overlap, *figures in rows:
         plan = getattr(stretto, name)(devices=8, microbatches=32, **({"overlap": True} if overlap else {}))
         per_device = plan.stages / plan.devices
-        costs = stretto.Costs(F=1, I=1, W=1).divided(per_device)
-        woven = stretto.Costs(F=1, I=1, W=1, FB=2.7).divided(per_device)
+        costs = stretto.Costs(F=1, I=1, W=1).for_stages(plan.stages, devices=8)
+        woven = stretto.Costs(F=1, I=1, W=1, FB=2.7).for_stages(plan.stages, devices=8)
         summary = stretto.simulate(plan, costs).summary()
         memory = max(device.peak_activations for device in summary.devices) / per_device
         assert figures == [

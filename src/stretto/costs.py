@@ -28,7 +28,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Times in any unit, the same for all; bytes likewise.
 
-    >>> Costs(F=1, I=1, W=1).stage_times("B", stages=2).tolist()
+    >>> Costs(F=1, I=1, W=1).per_stage("B", stages=2).tolist()
     [2.0, 2.0]
     """
 
@@ -57,12 +57,15 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Held all the time, for each stage on a device."""
 
     def __post_init__(self) -> None:
-        for name in (*_TIMES, *_BYTES):
+        for name in (*_TIMES, *_BYTES, "slowdown"):
             value = getattr(self, name)
-            if value is not None:
-                _demand(name, value)
-        if self.slowdown is not None:
-            _demand("slowdown", self.slowdown)
+            if value is None and name in ("B", "FB", "activation_bytes", "slowdown"):
+                continue
+            if isinstance(value, list):
+                msgspec.structs.force_setattr(self, name, value := tuple(value))
+            _demand(name, value)
+        if not isinstance(self.link, Link) or not all(isinstance(link, Link) for link in self.links.values()):
+            raise CostError("link is a Link, and links holds one for each name")
         for name, link in [("link", self.link), *((f"links.{key}", link) for key, link in self.links.items())]:
             _demand(f"{name}.latency", link.latency)
             if math.isnan(link.bandwidth) or link.bandwidth <= 0:
@@ -70,37 +73,47 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         for key in self.links:
             link_ends(key)
 
-    def stage_times(self, name: str, *, stages: int) -> NDArray[np.float64]:
+    def per_stage(self, name: str, *, stages: int) -> NDArray[np.float64]:
         """The times of F, B, I, W, FB or BW, or bytes, for each stage."""
         value = getattr(self, name)
         if value is None and name == "B":
-            return self.stage_times("I", stages=stages) + self.stage_times("W", stages=stages)
+            return self.per_stage("I", stages=stages) + self.per_stage("W", stages=stages)
         if value is None and name == "FB":
-            return self.stage_times("F", stages=stages) + self.stage_times("B", stages=stages)
+            return self.per_stage("F", stages=stages) + self.per_stage("B", stages=stages)
         return _spread(name, 0.0 if value is None else value, stages, "stages")
 
     def device_factors(self, *, devices: int) -> NDArray[np.float64]:
         return _spread("slowdown", 1.0 if self.slowdown is None else self.slowdown, devices, "devices")
 
-    def divided(self, parts: float) -> "Costs":
-        """The costs of a `parts`-th of each stage; what stages send each other stays as it is."""
+    def for_stages(self, stages: int, *, devices: int) -> "Costs":
+        """The same model cut into this many stages.
+
+        A single number is the cost of one of `devices` equal slices of the model; a list gives the
+        model's slices in order, however many. What stages send each other stays as it is.
+
+        >>> Costs(F=(1, 3)).for_stages(4, devices=2).F
+        (0.5, 0.5, 1.5, 1.5)
+        """
         changed: dict[str, PerStage | None] = {}
         for name in (*_TIMES, "activation_bytes", "pending_bytes", "parameter_bytes"):
             value = getattr(self, name)
             if isinstance(value, tuple):
-                changed[name] = tuple(number / parts for number in value)
-            else:
-                changed[name] = None if value is None else value / parts
+                total = np.interp(
+                    np.linspace(0, 1, stages + 1), np.linspace(0, 1, len(value) + 1), [0.0, *np.cumsum(value)]
+                )
+                changed[name] = tuple(np.diff(total).tolist()) if len(value) != stages else value
+            elif value is not None:
+                changed[name] = value * devices / stages
         return msgspec.structs.replace(self, **changed)
 
     def validate(self, *, stages: int, devices: int) -> None:
         """Refuse a table whose lists do not fit, or whose parts exceed the whole."""
         for name in _BYTES:
-            self.stage_times(name, stages=stages)
+            self.per_stage(name, stages=stages)
         self.device_factors(devices=devices)
-        late = self.stage_times("BW", stages=stages)
+        late = self.per_stage("BW", stages=stages)
         for name in ("B", "FB"):
-            whole = self.stage_times(name, stages=stages)
+            whole = self.per_stage(name, stages=stages)
             if (late > whole).any():
                 stage = int((late > whole).argmax())
                 raise CostError(
@@ -113,6 +126,9 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def link_ends(key: str) -> tuple[int, int]:
+    """The source and target device that a link's name speaks of."""
+    if not isinstance(key, str):
+        raise CostError(f'a link is named "source>target", e.g. "3>4" (got {key!r:.40})')
     source, arrow, target = key.partition(">")
     if not (arrow and source.isdecimal() and target.isdecimal() and len(key) < 20):
         raise CostError(f'a link is named "source>target", e.g. "3>4" (got {key!r:.40})')
@@ -143,7 +159,7 @@ def parse_costs_toml(text: str) -> Costs:
     """Read a TOML table with the fields of `Costs`."""
     try:
         table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also numbers of thousands of digits
         raise CostError(f"not valid TOML: {error}") from None
     return costs_from(table)
 
@@ -157,8 +173,9 @@ def costs_from(table: Mapping[str, Any]) -> Costs:
 
 def _demand(name: str, value: PerStage) -> None:
     for number in value if isinstance(value, tuple) else (value,):
-        if not math.isfinite(number) or number < 0:
-            raise CostError(f"{name} must be a number of at least 0 (got {number})")
+        sensible = isinstance(number, int | float) and not isinstance(number, bool)
+        if not sensible or not math.isfinite(number) or number < 0:
+            raise CostError(f"{name} must be a number of at least 0 (got {number!r:.40})")
 
 
 def _spread(name: str, value: PerStage, count: int, what: str) -> NDArray[np.float64]:

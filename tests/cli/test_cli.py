@@ -76,7 +76,7 @@ def test_written_files_check_and_simulate(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (0, f"wrote {name}\n")
         checked = run("check", name, cwd=tmp_path)
         assert checked.returncode == 0
-        assert checked.stdout.startswith("sound: 4 devices, 4 stages, 8 microbatches, ")
+        assert checked.stdout.startswith("sound: 4 devices, 4 stages on 2 routes, 8 microbatches, ")
         simulated = run("simulate", name, "--json", cwd=tmp_path)
         assert json.loads(simulated.stdout)["makespan"] == 26
     assert stretto.parse_plan((tmp_path / "a.csv").read_text()) == stretto.dualpipe(devices=4, microbatches=8)
@@ -114,6 +114,46 @@ def test_compare_all_at_equal_work(tmp_path: Path) -> None:
     assert lines[2].split()[1:] == lines[3].split()[1:]
 
 
+def test_compare_cuts_uneven_models_alike(tmp_path: Path) -> None:
+    """A list of the model's slices is shared out among however many stages; a plan of just those stages keeps it."""
+    (tmp_path / "uneven.toml").write_text("F = [1, 1, 1, 3]\nB = [2, 2, 2, 6]\n")
+    done = run("compare", "--costs", "uneven.toml", "--json", cwd=tmp_path)
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert (done.stderr, len(rows)) == ("", 11)
+    assert rows["gpipe"]["makespan"] == 8 * 9 + 3 * 3
+    (tmp_path / "eight.toml").write_text("\n".join(f"{op} = [1, 2, 3, 4, 5, 6, 7, 8]" for op in "FIW"))
+    (tmp_path / "plan.csv").write_text(str(stretto.zb_v(devices=4, microbatches=8)))
+    compared = run("compare", "plan.csv", "--costs", "eight.toml", "--json", cwd=tmp_path)
+    simulated = run("simulate", "plan.csv", "--costs", "eight.toml", "--json", cwd=tmp_path)
+    assert json.loads(compared.stdout)[0]["makespan"] == json.loads(simulated.stdout)["makespan"]
+
+
+def test_tables_keep_all_digits_when_piped(tmp_path: Path) -> None:
+    (tmp_path / "costs.toml").write_text("activation_bytes = 123456789\nF = 1.23456\n[link]\nlatency = 0.123456\n")
+    done = run("compare", "--costs", "costs.toml", cwd=tmp_path)
+    assert "…" not in done.stdout
+    assert done.stdout.splitlines()[0].split() == [
+        *("schedule", "makespan", "bubble", "in", "span", "activations", "I", "to", "W", "params", "exposed", "bytes")
+    ]
+
+
+def test_odd_file_names_are_printed_as_they_are(tmp_path: Path) -> None:
+    for name in ("[bold]y.csv", ":smile:.csv"):
+        (tmp_path / name).write_text("0F0,0B0")
+        assert run("compare", name, "--json", cwd=tmp_path).stdout.count(name) == 1
+        assert run("compare", name, cwd=tmp_path).stdout.splitlines()[1].startswith(name)
+
+
+def test_output_without_unicode_is_no_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", "show", "gpipe"],
+        capture_output=True,
+        timeout=60,
+        env={"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_compare_names_what_cannot_be_made() -> None:
     done = run("compare", "-d", "3")
     assert done.returncode == 0
@@ -122,7 +162,10 @@ def test_compare_names_what_cannot_be_made() -> None:
     )
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["show", "--help"], ["simulate", "--help"], ["check", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--help"], ["show", "--help"], ["simulate", "--help"], ["check", "--help"], ["compare", "--help"]],
+)
 def test_help_teaches(arguments: list[str]) -> None:
     done = run(*arguments)
     assert done.returncode == 0
@@ -146,6 +189,20 @@ BAD = {
     "no cost": (["simulate", "gpipe", "--cost", "F=one"], "cost F must be a number (got 'one')"),
     "unknown cost": (["simulate", "gpipe", "--cost", "X=1"], "unknown cost 'X'; known are F, B,"),
     "cost twice": (["simulate", "gpipe", "--cost", "F=1,F=2"], "cost F is given twice"),
+    "cost of a file": (["check", "good.csv", "--cost", "F=1"], "costs matter to a check only with --memory-limit"),
+    "cost of an order": (["show", "gpipe", "-o", "x.csv", "--cost", "F=1"], "which costs do not change"),
+    "size of a file": (["simulate", "good.csv", "-d", "2"], "good.csv has its own sizes"),
+    "sizes of files": (["compare", "good.csv", "-d", "2"], "files have their own sizes"),
+    "overlap of none": (["compare", "gpipe", "--overlap"], "--virtual and --overlap go with interleaved"),
+    "sizes of nothing": (["show", "-d", "2"], "name a schedule to draw or write"),
+    "named and refused": (
+        ["compare", "zb_v", "--costs", "wide.toml"],
+        "zb_v: message_bytes has 4 entries, but the plan",
+    ),
+    "huge cost": (["simulate", "gpipe", "--cost", "F=1e308"], "longer than a number can say"),
+    "long number": (["simulate", "gpipe", "--costs", "digits.toml"], "not valid TOML"),
+    "markup in a name": (["check", "[/x].csv"], "cannot read [/x].csv: No such file or directory"),
+    "endless file": (["check", "/dev/zero"], "/dev/zero is larger than 256 MiB"),
     "two cost tables": (["simulate", "gpipe", "--cost", "F=1", "--costs", "bad.toml"], "not both"),
     "no file": (["check", "none.csv"], "cannot read none.csv: No such file or directory"),
     "a folder": (["check", "."], "cannot read .: Is a directory"),
@@ -174,6 +231,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "bad.toml").write_text("F = = 1")
     (path / "odd.toml").write_text("G = 1")
     (path / "long.toml").write_text("F = [1, 2, 3]")
+    (path / "wide.toml").write_text("message_bytes = [1, 2, 3, 4]")
+    (path / "digits.toml").write_text("F = " + "9" * 5000)
     return path
 
 

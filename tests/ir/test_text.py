@@ -82,12 +82,43 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
         lambda x: st.lists(x) | st.dictionaries(st.sampled_from(["rows", "routes", "microbatches"]), x),
     ).map(lambda value: json.dumps(value))
 )
-def test_any_json_is_parsed_or_refused(text: str) -> None:
+def test_any_json_is_refused_unless_it_is_a_plan(text: str) -> None:
     with pytest.raises(stretto.StrettoError):
         parse_plan_json(text)
 
 
-def test_json_that_contradicts_itself_is_refused() -> None:
-    text = '{"rows": [["0F0", "0B0"]], "routes": [[1]], "microbatches": 1}'
-    with pytest.raises(stretto.TextError, match="the rows follow"):
+@given(plans(devices=3, microbatches=4), st.data())
+def test_damaged_json_is_read_or_refused(plan: stretto.Plan, data: st.DataObject) -> None:
+    text = plan_to_json(plan)
+    at = data.draw(st.integers(0, len(text) - 1))
+    text = text[:at] + data.draw(st.sampled_from(["", "0", "9", "F", "W", '"', "[", "]", ","])) + text[at + 1 :]
+    try:
+        damaged = parse_plan_json(text)
+        stretto.check(damaged)
+    except stretto.StrettoError as error:
+        assert "\n" not in str(error)
+        return
+    assert damaged.devices == plan.devices
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"rows": [["0F0"]], "routes": [[1]], "microbatches": 1}', "speaks of 2 devices, but there are 1 rows"),
+        ('{"rows": [["0F0,0F1"]], "routes": [[0]], "microbatches": 1}', "'0F0,0F1' is not an action"),
+        ('{"rows": [["0F0"]], "routes": [[0]], "microbatches": 999999}', "but only a few actions"),
+        ('{"rows": [["0SEND_F0"]], "routes": [[0]], "microbatches": 1}', "a plan holds compute actions only"),
+        ('{"rows": [[]], "routes": [[0]], "microbatches": 1}', "a plan needs at least one action"),
+    ],
+)
+def test_bad_json_is_refused(text: str, says: str) -> None:
+    with pytest.raises(stretto.StrettoError) as caught:
         parse_plan_json(text)
+    assert says in str(caught.value)
+
+
+def test_json_says_what_csv_can_only_guess() -> None:
+    """With the last microbatch missing everywhere, CSV shows a smaller plan; JSON knows better."""
+    text = '{"rows": [["0F0", "0B0"]], "routes": [[0]], "microbatches": 2}'
+    found = [str(violation) for violation in stretto.check(parse_plan_json(text))]
+    assert "coverage: 0F1 never runs" in found

@@ -69,6 +69,19 @@ def test_stages_on_one_device_hand_over_without_a_transfer() -> None:
     assert not [task for task in program.tasks() if task.kind in SENDS and task.stage == 1 and task.kind is Kind.SEND_F]
 
 
+def test_senseless_plans_are_refused() -> None:
+    one = stretto.Placement(((0,),), 1)
+    forward, backward = stretto.Action(0, stretto.Op.F, 0), stretto.Action(0, stretto.Op.B, 0)
+    with pytest.raises(stretto.PlanError, match="at least one action"):
+        stretto.Plan(((),), one)
+    with pytest.raises(stretto.PlanError, match="speaks of 2 devices, but there are 1 rows"):
+        stretto.Plan(((forward,),), stretto.Placement(((0, 1),), 1))
+    with pytest.raises(stretto.PlanError, match="a pair is a forward and a full backward"):
+        stretto.Pair(backward, forward)
+    with pytest.raises(stretto.ProgramError, match="stage -1 does not exist"):
+        stretto.lower(stretto.Plan(((stretto.Action(-1, stretto.Op.F, 0),),), one))
+
+
 def test_a_plan_that_contradicts_its_placement_is_refused() -> None:
     plan = stretto.gpipe(devices=2, microbatches=2)
     with pytest.raises(stretto.ProgramError, match="microbatch 1 does not exist"):

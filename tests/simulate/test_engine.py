@@ -45,12 +45,12 @@ def test_stages_and_devices_may_differ() -> None:
     assert [span(timeline, name) for name in ("0F0", "1F0", "1B0", "0B0")] == [(0, 1), (1, 11), (11, 17), (17, 19)]
 
 
-def test_a_pair_of_unlike_stages_keeps_each_passs_share() -> None:
-    table = Costs(F=(1, 2), B=(3, 4), FB=(2, 6))  # stage 0 weaves to half its time, stage 1 not at all
+def test_a_pair_of_unlike_stages_saves_the_mean_of_what_they_save() -> None:
+    table = Costs(F=(1, 2), B=(3, 4), FB=(2, 6))  # stage 0 saves 2 by weaving, stage 1 nothing
     plan = stretto.dualpipev(devices=1, microbatches=2)
     timeline = stretto.simulate(plan, table)
     start, end = span(timeline, "(1F1;0B0)OVERLAP_F_B")
-    assert end - start == 2 + 3 / 2
+    assert end - start == 2 + 3 - (2 + 0) / 2
 
 
 def test_the_gradient_leaves_before_the_weight_part_when_costs_say_how_long_that_is() -> None:
@@ -111,6 +111,11 @@ def test_a_program_read_from_a_file_in_any_device_order_simulates_alike() -> Non
         ({"links": {"0>": Link()}}, "a link is named"),
         ({"link": Link(bandwidth=0)}, "link.bandwidth must be above 0"),
         ({"slowdown": (1.0, -2.0)}, "slowdown must be"),
+        ({"F": "1"}, "F must be a number of at least 0 (got '1')"),
+        ({"F": None}, "F must be a number of at least 0 (got None)"),
+        ({"F": True}, "F must be a number of at least 0 (got True)"),
+        ({"link": 3}, "link is a Link"),
+        ({"links": {(0, 1): Link()}}, "a link is named"),
     ],
 )
 def test_senseless_costs_are_refused(table: dict[str, object], says: str) -> None:
@@ -132,6 +137,21 @@ def test_costs_that_do_not_fit_the_plan_are_refused(table: Costs, says: str) -> 
     with pytest.raises(stretto.CostError) as caught:
         stretto.simulate(stretto.gpipe(devices=2, microbatches=1), table)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("table", [Costs(F=1e308), Costs(message_bytes=1e300, link=Link(bandwidth=1e-300))])
+def test_a_step_too_long_for_a_number_is_refused(table: Costs) -> None:
+    with pytest.raises(stretto.CostError, match="longer than a number can say"):
+        stretto.simulate(stretto.gpipe(devices=2, microbatches=4), table)
+
+
+def test_a_link_of_almost_no_bandwidth_moves_nothing_in_no_time() -> None:
+    table = Costs(message_bytes=0, link=Link(bandwidth=1e-320))
+    assert stretto.simulate(stretto.gpipe(devices=2, microbatches=1), table).makespan == 6
+
+
+def test_lists_are_as_good_as_tuples() -> None:
+    assert Costs(F=[1, 2], slowdown=[1, 2]) == Costs(F=(1, 2), slowdown=(1, 2))  # type: ignore[arg-type]
 
 
 def test_transfers_show_in_no_metric_when_they_take_no_time() -> None:

@@ -5,7 +5,7 @@ p devices, m microbatches, v stages per device; F, I, W, B per stage; no communi
 
 from math import ceil
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import stretto
@@ -88,7 +88,7 @@ def light_weights(draw: st.DrawFn) -> tuple[int, int, int]:
 
 @given(devices, st.integers(0, 8), light_weights())
 def test_zb_h1(p: int, more: int, times: tuple[int, int, int]) -> None:
-    """W ≤ min(F, I) and m ≥ p."""
+    """W ≤ min(F, I) and m ≥ p; the bytes also need pending ≤ activation bytes."""
     f, i, w = times
     table = Costs(F=f, I=i, W=w, activation_bytes=7, pending_bytes=5)
     found = summary(stretto.zb_h1(devices=p, microbatches=p + more), table)
@@ -137,7 +137,9 @@ def test_dualpipev(half: int, more: int, unit: int) -> None:
     assert activations(found) == [p + 1] * half
 
 
-@given(st.integers(3, 13), st.integers(0, 10), costs)
+@given(st.integers(3, 24), st.integers(0, 10), costs)
+@example(p=32, more=5, unit=1)
+@example(p=33, more=0, unit=1)
 def test_v_half(p: int, more: int, unit: int) -> None:
     """F = I = W, p ≥ 3, m ≥ p. An odd p trades one stage pass of memory for three passes of bubble."""
     table = Costs(F=unit, I=unit, W=unit)
@@ -146,7 +148,8 @@ def test_v_half(p: int, more: int, unit: int) -> None:
     assert max(device.peak_live for device in found) == p + (1 if p % 2 else 2)
 
 
-@given(st.integers(3, 13), st.integers(0, 10), costs)
+@given(st.integers(3, 24), st.integers(0, 10), costs)
+@example(p=32, more=5, unit=1)
 def test_v_min(p: int, more: int, unit: int) -> None:
     """F = I = W, p ≥ 3, m ≥ p. The peak is ⌈(2p + 4) / 3⌉ rounded up to an even number."""
     table = Costs(F=unit, I=unit, W=unit)

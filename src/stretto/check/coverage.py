@@ -6,79 +6,71 @@ import numpy as np
 
 from stretto.check.violation import Violation
 from stretto.program.program import Program
-from stretto.program.task import BACKWARDS, FORWARDS, Kind
-from stretto.program.work import Bools, Ints
+from stretto.program.task import BACKWARDS, FORWARDS, WEIGHTS, Kind
+from stretto.program.work import Bools, grouped
 
 
 def coverage(program: Program) -> Iterator[Violation]:
-    count = _Counter(program)
-    yield from _forwards(count)
+    yield from _forwards(program)
     if program.work.among((*BACKWARDS, Kind.W, Kind.WGRAD)).any():
-        yield from _backwards(count)
-        yield from _weights(count)
+        yield from _backwards(program)
+        yield from _weights(program)
 
 
-class _Counter:
-    """How often each kind of work is done, by [stage, microbatch]."""
+class _Tally:
+    """Which tasks do a kind of work, by [stage, microbatch]."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
-
-    def tasks(self, kinds: Collection[Kind], *, backward: bool = False) -> tuple[Ints, Ints]:
-        """The tasks of these kinds, and the cell of each."""
-        work = self.program.work
-        task = np.flatnonzero(work.among(kinds))
+    def __init__(self, program: Program, name: str, kinds: Collection[Kind], *, backward: bool = False) -> None:
+        self.program, self.name = program, name
+        work, cells = program.work, program.placement.stages * program.placement.microbatches
         stage, microbatch = work.backward if backward else (work.stage, work.microbatch)
-        return task, stage[task] * self.program.placement.microbatches + microbatch[task]
+        task = np.flatnonzero(work.among(kinds))
+        order, self._start = grouped(stage[task] * program.placement.microbatches + microbatch[task], cells)
+        self._task = task[order]
+        self.count = np.diff(self._start)
 
-    def table(self, kinds: Collection[Kind], *, backward: bool = False) -> Ints:
-        cells = self.program.placement.stages * self.program.placement.microbatches
-        return np.bincount(self.tasks(kinds, backward=backward)[1], minlength=cells)
-
-    def cells(self, wrong: Bools) -> Iterator[tuple[int, int, int]]:
-        for cell in np.flatnonzero(wrong).tolist():
-            yield cell, *divmod(cell, self.program.placement.microbatches)
-
-    def repeated(self, cell: int, kinds: Collection[Kind], *, backward: bool = False) -> Violation:
-        task, cells = self.tasks(kinds, backward=backward)
-        at = tuple(task[cells == cell].tolist())
-        doers = [self.program.task(index) for index in at]
-        where = ", ".join(f"{task} on device {task.device}" for task in doers)
+    def repeated(self, cell: int) -> Violation:
+        at = tuple(self._task[self._start[cell] : self._start[cell + 1]].tolist())
+        doers = [self.program.task(index) for index in at[:4]]
+        where = ", ".join(f"{task} on device {task.device}" for task in doers) + ", …" * (len(at) > 4)
         stage, microbatch = divmod(cell, self.program.placement.microbatches)
-        name = "forward" if not backward else "backward"
-        if set(kinds) <= {Kind.W, Kind.WGRAD}:
-            name = "weight gradient"
-        message = f"the {name} of stage {stage} for microbatch {microbatch} runs {len(at)} times: {where}"
+        message = f"the {self.name} of stage {stage} for microbatch {microbatch} runs {len(at)} times: {where}"
         return Violation("coverage", message, at)
 
 
-def _forwards(count: _Counter) -> Iterator[Violation]:
-    table = count.table(FORWARDS)
-    for cell, stage, microbatch in count.cells(table != 1):
-        if table[cell]:
-            yield count.repeated(cell, FORWARDS)
+def _cells(program: Program, wrong: Bools) -> Iterator[tuple[int, int, int]]:
+    for cell in np.flatnonzero(wrong).tolist():
+        yield cell, *divmod(cell, program.placement.microbatches)
+
+
+def _forwards(program: Program) -> Iterator[Violation]:
+    tally = _Tally(program, "forward", FORWARDS)
+    for cell, stage, microbatch in _cells(program, tally.count != 1):
+        if tally.count[cell]:
+            yield tally.repeated(cell)
         else:
             yield Violation("coverage", f"{stage}F{microbatch} never runs")
 
 
-def _backwards(count: _Counter) -> Iterator[Violation]:
-    table = count.table(BACKWARDS, backward=True)
-    for cell, stage, microbatch in count.cells(table != 1):
-        if table[cell]:
-            yield count.repeated(cell, BACKWARDS, backward=True)
+def _backwards(program: Program) -> Iterator[Violation]:
+    tally = _Tally(program, "backward", BACKWARDS, backward=True)
+    for cell, stage, microbatch in _cells(program, tally.count != 1):
+        if tally.count[cell]:
+            yield tally.repeated(cell)
         else:
             either = f"neither {stage}B{microbatch} nor {stage}I{microbatch} is there"
             message = f"the backward of stage {stage} for microbatch {microbatch} never runs: {either}"
             yield Violation("coverage", message)
 
 
-def _weights(count: _Counter) -> Iterator[Violation]:
-    whole, split = count.table((Kind.B, Kind.PAIR), backward=True), count.table((Kind.I,))
-    rest, weight = count.table((Kind.WGRAD,)), count.table((Kind.W,))
-    wrong = (rest + weight != 1) | ((whole > 0) & (weight > 0)) | ((split > 0) & (rest > 0))
-    for cell, stage, microbatch in count.cells(wrong & (whole + split <= 1)):
-        if rest[cell] + weight[cell] > 1:
-            yield count.repeated(cell, (Kind.W, Kind.WGRAD))
+def _weights(program: Program) -> Iterator[Violation]:
+    """A full backward has its WGRAD, an input part its W, and nothing has both."""
+    tally = _Tally(program, "weight gradient", WEIGHTS)
+    whole = _Tally(program, "backward", (Kind.B, Kind.PAIR), backward=True).count
+    split = _Tally(program, "backward", (Kind.I,)).count
+    for cell, stage, microbatch in _cells(program, (tally.count != 1) & (whole + split <= 1)):
+        if tally.count[cell]:
+            yield tally.repeated(cell)
         elif split[cell]:
             message = f"{stage}W{microbatch} never runs, so {stage}I{microbatch} yields no weight gradient"
             yield Violation("coverage", message)

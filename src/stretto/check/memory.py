@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from stretto.check.violation import Violation
 from stretto.costs import Costs
 from stretto.ir.errors import CostError
@@ -18,9 +16,8 @@ def memory(program: Program, costs: Costs, limit: float) -> Iterator[Violation]:
         if held.bytes is None:
             raise CostError("a memory limit needs bytes in the costs, such as activation_bytes")
         if held.bytes.max(initial=0.0) > limit:
-            compute = np.flatnonzero(program.compute & (program.device == device))
             event = int((held.bytes > limit).argmax())
-            task = int(compute[event // 2])
+            task = int(held.task[event])
             message = (
                 f"device {device} holds {held.bytes[event]:g} bytes at {program.task(task)} "
                 f"and up to {held.bytes.max():g} in all, over the limit of {limit:g}"

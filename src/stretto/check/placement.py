@@ -7,7 +7,32 @@ import numpy as np
 from stretto.check.violation import Violation
 from stretto.program.program import Program
 from stretto.program.task import RECEIVES, SENDS, Kind
-from stretto.program.work import Ints
+from stretto.program.work import Bools, Ints
+
+
+def placement(program: Program) -> Iterator[Violation]:
+    device, work = program.device, program.work
+    judged = judged_transfers(program) | program.compute
+    home, home_b = home_devices(program, work.stage, work.microbatch), home_devices(program, *work.backward)
+    for task in np.flatnonzero(judged & ((device != home) | (device != home_b))).tolist():
+        it = program.task(task)
+        belongs = (it.stage, it.microbatch, home[task])
+        if device[task] == home[task] and it.backward is not None:
+            belongs = (*it.backward, home_b[task])
+        message = "{} is on device {}, but stage {} of microbatch {} belongs on device {}"
+        yield Violation("placement", message.format(it, it.device, *belongs), (task,))
+    # A transfer's lane leads to the device where the neighbouring stage lives.
+    peers = np.array([-1 if lane.peer is None else lane.peer for lane in program.lanes])[program.lane]
+    origin, target = transfer_ends(program)
+    neighbour = np.where(work.among(SENDS), target, origin)
+    far = home_devices(program, neighbour, work.microbatch)
+    for task in np.flatnonzero(~program.compute & judged & (device == home) & (peers != far) & (far >= 0)).tolist():
+        it = program.task(task)
+        message = (
+            f"{it} is on lane {it.lane} of device {it.device}, "
+            f"but stage {neighbour[task]} of microbatch {it.microbatch} lives on device {far[task]}"
+        )
+        yield Violation("placement", message, (task,))
 
 
 def home_devices(program: Program, stage: Ints, microbatch: Ints) -> Ints:
@@ -19,26 +44,36 @@ def home_devices(program: Program, stage: Ints, microbatch: Ints) -> Ints:
     return np.where(exists, routes[route, np.where(exists, stage, 0)], -1)
 
 
-def placement(program: Program) -> Iterator[Violation]:
-    device, work = program.device, program.work
-    home, home_b = home_devices(program, work.stage, work.microbatch), home_devices(program, *work.backward)
-    for task in np.flatnonzero((device != home) | (device != home_b)).tolist():
-        it = program.task(task)
-        belongs = (it.stage, it.microbatch, home[task])
-        if device[task] == home[task] and it.backward is not None:
-            belongs = (*it.backward, home_b[task])
-        message = "{} is on device {}, but stage {} of microbatch {} belongs on device {}"
-        yield Violation("placement", message.format(it, it.device, *belongs), (task,))
-    # A transfer's lane leads to the device where the neighbouring stage lives.
-    peers = np.array([-1 if lane.peer is None else lane.peer for lane in program.lanes])[program.lane]
-    onward = work.among((Kind.SEND_F, Kind.RECV_B))
-    ends = work.among((*SENDS, *RECEIVES))
-    neighbour = work.stage + np.where(onward, 1, -1)
-    far = home_devices(program, neighbour, work.microbatch)
-    for task in np.flatnonzero(ends & (device == home) & (peers != far) & (far >= 0)).tolist():
-        it = program.task(task)
-        message = (
-            f"{it} is on lane {it.lane} of device {it.device}, "
-            f"but stage {neighbour[task]} of microbatch {it.microbatch} lives on device {far[task]}"
-        )
-        yield Violation("placement", message, (task,))
+def transfer_ends(program: Program) -> tuple[Ints, Ints]:
+    """The stage each transfer comes from and the one it goes to; other tasks' own."""
+    work = program.work
+    onward = np.where(work.among((Kind.SEND_F, Kind.RECV_F)), 1, np.where(program.compute, 0, -1))
+    received = work.among(RECEIVES)
+    return np.where(received, work.stage - onward, work.stage), np.where(received, work.stage, work.stage + onward)
+
+
+def settled(program: Program, *, gradient: bool) -> Bools:
+    """Which [stage + 1, microbatch] forwards (or backwards) run, and run where they should.
+
+    Row 0 and the last stand for stages that do not exist; nobody waits for those, so they are settled.
+    """
+    placement, work = program.placement, program.work
+    task = (work.backwards(placement) if gradient else work.forwards(placement))[:-1]
+    stage, microbatch = np.indices(task.shape)
+    home = home_devices(program, stage.ravel(), microbatch.ravel()).reshape(task.shape)
+    return np.pad((task >= 0) & (program.device[task] == home), ((1, 1), (0, 0)), constant_values=True)
+
+
+def judged_transfers(program: Program) -> Bools:
+    """Transfers between two actions that run where they should.
+
+    One that is missing or misplaced is reported as such, and not its transfers with it.
+    """
+    work = program.work
+    origin, target = transfer_ends(program)
+    both = [
+        kinds[origin + 1, work.microbatch] & kinds[target + 1, work.microbatch]
+        for kinds in (settled(program, gradient=False), settled(program, gradient=True))
+    ]
+    gradient = work.among((Kind.SEND_B, Kind.RECV_B))
+    return ~program.compute & np.where(gradient, both[1], both[0])

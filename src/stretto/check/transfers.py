@@ -4,51 +4,46 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from stretto.check.placement import home_devices
+from stretto.check.placement import home_devices, judged_transfers, settled, transfer_ends
 from stretto.check.violation import Violation
 from stretto.program.program import Program
-from stretto.program.task import BACKWARDS, RECEIVES, SENDS, Kind
+from stretto.program.task import BACKWARDS, SENDS, Kind
 
 
 def transfers(program: Program) -> Iterator[Violation]:
-    yield from _ends(program)
+    yield from _ends(program, gradient=False)
+    if program.work.among((*BACKWARDS, Kind.SEND_B, Kind.RECV_B)).any():
+        yield from _ends(program, gradient=True)
+    yield from _unmatched(program)
     yield from _order(program)
 
 
-def _ends(program: Program) -> Iterator[Violation]:
+def _ends(program: Program, *, gradient: bool) -> Iterator[Violation]:
     """Each hand-over between devices has one send and one receive; nothing else is moved."""
-    stages, microbatches = program.placement.stages, program.placement.microbatches
     work = program.work
+    stages, microbatches = program.placement.stages, program.placement.microbatches
+    sends, receives, step = (Kind.SEND_B, Kind.RECV_B, -1) if gradient else (Kind.SEND_F, Kind.RECV_F, 1)
     stage, microbatch = (grid.ravel() for grid in np.indices((stages, microbatches)))
-    training = work.among(BACKWARDS).any()
-    for sends, receives, step, produced in (
-        (Kind.SEND_F, Kind.RECV_F, 1, work.forwards(program.placement)),
-        (Kind.SEND_B, Kind.RECV_B, -1, work.backwards(program.placement)),
-    ):
-        here = home_devices(program, stage, microbatch)
-        there = home_devices(program, stage + step, microbatch)
-        crosses = (there >= 0) & (here != there) & (training or step == 1)
-        # What never runs is reported as such; its transfer is not missed as well.
-        runs = (produced[stage, microbatch] >= 0) & (
-            produced[np.where(there >= 0, stage + step, stage), microbatch] >= 0
-        )
-        for kind, at in ((sends, stage), (receives, stage + step)):
-            cell = work.stage * microbatches + work.microbatch
-            count = np.bincount(cell[work.kind == kind], minlength=stages * microbatches)
-            number = np.where(there >= 0, count[np.where(there >= 0, at * microbatches + microbatch, 0)], 0)
-            for k in np.flatnonzero((number == 0) & crosses & runs).tolist():
-                yield Violation("transfers", _missing(kind, int(stage[k]), int(microbatch[k]), here[k], there[k]))
-            for k in np.flatnonzero((number > 1) & crosses).tolist():
-                name = f"{at[k]}{kind.name}{microbatch[k]}"
-                yield Violation("transfers", f"{name} takes place {number[k]} times")
-        needless = work.among((sends, receives))
-        origin = work.stage - np.where(work.kind == receives, step, 0)
-        wanted = np.zeros((stages + 2, microbatches), dtype=np.bool_)  # a spare row on either side
-        wanted[stage + 1, microbatch] = crosses
-        needless &= ~wanted[origin + 1, work.microbatch]
-        for task in np.flatnonzero(needless).tolist():
-            message = f"{program.task(task)} on device {program.device[task]} moves what nobody there needs"
-            yield Violation("transfers", message, (task,))
+    here, there = home_devices(program, stage, microbatch), home_devices(program, stage + step, microbatch)
+    runs = settled(program, gradient=gradient)
+    judged = runs[stage + 1, microbatch] & runs[stage + 1 + step, microbatch]
+    wanted = (there >= 0) & (here != there) & judged
+
+    origin, _ = transfer_ends(program)
+    for kind in (sends, receives):
+        moved = (work.kind == kind) & (origin >= 0) & (origin < stages)
+        count = np.bincount(origin[moved] * microbatches + work.microbatch[moved], minlength=stages * microbatches)
+        for k in np.flatnonzero(wanted & (count == 0)).tolist():
+            yield Violation("transfers", _missing(kind, int(stage[k]), int(microbatch[k]), here[k], there[k]))
+        for k in np.flatnonzero(wanted & (count > 1)).tolist():
+            name = f"{stage[k] + (step if kind is receives else 0)}{kind.name}{microbatch[k]}"
+            yield Violation("transfers", f"{name} takes place {count[k]} times")
+    needed = np.zeros((stages + 2, microbatches), dtype=np.bool_)  # a spare row on either side
+    needed[stage + 1, microbatch] = wanted
+    needless = work.among((sends, receives)) & judged_transfers(program) & ~needed[origin + 1, work.microbatch]
+    for task in np.flatnonzero(needless).tolist():
+        message = f"{program.task(task)} on device {program.device[task]} moves what nobody there needs"
+        yield Violation("transfers", message, (task,))
 
 
 def _missing(kind: Kind, stage: int, microbatch: int, here: int, there: int) -> str:
@@ -58,6 +53,14 @@ def _missing(kind: Kind, stage: int, microbatch: int, here: int, there: int) -> 
     if kind in SENDS:
         return f"device {here} never sends {what} to device {there}"
     return f"device {there} never receives {what} from device {here}"
+
+
+def _unmatched(program: Program) -> Iterator[Violation]:
+    for task in np.flatnonzero(judged_transfers(program) & (program.mate < 0)).tolist():
+        it = program.task(task)
+        does, other = ("sends to", "receives it there") if it.kind in SENDS else ("waits for", "sends it from there")
+        message = f"{it} on device {it.device} {does} device {it.lane.peer}, but nothing {other}"
+        yield Violation("transfers", message, (task,))
 
 
 def _order(program: Program) -> Iterator[Violation]:
@@ -73,8 +76,3 @@ def _order(program: Program) -> Iterator[Violation]:
             f"but device {lane.peer} receives {program.task(int(program.mate[b]))} first"
         )
         yield Violation("transfers", message, (a, b))
-    for task in np.flatnonzero(program.work.among((*SENDS, *RECEIVES)) & (program.mate < 0)).tolist():
-        it = program.task(task)
-        does, other = ("sends to", "receives it there") if it.kind in SENDS else ("waits for", "sends it from there")
-        message = f"{it} on device {it.device} {does} device {it.lane.peer}, but nothing {other}"
-        yield Violation("transfers", message, (task,))

@@ -33,18 +33,21 @@ def check(
     """
     if memory_limit is not None and not memory_limit >= 0:
         raise CostError(f"--memory-limit is a number of bytes of at least 0 (got {memory_limit})")
+    if memory_limit is None and (cost is not None or costs is not None):
+        raise CostError("costs matter to a check only with --memory-limit")
     table = read_costs(cost, costs)
     with working(f"checking {file}"):
         program = read_program(file)
         found = find_violations(program, costs=table, memory_limit=memory_limit)
     for violation in found[:_SHOWN]:
-        out.print(str(violation), markup=False)
+        out.print(str(violation))
     if len(found) > _SHOWN:
-        out.print(f"… and {len(found) - _SHOWN} more", markup=False)
+        out.print(f"… and {len(found) - _SHOWN} more")
     if found:
         raise typer.Exit(1)
     placement = program.placement
+    routes = f" on {len(placement.routes)} routes" if len(placement.routes) > 1 else ""
     out.print(
-        f"sound: {program.devices} devices, {placement.stages} stages, {placement.microbatches} microbatches, "
+        f"sound: {program.devices} devices, {placement.stages} stages{routes}, {placement.microbatches} microbatches, "
         f"{len(program)} tasks"
     )

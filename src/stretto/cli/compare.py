@@ -1,12 +1,13 @@
 """`stretto compare`: schedules side by side."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
 import typer
 
-from stretto.cli.console import err, number, out, table, working
+from stretto.cli.console import err, number, out, print_table, working
 from stretto.cli.inputs import (
     Cost,
     CostFile,
@@ -14,37 +15,38 @@ from stretto.cli.inputs import (
     Json,
     Microbatches,
     Overlap,
+    Sizes,
     Virtual,
     is_file,
     read_costs,
     sound_program,
 )
 from stretto.costs import Costs
-from stretto.ir.errors import StrettoError
+from stretto.ir.errors import PlanError, StrettoError
 from stretto.program.program import Program
 from stretto.schedules.catalogue import SCHEDULES, schedule_named
 from stretto.simulate import simulate
 
 
-class Row(msgspec.Struct, frozen=True):
+class Comparison(msgspec.Struct, frozen=True):
+    """One schedule's figures; devices' are the worst device's, and sizes are in p-ths of the model."""
+
     name: str
     makespan: float
     bubble_ratio: float
     span_bubble: float
-    """The largest idle time within a device's own span."""
+    """Idle time within a device's own span."""
     exposed_transfer: float
     peak_activations: float
-    """On the worst device, in p-ths of the model."""
     peak_pending: float
     parameters: float
-    """On the worst device, in p-ths of the model."""
     peak_bytes: float | None
 
 
 def compare(
     names: Annotated[list[str] | None, typer.Argument(help="Schedules and CSV or JSON files; none is all.")] = None,
-    devices: Devices = 4,
-    microbatches: Microbatches = 8,
+    devices: Devices = None,
+    microbatches: Microbatches = None,
     virtual: Virtual = None,
     overlap: Overlap = False,
     cost: Cost = None,
@@ -53,11 +55,11 @@ def compare(
 ) -> None:
     """Compare schedules at the same sizes and costs.
 
-    Costs are those of a p-th of the model: a schedule with v stages per device gets a v-th of each
-    for a stage, so all do the same work. bubble is idle time over the step, in span the worst device's
-    within its own first start and last end; activations, I to W (between the two), params, exposed
-    (transfer time not hidden) and bytes are the worst device's. What cannot be made at these sizes is
-    named below the table.
+    All do the same work: a number is the cost of a p-th of the model, and a list gives the model's
+    slices in order, however many; each schedule's stages take their share. bubble is idle time over
+    the step, in span the worst device's within its own first start and last end; activations, I to W
+    (between the two), params, exposed (transfer time not hidden) and bytes are the worst device's.
+    What cannot be made at these sizes is named below the table.
 
     Examples:
 
@@ -65,72 +67,85 @@ def compare(
 
       stretto compare 1f1b zb_h1 dualpipe mine.csv -d 8 -m 32 --cost F=1,B=2,FB=2.6
     """
-    table_of_costs = read_costs(cost, costs)
+    table = read_costs(cost, costs)
     rows, refused = [], []
-    for name, options in _targets(names or [], virtual, overlap):
-        label = name + (" +overlap" if options.get("overlap") else "")
+    for name, sizes in _targets(names or [], Sizes(devices, microbatches, virtual, overlap)):
+        label = name + " +overlap" * sizes.overlap
         with working(f"simulating {label}"):
             try:
-                program = sound_program(name, devices=devices, microbatches=microbatches, **options)
-                rows.append(_row(label, program, table_of_costs))
+                rows.append(_compared(label, sound_program(name, sizes), table))
             except StrettoError as error:
+                reason = str(error) if str(error).startswith(name) else f"{label}: {error}"
                 if names:
-                    raise
-                refused.append(str(error))
+                    raise type(error)(reason) from None
+                refused.append(reason)
     if json:
-        out.print(msgspec.json.format(msgspec.json.encode(rows)).decode(), markup=False)
+        out.print(msgspec.json.format(msgspec.json.encode(rows)).decode())
     else:
         _print(rows)
     for reason in refused:
-        err.print(f"left out: {reason}", markup=False)
+        err.print(f"left out: {reason}")
 
 
-def _targets(names: list[str], virtual: int | None, overlap: bool) -> list[tuple[str, dict[str, object]]]:
-    targets: list[tuple[str, dict[str, object]]] = []
+def _targets(names: list[str], sizes: Sizes) -> list[tuple[str, Sizes]]:
+    """What to compare, each with the sizes it takes."""
+    if names and sizes.given() and all(map(is_file, names)):
+        raise PlanError("files have their own sizes; --devices and the like go with a schedule's name")
+    plain = replace(sizes, virtual=None, overlap=False)
+    targets = []
     for name in names or SCHEDULES:
-        if is_file(name) or not (schedule := schedule_named(name)).variable:
-            targets.append((name if is_file(name) else schedule.name, {}))
+        if is_file(name):
+            targets.append((name, Sizes()))
+        elif not (schedule := schedule_named(name)).variable:
+            targets.append((schedule.name, plain))
         elif names:
-            targets.append((schedule.name, {"virtual": virtual, "overlap": overlap}))
+            targets.append((schedule.name, sizes))
         else:
-            targets += [(schedule.name, {"virtual": virtual, "overlap": woven}) for woven in (False, True)]
+            targets += [(schedule.name, replace(sizes, overlap=woven)) for woven in (False, True)]
+    if sizes != plain and not any(name in SCHEDULES and SCHEDULES[name].variable for name, _ in targets):
+        raise PlanError("--virtual and --overlap go with interleaved, which is not compared here")
     return targets
 
 
-def _row(name: str, program: Program, costs: Costs) -> Row:
-    per_device = program.placement.stages / program.devices
-    costs = costs.divided(per_device)
+def _compared(name: str, program: Program, costs: Costs) -> Comparison:
+    stages, devices = program.placement.stages, program.devices
+    costs = costs.for_stages(stages, devices=devices)
     summary = simulate(program, costs).summary(costs)
     homes = {(device, stage) for route in program.placement.routes for stage, device in enumerate(route)}
-    worst = summary.devices
-    return Row(
+    share = devices / stages  # of a p-th of the model, that a stage is
+    return Comparison(
         name=name,
         makespan=summary.makespan,
         bubble_ratio=summary.bubble_ratio,
-        span_bubble=max(device.span - device.busy for device in worst),
-        exposed_transfer=max(device.exposed_transfer for device in worst),
-        peak_activations=max(device.peak_activations for device in worst) / per_device,
-        peak_pending=max(device.peak_pending for device in worst) / per_device,
-        parameters=max(Counter(device for device, _ in homes).values()) / per_device,
-        peak_bytes=None if worst[0].peak_bytes is None else max(device.peak_bytes or 0.0 for device in worst),
+        span_bubble=max(device.span - device.busy for device in summary.devices),
+        exposed_transfer=max(device.exposed_transfer for device in summary.devices),
+        peak_activations=max(device.peak_activations for device in summary.devices) * share,
+        peak_pending=max(device.peak_pending for device in summary.devices) * share,
+        parameters=max(Counter(device for device, _ in homes).values()) * share,
+        peak_bytes=max(
+            (device.peak_bytes for device in summary.devices if device.peak_bytes is not None), default=None
+        ),
     )
 
 
-def _print(rows: list[Row]) -> None:
+def _print(rows: list[Comparison]) -> None:
     # Columns that say nothing here are left out.
     exposed, sized = any(row.exposed_transfer for row in rows), any(row.peak_bytes is not None for row in rows)
     headings = ["schedule", "makespan", "bubble", "in span", "activations", "I to W", "params"]
-    shown = table(*headings, *["exposed"] * exposed, *["bytes"] * sized)
-    for row in sorted(rows, key=lambda row: row.makespan):
-        shown.add_row(
-            row.name,
-            number(row.makespan),
-            f"{row.bubble_ratio:.1%}",
-            number(row.span_bubble),
-            number(row.peak_activations),
-            number(row.peak_pending),
-            f"{row.parameters:g}×",
-            *[number(row.exposed_transfer)] * exposed,
-            *[number(row.peak_bytes)] * sized,
-        )
-    out.print(shown)
+    print_table(
+        [*headings, *["exposed"] * exposed, *["bytes"] * sized],
+        [
+            [
+                row.name,
+                number(row.makespan),
+                f"{row.bubble_ratio:.1%}",
+                number(row.span_bubble),
+                number(row.peak_activations),
+                number(row.peak_pending),
+                f"{row.parameters:g}×",
+                *[number(row.exposed_transfer)] * exposed,
+                *[number(row.peak_bytes)] * sized,
+            ]
+            for row in sorted(rows, key=lambda row: row.makespan)
+        ],
+    )

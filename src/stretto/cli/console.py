@@ -4,22 +4,26 @@ from contextlib import AbstractContextManager
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+# Names of files and schedules are printed as they are: nothing in them is markup.
+out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def working(what: str) -> AbstractContextManager[object]:
     """A spinner on a terminal while something runs; nothing elsewhere."""
-    return err.status(what)
+    return err.status(Text(what))
 
 
-def table(*headings: str, left: int = 1) -> Table:
-    """A plain table; all but the first columns align right."""
-    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+def print_table(headings: list[str], rows: list[list[str]]) -> None:
+    """A plain table; all but the first column align right. Only a terminal cuts it to its width."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for index, heading in enumerate(headings):
-        made.add_column(heading, justify="left" if index < left else "right", no_wrap=True)
-    return made
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    out.print(table, width=None if out.is_terminal else 500)
 
 
 def number(value: float | None) -> str:

@@ -1,5 +1,6 @@
 """What commands take: schedules or files, sizes, costs."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,7 @@ import typer
 
 from stretto.check import check
 from stretto.costs import Costs, parse_costs, parse_costs_toml
-from stretto.ir.errors import PlanError, ProgramError, TextError
+from stretto.ir.errors import CostError, PlanError, ProgramError, TextError
 from stretto.ir.plan import Plan
 from stretto.ir.text import parse_plan_json
 from stretto.program.lower import lower
@@ -18,8 +19,10 @@ from stretto.schedules.catalogue import schedule_named
 LARGEST = 20_000_000  # actions; beyond this a machine runs out of memory before it runs out of time
 LARGEST_FILE = 256 * 2**20
 
-Devices = Annotated[int, typer.Option("--devices", "-d", help="Pipeline devices (p).")]
-Microbatches = Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches per step (m).")]
+Devices = Annotated[int | None, typer.Option("--devices", "-d", help="Pipeline devices (p). [default: 4]")]
+Microbatches = Annotated[
+    int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m). [default: 8]")
+]
 Virtual = Annotated[int | None, typer.Option(help="Stages per device (v), for interleaved. [default: 2]")]
 Overlap = Annotated[bool, typer.Option("--overlap", help="interleaved: Kimi K2's woven form.")]
 Cost = Annotated[
@@ -33,19 +36,37 @@ CostFile = Annotated[Path | None, typer.Option("--costs", help="The same from TO
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes as given on the command line; None where they were not."""
+
+    devices: int | None = None
+    microbatches: int | None = None
+    virtual: int | None = None
+    overlap: bool = False
+
+    def given(self) -> bool:
+        return self != Sizes()
+
+
 def read_costs(text: str | None, path: Path | None) -> Costs:
     if text is not None and path is not None:
-        raise PlanError("give --cost or --costs, not both")
-    if path is not None:
+        raise CostError("give --cost or --costs, not both")
+    if path is None:
+        return parse_costs(text or "")
+    try:
         return parse_costs_toml(read_text(path))
-    return parse_costs(text or "")
+    except CostError as error:
+        raise CostError(f"{path}: {error}") from None
 
 
 def read_text(path: Path) -> str:
     try:
-        if path.stat().st_size > LARGEST_FILE:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
             raise TextError(f"{path} is larger than {LARGEST_FILE // 2**20} MiB")
-        return path.read_text(encoding="utf-8")
+        return data.decode()
     except OSError as error:
         raise TextError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -67,23 +88,26 @@ def read_program(path: Path) -> Program:
         raise TextError(f"{path}: {error}") from None
 
 
-def make_plan(name: str, *, devices: int, microbatches: int, virtual: int | None = None, overlap: bool = False) -> Plan:
+def make_plan(name: str, sizes: Sizes) -> Plan:
     schedule = schedule_named(name)
-    if not schedule.variable and (virtual is not None or overlap):
+    devices = 4 if sizes.devices is None else sizes.devices
+    microbatches = 8 if sizes.microbatches is None else sizes.microbatches
+    virtual = schedule.stages_per_device if sizes.virtual is None else sizes.virtual
+    if not schedule.variable and (sizes.virtual is not None or sizes.overlap):
         raise PlanError(f"{schedule.name} takes no --virtual and no --overlap; interleaved does")
-    per_device = virtual or schedule.stages_per_device if schedule.variable else schedule.stages_per_device
-    if 3 * devices * microbatches * per_device > LARGEST:
+    if 3 * devices * virtual * (microbatches + 2 * devices) > LARGEST:
         raise PlanError(f"{devices} devices × {microbatches} microbatches is too large; stay below {LARGEST:,} actions")
     if schedule.variable:
-        virtual = schedule.stages_per_device if virtual is None else virtual
-        return schedule.make(devices=devices, microbatches=microbatches, virtual=virtual, overlap=overlap)
+        return schedule.make(devices=devices, microbatches=microbatches, virtual=virtual, overlap=sizes.overlap)
     return schedule.make(devices=devices, microbatches=microbatches)
 
 
-def sound_program(target: str, **sizes: object) -> Program:
+def sound_program(target: str, sizes: Sizes) -> Program:
     """A schedule or file as a program that has passed `check`."""
     if not is_file(target):
-        return lower(make_plan(target, **sizes))  # type: ignore[arg-type]
+        return lower(make_plan(target, sizes))
+    if sizes.given():
+        raise PlanError(f"{target} has its own sizes; --devices and the like go with a schedule's name")
     program = read_program(Path(target))
     if found := check(program):
         more = f" (and {len(found) - 1} more; see stretto check {target})" if len(found) > 1 else ""

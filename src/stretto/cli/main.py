@@ -1,5 +1,6 @@
 """The `stretto` command."""
 
+import io
 import os
 import sys
 from typing import Annotated
@@ -18,8 +19,11 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 for command in (show, simulate, check, compare):
     app.command()(command)
 
-# What typer raises for a bad command line. It carries its own copy of click, whose import path varies.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
+# The base of what typer raises for a bad command line: click's, of which typer carries a copy whose
+# import path varies between versions.
+_BadCommandLine: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
 
 
 def _version(wanted: bool) -> None:
@@ -40,16 +44,21 @@ def stretto(
     Exit code 0: fine. 1: a checked schedule has violations. 2: bad input, one line on stderr says why.
     """
     if context.invoked_subcommand is None:
-        out.print(context.get_help(), markup=False)
+        out.print(context.get_help())
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without − and · shows ? instead of failing
     try:
         code = app(standalone_mode=False)
     except StrettoError as error:
         code = _fail(str(error))
-    except _UsageError as error:
+    except _BadCommandLine as error:
         code = _fail(f"{getattr(error, 'format_message', error.__str__)()} (see stretto --help)")
+    except MemoryError:
+        code = _fail("this is too large for the memory of this machine")
     except BrokenPipeError:  # the reader of our output has gone; nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
@@ -59,5 +68,5 @@ def main() -> None:
 
 
 def _fail(message: str) -> int:
-    err.print("stretto: " + " ".join(message.split()), markup=False)
+    err.print("stretto: " + " ".join(message.split()))
     return 2

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from stretto.cli.console import out, working
 from stretto.cli.inputs import (
@@ -12,6 +13,7 @@ from stretto.cli.inputs import (
     Devices,
     Microbatches,
     Overlap,
+    Sizes,
     Virtual,
     is_file,
     make_plan,
@@ -28,8 +30,8 @@ from stretto.simulate import simulate
 
 def show(
     name: Annotated[str | None, typer.Argument(help="A schedule, or a CSV or JSON file; none lists them.")] = None,
-    devices: Devices = 4,
-    microbatches: Microbatches = 8,
+    devices: Devices = None,
+    microbatches: Microbatches = None,
     virtual: Virtual = None,
     overlap: Overlap = False,
     cost: Cost = None,
@@ -48,39 +50,33 @@ def show(
 
       stretto show interleaved --overlap -o k2.csv
     """
+    sizes = Sizes(devices, microbatches, virtual, overlap)
     if name is None:
+        if sizes.given() or output is not None:
+            raise PlanError("name a schedule to draw or write; stretto show alone lists them")
         _list()
-        return
-    sizes = {"devices": devices, "microbatches": microbatches, "virtual": virtual, "overlap": overlap}
-    if output is not None:
-        if is_file(name):
-            raise PlanError("-o writes a schedule; name one")
-        plan = make_plan(name, **sizes)  # type: ignore[arg-type]
-        match output.suffix.lower():
-            case ".csv":
-                _write(output, str(lower(plan) if transfers else plan) + "\n")
-            case ".json" if not transfers:
-                _write(output, plan_to_json(plan) + "\n")
-            case _:
-                raise PlanError(f"-o writes .csv, with or without --transfers, or .json (got {output})")
-        return
-    with working(f"simulating {name}"):
-        timeline = simulate(sound_program(name, **sizes), read_costs(cost, costs))
-    if width is not None and width < 20:
-        raise PlanError(f"--width needs at least 20 columns (got {width})")
-    columns = width or out.width
-    if out.is_terminal and not out.no_color:
-        out.print(draw_rich(timeline, width=columns))
+    elif output is not None:
+        if cost is not None or costs is not None:
+            raise PlanError("-o writes the order of a schedule, which costs do not change; leave them out")
+        with working(f"writing {output}"):
+            _write(output, _exported(name, sizes, output, transfers=transfers))
+        out.print(f"wrote {output}")
     else:
-        out.print(draw_text(timeline, width=columns), markup=False)
-    out.print(f"time {timeline.makespan:g} →")
+        if width is not None and width < 20:
+            raise PlanError(f"--width needs at least 20 columns (got {width})")
+        with working(f"simulating {name}"):
+            timeline = simulate(sound_program(name, sizes), read_costs(cost, costs))
+            coloured = out.is_terminal and not out.no_color
+            drawing = (draw_rich if coloured else draw_text)(timeline, width=width or out.width)
+        out.print(drawing)
+        out.print(f"time {timeline.makespan:g} →")
 
 
 def _list() -> None:
     for schedule in SCHEDULES.values():
-        out.print(f"[bold]{schedule.name}[/bold]  {schedule.meaning}")
+        out.print(Text(schedule.name, style="bold").append(f"  {schedule.meaning}", style="not bold"))
         for what in ("limits", "bubble", "memory"):
-            out.print(f"    {what:<7} {getattr(schedule, what)}", markup=False)
+            out.print(f"    {what:<7} {getattr(schedule, what)}")
     out.print(
         "\np devices, m microbatches, v stages per device, device r; limits on p, m and costs; bubble and"
         "\nactivation memory of device r, in times and activations of a p-th of the model."
@@ -88,9 +84,21 @@ def _list() -> None:
     )
 
 
+def _exported(name: str, sizes: Sizes, path: Path, *, transfers: bool) -> str:
+    if is_file(name):
+        raise PlanError("-o writes a schedule; name one")
+    match path.suffix.lower():
+        case ".csv":
+            plan = make_plan(name, sizes)
+            return str(lower(plan) if transfers else plan) + "\n"
+        case ".json" if not transfers:
+            return plan_to_json(make_plan(name, sizes)) + "\n"
+        case _:
+            raise PlanError(f"-o writes .csv, with or without --transfers, or .json (got {path})")
+
+
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise TextError(f"cannot write {path}: {error.strerror}") from None
-    out.print(f"wrote {path}", markup=False)

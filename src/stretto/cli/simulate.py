@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from stretto.cli.console import number, out, table, working
+from stretto.cli.console import number, out, print_table, working
 from stretto.cli.inputs import (
     Cost,
     CostFile,
@@ -13,6 +13,7 @@ from stretto.cli.inputs import (
     Json,
     Microbatches,
     Overlap,
+    Sizes,
     Virtual,
     read_costs,
     sound_program,
@@ -23,8 +24,8 @@ from stretto.timeline import Span, Summary
 
 def simulate(
     name: Annotated[str, typer.Argument(help="A schedule, or a CSV or JSON file.")],
-    devices: Devices = 4,
-    microbatches: Microbatches = 8,
+    devices: Devices = None,
+    microbatches: Microbatches = None,
     virtual: Virtual = None,
     overlap: Overlap = False,
     cost: Cost = None,
@@ -34,7 +35,7 @@ def simulate(
     """Simulate a schedule: time, bubbles and memory of each device.
 
     Costs are per stage: with two stages per device, halve them to compare with one. bubble is the
-    makespan less busy; exposed is idle time with the awaited transfer under way; activations, those
+    makespan less busy; exposed is idle time with an awaited transfer under way; activations, those
     between I and W, and bytes are peaks.
 
     Examples:
@@ -43,21 +44,19 @@ def simulate(
 
       stretto simulate zb_h1 -d 4 -m 12 --cost F=1,I=1.1,W=0.9 --json
     """
-    sizes = {"devices": devices, "microbatches": microbatches, "virtual": virtual, "overlap": overlap}
-    table_of_costs = read_costs(cost, costs)
+    table = read_costs(cost, costs)
     with working(f"simulating {name}"):
-        timeline = run(sound_program(name, **sizes), table_of_costs)
-        summary = timeline.summary(table_of_costs)
+        timeline = run(sound_program(name, Sizes(devices, microbatches, virtual, overlap)), table)
+        summary = timeline.summary(table)
     if json:
-        out.print(msgspec.json.format(msgspec.json.encode(summary)).decode(), markup=False)
-        return
-    _print(summary, timeline.critical_path())
+        out.print(msgspec.json.format(msgspec.json.encode(summary)).decode())
+    else:
+        _print(summary, timeline.critical_path())
 
 
 def _print(summary: Summary, path: list[Span]) -> None:
-    rows = table("device", "busy", "span", "bubble", "exposed", "activations", "I to W", "bytes")
-    for index, device in enumerate(summary.devices):
-        rows.add_row(
+    rows = [
+        [
             str(index),
             number(device.busy),
             number(device.span),
@@ -66,9 +65,11 @@ def _print(summary: Summary, path: list[Span]) -> None:
             str(device.peak_activations),
             str(device.peak_pending),
             number(device.peak_bytes),
-        )
-    out.print(rows)
+        ]
+        for index, device in enumerate(summary.devices)
+    ]
+    print_table(["device", "busy", "span", "bubble", "exposed", "activations", "I to W", "bytes"], rows)
     out.print(f"\nmakespan {summary.makespan:g}, bubble {summary.bubble_ratio:.1%}")
     names = [str(span.task).removesuffix("OVERLAP_F_B") for span in path if span.end > span.start]
     shown = names if len(names) <= 24 else [*names[:12], "…", *names[-11:]]
-    out.print(f"critical path, {len(names)} tasks: {' '.join(shown)}", markup=False)
+    out.print(f"critical path, {len(names)} tasks: {' '.join(shown)}")

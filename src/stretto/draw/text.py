@@ -50,8 +50,8 @@ def draw_rich(timeline: Timeline, *, width: int = 100) -> Text:
         for block in blocks:
             text.append(" " * (block.start - column))
             for letter, microbatch, columns in _parts(block):
-                number = str(microbatch)
-                shown = (number if len(number) <= columns else "").center(columns)
+                labels = (f"{letter}{microbatch}", str(microbatch), "")  # the longest that fits
+                shown = next(label for label in labels if len(label) <= columns).center(columns)
                 text.append(shown, style=f"black {_SHADES[letter][microbatch % 2]}")
             column = block.end
         text.append("\n")

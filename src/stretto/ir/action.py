@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from stretto.ir.errors import PlanError
+
 
 class Op(StrEnum):
     """What an action does with its stage and microbatch."""
@@ -31,6 +33,10 @@ class Pair:
 
     forward: Action
     backward: Action
+
+    def __post_init__(self) -> None:
+        if (self.forward.op, self.backward.op) != (Op.F, Op.B):
+            raise PlanError(f"a pair is a forward and a full backward (got {self.forward} and {self.backward})")
 
     def __str__(self) -> str:
         return f"({self.forward};{self.backward})OVERLAP_F_B"

@@ -22,6 +22,13 @@ class Plan:
     rows: tuple[tuple[Slot, ...], ...]
     placement: Placement
 
+    def __post_init__(self) -> None:
+        if not any(self.rows):
+            raise PlanError("a plan needs at least one action")
+        named = 1 + max(map(max, self.placement.routes))
+        if named > len(self.rows) or min(map(min, self.placement.routes)) < 0:
+            raise PlanError(f"the placement speaks of {named} devices, but there are {len(self.rows)} rows")
+
     @property
     def devices(self) -> int:
         return len(self.rows)

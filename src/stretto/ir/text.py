@@ -55,11 +55,18 @@ def parse_plan_json(text: str) -> Plan:
         file = msgspec.json.decode(text.encode("utf-8", "surrogatepass"), type=_PlanFile)
     except (msgspec.DecodeError, RecursionError) as error:
         raise TextError(f"not a plan in JSON: {error}") from None
-    plan = parse_plan("\n".join(",".join(row) for row in file.rows))
+    rows = tuple(tuple(_slot(cell, number) for cell in row) for number, row in enumerate(file.rows, 1))
     placement = Placement(tuple(map(tuple, file.routes)), file.microbatches)
-    if plan.placement != placement:
-        raise TextError(f"the rows follow {plan.placement}, but the file says {placement}")
-    return plan
+    if placement.stages * placement.microbatches > 4 * sum(map(len, rows)) + 64:
+        raise TextError(f"{placement.stages} stages × {placement.microbatches} microbatches, but only a few actions")
+    return Plan(rows, placement)
+
+
+def _slot(cell: str, line: int) -> Slot:
+    item = _parse_item(cell, line)
+    if isinstance(item, Transfer):
+        raise TextError(f"row {line} has transfers; a plan holds compute actions only")
+    return item
 
 
 def parse_rows(text: str) -> list[list[Item]]:
@@ -85,7 +92,7 @@ def _parse_item(cell: str, line: int) -> Item:
         return Transfer(stage, End(kind), microbatch)
     if match := _PAIR.fullmatch(cell):
         forward, backward = (_parse_item(half.strip(), line) for half in match.groups())
-        if isinstance(forward, Action) and isinstance(backward, Action) and (forward.op, backward.op) == (Op.F, Op.B):
+        if isinstance(forward, Action) and isinstance(backward, Action) and forward.op + backward.op == "FB":
             return Pair(forward, backward)
         raise TextError(f"line {line}: {_short(cell)} must pair a forward with a full backward")
     raise TextError(f"line {line}: {_short(cell)} is not an action {_EXAMPLES}")

@@ -111,7 +111,7 @@ def _transfers(plan: Plan, device: Ints, actions: Work) -> tuple[Ints, Ints, Int
 
 
 def _used_lanes(code: Ints, devices: int) -> tuple[tuple[Lane, ...], Ints]:
-    used = np.flatnonzero(np.bincount(code))
+    used = np.flatnonzero(np.bincount(code)) if devices < 1000 else np.unique(code)  # counting is quicker
     lanes = []
     for device, slot in (divmod(int(lane), 2 * devices + 1) for lane in used):
         if slot == 0:

@@ -56,14 +56,16 @@ class Work:
 
     def demand(self, placement: Placement) -> None:
         """Every stage and microbatch exists."""
+        stage_b, microbatch_b = self.backward
         for name, column, limit in (
             ("stage", self.stage, placement.stages),
-            ("stage", self.stage_b, placement.stages),
+            ("stage", stage_b, placement.stages),
             ("microbatch", self.microbatch, placement.microbatches),
-            ("microbatch", self.microbatch_b, placement.microbatches),
+            ("microbatch", microbatch_b, placement.microbatches),
         ):
-            if (column >= limit).any():
-                raise ProgramError(f"{name} {column.max()} does not exist: the placement has {limit} of them")
+            wrong = column[(column < 0) | (column >= limit)]
+            if len(wrong):
+                raise ProgramError(f"{name} {wrong[0]} does not exist: the placement has {limit} of them")
 
     def forwards(self, placement: Placement) -> Ints:
         """The task that runs each [stage, microbatch] forward."""

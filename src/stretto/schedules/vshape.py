@@ -140,27 +140,40 @@ def _squeezed(blocks: list[_Block], microbatches: int) -> tuple[tuple[Slot, ...]
 
     Tick by tick, every device runs the pass that comes first in its blocks among those that could
     run now, and a weight part if there is none. A forward also needs room: a device never holds
-    more than its blocks would, of its first stage or in all.
+    more than its blocks would, of its first stage or in all. A wary device runs a weight part before
+    a forward that would take its last room; that is better for V-Half from 14 devices on and worse
+    elsewhere, so both ways are tried and the shorter is kept.
     """
+    ways = [_squeeze(blocks, microbatches, wary=wary) for wary in (False, True)]
+    return min(ways, key=lambda way: way[0])[1]
+
+
+def _squeeze(blocks: list[_Block], microbatches: int, *, wary: bool) -> tuple[int, tuple[tuple[Slot, ...], ...]]:
+    """One way to squeeze: how many ticks it takes, and the rows."""
+    repeated = _repeated(blocks, microbatches)
     line = [
-        _Squeeze(device, block.passes(device, len(blocks)), row)
-        for (device, block), row in zip(enumerate(blocks), _repeated(blocks, microbatches), strict=True)
+        _Squeezer(device, block.passes(device, len(blocks)), row, wary=wary)
+        for device, (block, row) in enumerate(zip(blocks, repeated, strict=True))
     ]
     stages = 2 * len(blocks)
+    ticks = 0
     done: set[tuple[int, bool, int]] = set()  # (stage, is a forward, microbatch)
     while any(device.left for device in line):
         chosen = [device.choose(done, stages) for device in line]
+        assert any(chosen), "the blocks' own order always leaves something to run"
         for action in chosen:
             if action is not None and action.op is not Op.W:
                 done.add((action.stage, action.op is Op.F, action.microbatch))
-    return tuple(tuple(device.row) for device in line)
+        ticks += 1
+    return ticks, tuple(tuple(device.row) for device in line)
 
 
-class _Squeeze:
+class _Squeezer:
     """One device while its row is squeezed."""
 
-    def __init__(self, device: int, passes: list[tuple[int, int, Op]], blocks: tuple[Slot, ...]) -> None:
+    def __init__(self, device: int, passes: list[tuple[int, int, Op]], blocks: tuple[Slot, ...], *, wary: bool) -> None:
         self.first = device
+        self.wary = wary
         self.passes = passes
         self.left = len(blocks)
         self.row: list[Slot] = []
@@ -176,8 +189,10 @@ class _Squeeze:
             for at, (tick, stage, op) in enumerate(self.passes)
             if self._next[at] < self._microbatches and self._can_run(stage, op, self._next[at], done, stages)
         ]
-        if ready:
-            at = min(ready)[1]
+        at = min(ready)[1] if ready else None
+        if at is not None and self.wary and self._weights and self._held == self._room - 1:
+            at = None if self.passes[at][2] is Op.F else at
+        if at is not None:
             _, stage, op = self.passes[at]
             action = Action(stage, op, self._next[at])
             self._next[at] += 1

@@ -1,5 +1,7 @@
 """How long each task of a program takes under a cost table."""
 
+import sys
+
 import numpy as np
 
 from stretto.costs import Costs, link_ends
@@ -13,24 +15,22 @@ def durations(program: Program, costs: Costs) -> Floats:
     stages, devices = program.placement.stages, program.devices
     costs.validate(stages=stages, devices=devices)
     forward, whole, late, woven, of_input, of_weight = (
-        costs.stage_times(name, stages=stages) for name in ("F", "B", "BW", "FB", "I", "W")
+        costs.per_stage(name, stages=stages) for name in ("F", "B", "BW", "FB", "I", "W")
     )
-    # A pair takes each pass's time, shortened as a pair of that stage with itself would be.
-    both = forward + whole
-    share = np.divide(woven, both, out=np.ones(stages), where=both > 0)
+    saved = forward + whole - woven  # by weaving a stage's forward with its own backward
     table = np.zeros((len(Kind), stages))
     table[[Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.WGRAD]] = (
         forward,
         whole - late,
         of_input,
         of_weight,
-        forward * share,
+        forward - saved / 2,
         late,
     )
     work = program.work
     time = table[work.kind, work.stage]
     pairs = np.flatnonzero(work.kind == Kind.PAIR)
-    time[pairs] = np.maximum(0.0, time[pairs] + (whole * share - late)[work.stage_b[pairs]])
+    time[pairs] = np.maximum(0.0, time[pairs] + (whole - late - saved / 2)[work.stage_b[pairs]])
     time *= costs.device_factors(devices=devices)[program.device]  # transfers are still 0 here
     return time + _transfer_times(program, costs)
 
@@ -42,9 +42,10 @@ def _transfer_times(program: Program, costs: Costs) -> Floats:
         if lane.peer is not None:
             ends = (lane.device, lane.peer) if lane.name == "send" else (lane.peer, lane.device)
             link = table.get(ends, costs.link)
-            latency[index], rate[index] = link.latency, 1 / link.bandwidth
-    size = costs.stage_times("message_bytes", stages=program.placement.stages)
+            latency[index], rate[index] = link.latency, min(1 / link.bandwidth, sys.float_info.max)
+    size = costs.per_stage("message_bytes", stages=program.placement.stages)
     # What travels is the boundary between two stages; it is sized by the stage before it.
     boundary = program.work.stage - program.work.among((Kind.RECV_F, Kind.SEND_B))
     moving = program.work.among((*SENDS, *RECEIVES))
-    return np.where(moving, latency[program.lane] + size[boundary] * rate[program.lane], 0.0)
+    with np.errstate(over="ignore"):  # an endless transfer is refused when it is seen to end the step
+        return np.where(moving, latency[program.lane] + size[boundary] * rate[program.lane], 0.0)

@@ -1,9 +1,11 @@
 """The engine: every task starts when its lane is free and its needs have ended."""
 
+import math
+
 import numpy as np
 
 from stretto.costs import Costs
-from stretto.ir.errors import ProgramError
+from stretto.ir.errors import CostError, ProgramError
 from stretto.ir.plan import Plan
 from stretto.program.graph import Graph, lane_graph
 from stretto.program.lower import lower
@@ -16,7 +18,8 @@ def simulate(program: Plan | Program, costs: Costs | None = None) -> Timeline:
     """Run a plan or program against a cost table; without one, F = I = W = 1, B = 2, a pair 3, transfers 0.
 
     A lane runs its tasks in order. A transfer takes place on both its lanes at once. Receives are
-    taken as posted in time, so only a lane's own order and the needs hold a task back.
+    taken as posted in time, so only a lane's own order and the needs hold a task back. What is not
+    there is not missed: `check` finds that.
 
     >>> from stretto.schedules.gpipe import gpipe
     >>> simulate(gpipe(devices=2, microbatches=3)).makespan
@@ -27,11 +30,13 @@ def simulate(program: Plan | Program, costs: Costs | None = None) -> Timeline:
     graph = lane_graph(program)
     if stuck := graph.stuck():
         raise ProgramError(
-            f"the program cannot run: {len(stuck)} tasks wait in a circle, "
-            f"{program.task(int(graph.task[stuck[0]]))} among them; check() names it"
+            "the program cannot run: tasks wait in a circle, and so never start; "
+            f"{program.task(int(graph.task[stuck[0]]))} is one of {len(stuck)}, and check() names the circle"
         )
     graph = graph.ordered()
     start, end = _replay(graph, durations(program, costs or Costs())[graph.task].tolist())
+    if not math.isfinite(max(end)):
+        raise CostError("the step would take longer than a number can say; use a larger unit of time")
     return Timeline(program, np.array(start)[graph.node], np.array(end)[graph.node])
 
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from stretto.costs import Costs
 from stretto.program.program import Program
-from stretto.program.task import BACKWARDS, FORWARDS, WEIGHTS
+from stretto.program.task import BACKWARDS, FORWARDS, WEIGHTS, Kind
 from stretto.program.work import Ints, stable_order
 
 Floats = NDArray[np.float64]
@@ -15,10 +15,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceMemory:
-    """One device's holdings over time, each from its time to the next one's.
+    """One device's holdings after each change, in order.
 
-    They change when a compute task starts or ends. States of no duration are left out, as between a
-    full backward and a weight part that takes no time of its own.
+    They change when a compute task starts or ends. Between a full backward and a weight part that
+    takes no time nothing is held.
     """
 
     time: Floats
@@ -28,6 +28,8 @@ class DeviceMemory:
     """Stage passes held between I (or B's input part) and the end of the weight part."""
     bytes: Floats | None
     """All held bytes, parameters included; None where the costs name no bytes."""
+    task: Ints
+    """The task whose start or end made each change."""
 
     @property
     def peak_activations(self) -> int:
@@ -50,10 +52,7 @@ class DeviceMemory:
 def memory_in_order(
     program: Program, costs: Costs, start: Floats | None = None, end: Floats | None = None
 ) -> list[DeviceMemory]:
-    """What every device holds event by event. Compute is in order, so it is known without times too:
-
-    then every event counts, two for each compute task.
-    """
+    """What every device holds. Compute is in order, so this is known without times; then they are all 0."""
     stages = program.placement.stages
     task = np.flatnonzero(program.compute)
     device = program.device[task]
@@ -70,32 +69,43 @@ def memory_in_order(
 
     held = events(forward, -frees)
     owed = events(0 * stage, backward - weight)
-    size = costs.stage_times("activation_bytes", stages=stages)
-    size_owed = costs.stage_times("pending_bytes", stages=stages)
+    size = costs.per_stage("activation_bytes", stages=stages)
+    size_owed = costs.per_stage("pending_bytes", stages=stages)
     changed = events(
         forward * size[stage],
         -frees * size[back_stage] + backward * size_owed[back_stage] - weight * size_owed[stage],
     )
-    when = np.arange(2.0 * len(task)) if start is None or end is None else events(start[task], end[task])
+    if start is None or end is None:
+        when = np.zeros(2 * len(task))
+        instant = costs.per_stage("BW", stages=stages)[stage] == 0
+    else:
+        when = events(start[task], end[task])
+        instant = start[task] == end[task]
+    # A WGRAD that takes no time ends with the backward before it: the state between the two is none.
+    lasts = events(forward, backward + weight + frees) > 0  # only what changes something
+    fused = np.flatnonzero(instant & (program.work.kind[task] == Kind.WGRAD))
+    fused = fused[device[fused] == device[fused - 1]]
+    lasts[2 * fused - 1] = False
     fixed = _parameters(program, costs)
     counts_bytes = costs.activation_bytes is not None or bool(size_owed.any()) or bool(fixed.any())
     bounds = 2 * np.searchsorted(device, np.arange(program.devices + 1))
     devices = []
     for device_bytes, a, b in zip(fixed, bounds[:-1], bounds[1:], strict=True):
-        lasts = np.diff(when[a:b], append=np.inf) > 0
+        kept = lasts[a:b]
         devices.append(
             DeviceMemory(
-                time=when[a:b][lasts],
-                activations=np.cumsum(held[a:b]).astype(np.int64)[lasts],
-                pending=np.cumsum(owed[a:b]).astype(np.int64)[lasts],
-                bytes=device_bytes + np.cumsum(changed[a:b])[lasts] if counts_bytes else None,
+                time=when[a:b][kept],
+                activations=np.cumsum(held[a:b]).astype(np.int64)[kept],
+                pending=np.cumsum(owed[a:b]).astype(np.int64)[kept],
+                bytes=device_bytes + np.cumsum(changed[a:b])[kept] if counts_bytes else None,
+                task=np.repeat(task[a // 2 : b // 2], 2)[kept],
             )
         )
     return devices
 
 
 def _parameters(program: Program, costs: Costs) -> Floats:
-    size = costs.stage_times("parameter_bytes", stages=program.placement.stages)
+    size = costs.per_stage("parameter_bytes", stages=program.placement.stages)
     homes = {(device, stage) for route in program.placement.routes for stage, device in enumerate(route)}
     total = np.zeros(program.devices)
     for device, stage in sorted(homes):

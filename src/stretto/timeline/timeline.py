@@ -122,6 +122,14 @@ class Timeline:
         need, task = program.need, program.needing
         arrives = program.work.among(RECEIVES)[need]
         need, task = need[arrives], task[arrives]
-        idle = np.minimum(self.end[need], self.start[task]) - np.maximum(self.start[need], free[task])
-        np.maximum.at(exposed, task, idle)
+        begin = np.maximum(self.start[need], free[task])
+        end = np.maximum(begin, np.minimum(self.end[need], self.start[task]))
+        # A pair may wait for two transfers: what they share counts once. Each task's waits, moved out of the
+        # others' way by its own offset, form one line along which ends only grow.
+        order = np.lexsort((begin, task))
+        task, begin, end = task[order], begin[order], end[order]
+        offset = task * (self.makespan + 1.0) - self.start.min()
+        covered = np.maximum.accumulate(end + offset)
+        before = np.append(-np.inf, covered[:-1]) - offset
+        np.add.at(exposed, task, np.maximum(0.0, end - np.maximum(begin, before)))
         return exposed
