@@ -4,7 +4,7 @@ from stretto.check.coverage import coverage
 from stretto.check.deadlock import deadlock
 from stretto.check.dependencies import dependencies
 from stretto.check.memory import memory
-from stretto.check.placement import placement
+from stretto.check.placement import judged_transfers, placement
 from stretto.check.transfers import transfers
 from stretto.check.violation import Violation
 from stretto.costs import Costs
@@ -30,10 +30,11 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
     """
     if isinstance(program, Plan):
         program = lower(program)
+    judged = judged_transfers(program)
     found = [
         *coverage(program),
-        *placement(program),
-        *transfers(program),
+        *placement(program, judged),
+        *transfers(program, judged),
         *dependencies(program),
     ]
     if not found:

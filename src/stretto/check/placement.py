@@ -10,9 +10,10 @@ from stretto.program.task import RECEIVES, SENDS, Kind
 from stretto.program.work import Bools, Ints
 
 
-def placement(program: Program) -> Iterator[Violation]:
+def placement(program: Program, judged: Bools) -> Iterator[Violation]:
+    """Of actions, and of the transfers that are to be judged."""
     device, work = program.device, program.work
-    judged = judged_transfers(program) | program.compute
+    judged = judged | program.compute
     home, home_b = home_devices(program, work.stage, work.microbatch), home_devices(program, *work.backward)
     for task in np.flatnonzero(judged & ((device != home) | (device != home_b))).tolist():
         it = program.task(task)

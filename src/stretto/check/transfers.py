@@ -4,21 +4,23 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from stretto.check.placement import home_devices, judged_transfers, settled, transfer_ends
+from stretto.check.placement import home_devices, settled, transfer_ends
 from stretto.check.violation import Violation
 from stretto.program.program import Program
 from stretto.program.task import BACKWARDS, SENDS, Kind
+from stretto.program.work import Bools
 
 
-def transfers(program: Program) -> Iterator[Violation]:
-    yield from _ends(program, gradient=False)
+def transfers(program: Program, judged: Bools) -> Iterator[Violation]:
+    """Of the transfers that are to be judged."""
+    yield from _ends(program, judged, gradient=False)
     if program.work.among((*BACKWARDS, Kind.SEND_B, Kind.RECV_B)).any():
-        yield from _ends(program, gradient=True)
-    yield from _unmatched(program)
+        yield from _ends(program, judged, gradient=True)
+    yield from _unmatched(program, judged)
     yield from _order(program)
 
 
-def _ends(program: Program, *, gradient: bool) -> Iterator[Violation]:
+def _ends(program: Program, judged: Bools, *, gradient: bool) -> Iterator[Violation]:
     """Each hand-over between devices has one send and one receive; nothing else is moved."""
     work = program.work
     stages, microbatches = program.placement.stages, program.placement.microbatches
@@ -26,8 +28,7 @@ def _ends(program: Program, *, gradient: bool) -> Iterator[Violation]:
     stage, microbatch = (grid.ravel() for grid in np.indices((stages, microbatches)))
     here, there = home_devices(program, stage, microbatch), home_devices(program, stage + step, microbatch)
     runs = settled(program, gradient=gradient)
-    judged = runs[stage + 1, microbatch] & runs[stage + 1 + step, microbatch]
-    wanted = (there >= 0) & (here != there) & judged
+    wanted = (there >= 0) & (here != there) & runs[stage + 1, microbatch] & runs[stage + 1 + step, microbatch]
 
     origin, _ = transfer_ends(program)
     for kind in (sends, receives):
@@ -40,7 +41,7 @@ def _ends(program: Program, *, gradient: bool) -> Iterator[Violation]:
             yield Violation("transfers", f"{name} takes place {count[k]} times")
     needed = np.zeros((stages + 2, microbatches), dtype=np.bool_)  # a spare row on either side
     needed[stage + 1, microbatch] = wanted
-    needless = work.among((sends, receives)) & judged_transfers(program) & ~needed[origin + 1, work.microbatch]
+    needless = work.among((sends, receives)) & judged & ~needed[origin + 1, work.microbatch]
     for task in np.flatnonzero(needless).tolist():
         message = f"{program.task(task)} on device {program.device[task]} moves what nobody there needs"
         yield Violation("transfers", message, (task,))
@@ -55,8 +56,8 @@ def _missing(kind: Kind, stage: int, microbatch: int, here: int, there: int) -> 
     return f"device {there} never receives {what} from device {here}"
 
 
-def _unmatched(program: Program) -> Iterator[Violation]:
-    for task in np.flatnonzero(judged_transfers(program) & (program.mate < 0)).tolist():
+def _unmatched(program: Program, judged: Bools) -> Iterator[Violation]:
+    for task in np.flatnonzero(judged & (program.mate < 0)).tolist():
         it = program.task(task)
         does, other = ("sends to", "receives it there") if it.kind in SENDS else ("waits for", "sends it from there")
         message = f"{it} on device {it.device} {does} device {it.lane.peer}, but nothing {other}"

@@ -116,6 +116,8 @@ class Timeline:
         """For each compute task, how long its device sat idle while a transfer it needs was under way."""
         program = self.program
         exposed = np.zeros(len(program))
+        if not (self.end - self.start)[~program.compute].any():
+            return exposed
         free = np.full(len(program), self.start.min())  # when the device became free for a task
         before, after = queue_edges(np.where(program.compute, program.device, -1))
         free[after] = self.end[before]
