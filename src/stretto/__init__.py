@@ -2,7 +2,7 @@
 
 from stretto.check import Violation, check
 from stretto.costs import Costs, Link
-from stretto.draw import draw_text
+from stretto.draw import draw_figure, draw_text, draw_trace
 from stretto.ir.action import Action, Op, Pair
 from stretto.ir.errors import CostError, PlanError, ProgramError, StrettoError, TextError
 from stretto.ir.placement import Placement
@@ -40,7 +40,9 @@ __all__ = [
     "Timeline",
     "Violation",
     "check",
+    "draw_figure",
     "draw_text",
+    "draw_trace",
     "dualpipe",
     "dualpipev",
     "forward_only",

@@ -213,7 +213,15 @@ BAD = {
     "bad TOML": (["simulate", "gpipe", "--costs", "bad.toml"], "not valid TOML"),
     "odd TOML": (["simulate", "gpipe", "--costs", "odd.toml"], "bad cost table: Object contains unknown field `G`"),
     "wrong length": (["simulate", "gpipe", "--costs", "long.toml"], "F has 3 entries, but the plan has 4 stages"),
-    "other output": (["show", "gpipe", "-o", "x.txt"], "-o writes .csv, with or without --transfers, or .json"),
+    "other output": (
+        ["show", "gpipe", "-o", "x.txt"],
+        "-o writes .csv, with or without --transfers, .json, .svg, .png or .trace.json",
+    ),
+    "no folder for a figure": (
+        ["show", "gpipe", "-o", "none/x.svg"],
+        "cannot write none/x.svg: No such file or directory",
+    ),
+    "nothing to draw": (["show", "gpipe", "-o", "x.svg", "--cost", "F=0,I=0,W=0"], "nothing takes any time"),
     "no folder": (["show", "gpipe", "-o", "none/x.csv"], "cannot write none/x.csv: No such file or directory"),
     "narrow": (["show", "gpipe", "--width", "3"], "--width needs at least 20 columns (got 3)"),
     "limit": (["check", "good.csv", "--memory-limit", "nan"], "--memory-limit is a number of bytes"),

@@ -20,7 +20,7 @@ from stretto.cli.inputs import (
     read_costs,
     sound_program,
 )
-from stretto.draw import draw_rich, draw_text
+from stretto.draw import draw_figure, draw_rich, draw_text, draw_trace
 from stretto.ir.errors import PlanError, TextError
 from stretto.ir.text import plan_to_json
 from stretto.program.lower import lower
@@ -36,11 +36,18 @@ def show(
     overlap: Overlap = False,
     cost: Cost = None,
     costs: CostFile = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write FILE.csv or FILE.json.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write FILE: its order as .csv or .json, a figure as .svg or .png, or a .trace.json for Perfetto.",
+        ),
+    ] = None,
     transfers: Annotated[bool, typer.Option("--transfers", help="With -o FILE.csv: sends and receives too.")] = False,
     width: Annotated[int | None, typer.Option(help="Columns to draw in. [default: the terminal's]")] = None,
 ) -> None:
-    """List the schedules, or draw one as text.
+    """List the schedules, or draw one.
 
     Examples:
 
@@ -49,6 +56,8 @@ def show(
       stretto show dualpipe --devices 8 --microbatches 20
 
       stretto show interleaved --overlap -o k2.csv
+
+      stretto show dualpipe -d 8 -m 20 -o dualpipe.svg
     """
     sizes = Sizes(devices, microbatches, virtual, overlap)
     if name is None:
@@ -56,10 +65,8 @@ def show(
             raise PlanError("name a schedule to draw or write; stretto show alone lists them")
         _list()
     elif output is not None:
-        if cost is not None or costs is not None:
-            raise PlanError("-o writes the order of a schedule, which costs do not change; leave them out")
         with working(f"writing {output}"):
-            _write(output, _exported(name, sizes, output, transfers=transfers))
+            _write(name, sizes, output, transfers=transfers, cost=cost, costs=costs)
         out.print(f"wrote {output}")
     else:
         if width is not None and width < 20:
@@ -84,20 +91,34 @@ def _list() -> None:
     )
 
 
-def _exported(name: str, sizes: Sizes, path: Path, *, transfers: bool) -> str:
+def _write(name: str, sizes: Sizes, path: Path, *, transfers: bool, cost: str | None, costs: Path | None) -> None:
+    """An order as CSV or JSON, or a timeline as a figure or trace."""
+    suffix = ".trace.json" if path.name.lower().endswith(".trace.json") else path.suffix.lower()
+    if suffix in (".svg", ".png", ".trace.json"):
+        table = read_costs(cost, costs)
+        timeline = simulate(sound_program(name, sizes), table)
+        if suffix == ".trace.json":
+            _write_text(path, draw_trace(timeline, costs=table))
+        else:
+            draw_figure(timeline, path)
+        return
     if is_file(name):
-        raise PlanError("-o writes a schedule; name one")
-    match path.suffix.lower():
+        raise PlanError("-o writes a schedule's order; name one")
+    if cost is not None or costs is not None:
+        raise PlanError(f"{path} holds the order of a schedule, which costs do not change; leave them out")
+    match suffix:
         case ".csv":
             plan = make_plan(name, sizes)
-            return str(lower(plan) if transfers else plan) + "\n"
+            _write_text(path, str(lower(plan) if transfers else plan) + "\n")
         case ".json" if not transfers:
-            return plan_to_json(make_plan(name, sizes)) + "\n"
+            _write_text(path, plan_to_json(make_plan(name, sizes)) + "\n")
         case _:
-            raise PlanError(f"-o writes .csv, with or without --transfers, or .json (got {path})")
+            raise PlanError(
+                f"-o writes .csv, with or without --transfers, .json, .svg, .png or .trace.json (got {path})"
+            )
 
 
-def _write(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

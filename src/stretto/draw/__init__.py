@@ -1,4 +1,6 @@
 """Pictures of timelines."""
 
+from stretto.draw.figure import draw_figure as draw_figure
 from stretto.draw.text import draw_rich as draw_rich
 from stretto.draw.text import draw_text as draw_text
+from stretto.draw.trace import draw_trace as draw_trace
