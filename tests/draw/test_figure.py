@@ -52,9 +52,11 @@ def test_cells_are_as_wide_as_their_tasks(tmp_path: Path) -> None:
     timeline = stretto.simulate(stretto.gpipe(devices=1, microbatches=1), stretto.Costs(F=1, B=3))
     stretto.draw_figure(timeline, tmp_path / "figure.svg")
     widths: dict[str, float] = {}
-    for shape, fill in re.findall(r'<path d="([^"]+)"[^>]*style="fill: (#\w+)', (tmp_path / "figure.svg").read_text()):
-        across = [float(x) for x in re.findall(r"[ML] ([\d.]+) ", shape)]
-        widths[fill] = max(widths.get(fill, 0), max(across) - min(across))  # the legend's are smaller
+    text = (tmp_path / "figure.svg").read_text()
+    shapes = dict(re.findall(r'<path id="(\w+)" d="([^"]+)"', text))
+    for shape, fill in re.findall(r'<use xlink:href="#(\w+)"[^>]*fill: (#\w+)', text):
+        across = [float(x) for x in re.findall(r"[ML] ([\d.]+) ", shapes[shape])]
+        widths[fill] = max(across) - min(across)
     assert widths["#2e8b57"] == pytest.approx(3 * widths["#f5a742"], rel=1e-3)
 
 
