@@ -44,6 +44,15 @@ def test_the_table_holds_simulated_figures() -> None:
         ]
 
 
+def test_the_layers_example_of_the_docs_prints_what_it_says() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "schedules.md").read_text()
+    code, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(code, {})
+    assert output.getvalue() == printed
+
+
 def test_every_linked_file_exists() -> None:
     root = Path(__file__).parent.parent
     documents = [root / "README.md", *root.glob("docs/*.md"), *root.glob("benchmarks/*/README.md")]

@@ -1,7 +1,7 @@
 """Stretto: pipeline schedules that are planned, checked, simulated and drawn as one and the same thing."""
 
 from stretto.check import Violation, check
-from stretto.costs import Costs, Link
+from stretto.costs import Costs, Link, PhaseTimes
 from stretto.draw import draw_figure, draw_text, draw_trace
 from stretto.ir.action import Action, Op, Pair
 from stretto.ir.errors import CostError, PlanError, ProgramError, StrettoError, TextError
@@ -9,6 +9,7 @@ from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan
 from stretto.ir.text import parse_plan
 from stretto.program.lower import lower
+from stretto.program.phases import DENSE, EMBEDDING, LOSS, MOE, MTP, Layer, Phase, cut_layers
 from stretto.program.program import Program
 from stretto.program.text import parse_program
 from stretto.schedules.dualpipe import dualpipe, dualpipev
@@ -24,12 +25,20 @@ from stretto.timeline import Timeline
 __version__ = "0.1.0"
 
 __all__ = [
+    "DENSE",
+    "EMBEDDING",
+    "LOSS",
+    "MOE",
+    "MTP",
     "Action",
     "CostError",
     "Costs",
+    "Layer",
     "Link",
     "Op",
     "Pair",
+    "Phase",
+    "PhaseTimes",
     "Placement",
     "Plan",
     "PlanError",
@@ -40,6 +49,7 @@ __all__ = [
     "Timeline",
     "Violation",
     "check",
+    "cut_layers",
     "draw_figure",
     "draw_text",
     "draw_trace",

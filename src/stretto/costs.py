@@ -25,6 +25,14 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bandwidth: float = math.inf
 
 
+class PhaseTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A phase's forward, input gradient and weight gradient."""
+
+    F: float = 0.0
+    I: float = 0.0  # noqa: E741
+    W: float = 0.0
+
+
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Times in any unit, the same for all; bytes likewise.
 
@@ -47,6 +55,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     link: Link = Link()
     links: dict[str, Link] = {}
     """Links that differ, by "source>target" device, e.g. "3>4"."""
+    phases: dict[str, PhaseTimes] = {}
+    """Times of phases, by "phase" or "layer.phase", e.g. "attn" or "moe.mlp"; for programs with layers."""
     message_bytes: PerStage = 0.0
     """What a stage sends on, and its gradient weighs."""
     activation_bytes: PerStage | None = None
@@ -72,6 +82,9 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 raise CostError(f"{name}.bandwidth must be above 0 (got {link.bandwidth})")
         for key in self.links:
             link_ends(key)
+        for key, times in self.phases.items():
+            for name in ("F", "I", "W"):
+                _demand(f"phases.{key}.{name}", getattr(times, name))
 
     def per_stage(self, name: str, *, stages: int) -> NDArray[np.float64]:
         """The times of F, B, I, W, FB or BW, or bytes, for each stage."""
@@ -144,7 +157,7 @@ def parse_costs(text: str) -> Costs:
     table: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (side.strip() for side in part.partition("="))
-        if name not in Costs.__struct_fields__ or name in ("link", "links", "slowdown"):
+        if name not in Costs.__struct_fields__ or name in ("link", "links", "slowdown", "phases"):
             raise CostError(f"unknown cost {name!r:.40}; known are {', '.join((*_TIMES, *_BYTES))}")
         if name in table:
             raise CostError(f"cost {name} is given twice")

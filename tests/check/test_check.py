@@ -24,8 +24,8 @@ def test_deadlock_names_the_cycle_task_by_task() -> None:
 def test_order_that_only_blocking_transfers_mind_is_a_deadlock_too() -> None:
     text = "0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0B0,0RECV_B1,0B1\n1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1"
     assert messages(text) == [
-        "deadlock: tasks wait in a circle where transfers block until matched: 1SEND_B0 from device 1 to 0 comes on "
-        "device 1 after 0SEND_F1 from device 0 to 1, which comes on device 0 after 1SEND_B0 from device 1 to 0"
+        "deadlock: tasks wait in a circle where transfers block until matched: 0SEND_F1 from device 0 to 1 comes on "
+        "device 0 after 1SEND_B0 from device 1 to 0, which comes on device 1 after 0SEND_F1 from device 0 to 1"
     ]
 
 

@@ -18,61 +18,72 @@ def coverage(program: Program) -> Iterator[Violation]:
 
 
 class _Tally:
-    """Which tasks do a kind of work, by [stage, microbatch]."""
+    """How often each part of a kind of work is done: a table with a row per part, a column per microbatch."""
 
     def __init__(self, program: Program, name: str, kinds: Collection[Kind], *, backward: bool = False) -> None:
         self.program, self.name = program, name
-        work, cells = program.work, program.placement.stages * program.placement.microbatches
+        work, anatomy = program.work, program.anatomy
+        rows = anatomy.weight_rows if set(kinds) <= set(WEIGHTS) else anatomy.pass_rows
         stage, microbatch = work.backward if backward else (work.stage, work.microbatch)
+        self._rows, self._microbatches = rows, program.placement.microbatches
         task = np.flatnonzero(work.among(kinds))
-        order, self._start = grouped(stage[task] * program.placement.microbatches + microbatch[task], cells)
+        row = rows[stage[task]] + work.part[task]
+        order, self._start = grouped(row * self._microbatches + microbatch[task], int(rows[-1]) * self._microbatches)
         self._task = task[order]
         self.count = np.diff(self._start)
 
-    def repeated(self, cell: int) -> Violation:
+    def cells(self, wrong: Bools) -> Iterator[tuple[int, int, int, int]]:
+        """Index, stage, part and microbatch of each."""
+        for cell in np.flatnonzero(wrong).tolist():
+            row, microbatch = divmod(cell, self._microbatches)
+            stage = int(np.searchsorted(self._rows, row, side="right")) - 1
+            yield cell, stage, row - int(self._rows[stage]), microbatch
+
+    def repeated(self, cell: int, stage: int, microbatch: int) -> Violation:
         at = tuple(self._task[self._start[cell] : self._start[cell + 1]].tolist())
         doers = [self.program.task(index) for index in at[:4]]
         where = ", ".join(f"{task} on device {task.device}" for task in doers) + ", …" * (len(at) > 4)
-        stage, microbatch = divmod(cell, self.program.placement.microbatches)
         message = f"the {self.name} of stage {stage} for microbatch {microbatch} runs {len(at)} times: {where}"
         return Violation("coverage", message, at)
 
 
-def _cells(program: Program, wrong: Bools) -> Iterator[tuple[int, int, int]]:
-    for cell in np.flatnonzero(wrong).tolist():
-        yield cell, *divmod(cell, program.placement.microbatches)
-
-
 def _forwards(program: Program) -> Iterator[Violation]:
     tally = _Tally(program, "forward", FORWARDS)
-    for cell, stage, microbatch in _cells(program, tally.count != 1):
+    for cell, stage, part, microbatch in tally.cells(tally.count != 1):
         if tally.count[cell]:
-            yield tally.repeated(cell)
+            yield tally.repeated(cell, stage, microbatch)
         else:
-            yield Violation("coverage", f"{stage}F{microbatch} never runs")
+            name = program.anatomy.name(Kind.F, stage, part)
+            yield Violation("coverage", f"{stage}F{microbatch}{'.' * bool(name)}{name} never runs")
 
 
 def _backwards(program: Program) -> Iterator[Violation]:
     tally = _Tally(program, "backward", BACKWARDS, backward=True)
-    for cell, stage, microbatch in _cells(program, tally.count != 1):
+    for cell, stage, part, microbatch in tally.cells(tally.count != 1):
         if tally.count[cell]:
-            yield tally.repeated(cell)
-        else:
-            either = f"neither {stage}B{microbatch} nor {stage}I{microbatch} is there"
-            message = f"the backward of stage {stage} for microbatch {microbatch} never runs: {either}"
-            yield Violation("coverage", message)
+            yield tally.repeated(cell, stage, microbatch)
+            continue
+        name = program.anatomy.name(Kind.B, stage, part)
+        end = f".{name}" if name else ""
+        either = f"neither {stage}B{microbatch}{end} nor {stage}I{microbatch}{end} is there"
+        message = f"the backward of stage {stage} for microbatch {microbatch} never runs: {either}"
+        yield Violation("coverage", message)
 
 
 def _weights(program: Program) -> Iterator[Violation]:
-    """A full backward has its WGRAD, an input part its W, and nothing has both."""
+    """A full backward has its WGRADs, an input part its Ws, and nothing has both."""
     tally = _Tally(program, "weight gradient", WEIGHTS)
-    whole = _Tally(program, "backward", (Kind.B, Kind.PAIR), backward=True).count
-    split = _Tally(program, "backward", (Kind.I,)).count
-    for cell, stage, microbatch in _cells(program, (tally.count != 1) & (whole + split <= 1)):
+    steps = program.anatomy.weight_needs  # a weight gradient is judged with its part of the backward
+    shape = (-1, program.placement.microbatches)
+    whole = _Tally(program, "backward", (Kind.B, Kind.PAIR), backward=True).count.reshape(shape)[steps].ravel()
+    split = _Tally(program, "backward", (Kind.I,)).count.reshape(shape)[steps].ravel()
+    for cell, stage, part, microbatch in tally.cells((tally.count != 1) & (whole + split <= 1)):
+        name = program.anatomy.name(Kind.W, stage, part)
+        end = f".{name}" if name else ""
         if tally.count[cell]:
-            yield tally.repeated(cell)
+            yield tally.repeated(cell, stage, microbatch)
         elif split[cell]:
-            message = f"{stage}W{microbatch} never runs, so {stage}I{microbatch} yields no weight gradient"
+            message = f"{stage}W{microbatch}{end} never runs, so {stage}I{microbatch} yields no weight gradient"
             yield Violation("coverage", message)
         elif whole[cell]:
-            yield Violation("coverage", f"the weight part of {stage}B{microbatch} never runs")
+            yield Violation("coverage", f"the weight part of {stage}B{microbatch}{end} never runs")

@@ -14,18 +14,20 @@ from stretto.program.work import Bools, Ints, stable_order
 def deadlock(program: Program) -> Iterator[Violation]:
     """Look on an ideal machine first, then on the strictest one we promise to run on.
 
-    Ideally only compute is in order, and transfers take place whenever both ends are ready. Strictly,
+    Ideally only compute and comm are in order, and transfers take place whenever both ends are ready. Strictly,
     a device's host issues everything in order, computing as it goes; the device moves one transfer
     at a time, in issue order; and a transfer takes place only when both devices have come to it.
     Either way a transfer is one node with both its ends.
     """
     compute, device = program.compute, program.device
-    ideal = (queue_edges(np.where(compute, device, -1)),)
-    strict = (*ideal, queue_edges(np.where(compute, -1, device)), _issued_after(compute, device))
+    ideal = (queue_edges(np.where(program.moving, -1, program.lane)),)
+    strict = (*ideal, queue_edges(np.where(program.moving, device, -1)), _issued_after(compute, device))
     for edges, where in ((ideal, ""), (strict, " where transfers block until matched")):
         graph = wait_graph(program, *edges)
         if stuck := graph.stuck():
             tasks = [int(graph.task[node]) for node in _short_cycle(graph, stuck)]
+            first = min(range(len(tasks)), key=lambda k: (device[tasks[k]], tasks[k]))
+            tasks = tasks[first:] + tasks[:first]
             steps = [_wait(program, a, b) for a, b in zip(tasks, [*tasks[1:], tasks[0]], strict=True)]
             message = f"tasks wait in a circle{where}: {_name(program, tasks[0])} {', which '.join(steps)}"
             yield Violation("deadlock", message, tuple(tasks))
@@ -33,7 +35,7 @@ def deadlock(program: Program) -> Iterator[Violation]:
 
 
 def _issued_after(compute: Bools, device: Ints) -> tuple[Ints, Ints]:
-    """An edge from each device's last compute task to every transfer issued after it."""
+    """An edge from each device's last compute task to everything else issued after it."""
     order = stable_order(device, int(device.max()) + 1)
     last = np.maximum.accumulate(np.where(compute[order], np.arange(len(order)), -1))
     before, after = order[last], order

@@ -1,6 +1,7 @@
 """Everything has what it needs before it starts."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -36,21 +37,22 @@ def dependencies(program: Program) -> Iterator[Violation]:
 
 def _required(program: Program) -> Iterator[tuple[Ints, Ints]]:
     """What training demands: (tasks, what they need), −1 where there is none, on the same device."""
-    work, placement = program.work, program.placement
-
-    def find(kind: Kind) -> Ints:
-        return work.find(kind, placement)[:-1]  # without the spare row
-
-    forward, backward = work.forwards(placement)[:-1], work.backwards(placement)[:-1]
-    yield forward, find(Kind.RECV_F)
-    yield forward[1:], forward[:-1]
-    yield backward, find(Kind.RECV_B)
-    yield backward[:-1], backward[1:]
-    yield backward, forward
-    yield find(Kind.W), backward
-    yield find(Kind.WGRAD), backward
-    yield find(Kind.SEND_F), forward
-    yield find(Kind.SEND_B), backward
+    tables, anatomy = program.tables, program.anatomy
+    forward, backward = tables.forward, tables.backward
+    starts, results = tables.first(forward)[:-1], tables.last(forward)[:-1]
+    back_starts, back_results = tables.first(backward)[:-1], tables.last(backward)[:-1]
+    yield starts, tables.end(Kind.RECV_F)[:-1]
+    yield starts[1:], results[:-1]
+    yield back_starts, tables.end(Kind.RECV_B)[:-1]
+    yield back_starts[:-1], back_results[1:]
+    yield back_starts, results
+    for stage, (a, b) in enumerate(pairwise(anatomy.pass_rows.tolist())):
+        yield forward[a + 1 : b], forward[a : b - 1]
+        yield backward[a + 1 : b], backward[a : b - 1]
+        weights = slice(anatomy.weight_rows[stage], anatomy.weight_rows[stage + 1])
+        yield tables.weight[weights], backward[a:b][list(anatomy.weight_steps[stage])]
+    yield tables.end(Kind.SEND_F)[:-1], results
+    yield tables.end(Kind.SEND_B)[:-1], back_results
 
 
 def _stated(program: Program) -> Ints:

@@ -13,7 +13,7 @@ from stretto.program.work import Bools, Ints
 def placement(program: Program, judged: Bools) -> Iterator[Violation]:
     """Of actions, and of the transfers that are to be judged."""
     device, work = program.device, program.work
-    judged = judged | program.compute
+    judged = judged | ~program.moving
     home, home_b = home_devices(program, work.stage, work.microbatch), home_devices(program, *work.backward)
     for task in np.flatnonzero(judged & ((device != home) | (device != home_b))).tolist():
         it = program.task(task)
@@ -27,7 +27,7 @@ def placement(program: Program, judged: Bools) -> Iterator[Violation]:
     origin, target = transfer_ends(program)
     neighbour = np.where(work.among(SENDS), target, origin)
     far = home_devices(program, neighbour, work.microbatch)
-    for task in np.flatnonzero(~program.compute & judged & (device == home) & (peers != far) & (far >= 0)).tolist():
+    for task in np.flatnonzero(program.moving & judged & (device == home) & (peers != far) & (far >= 0)).tolist():
         it = program.task(task)
         message = (
             f"{it} is on lane {it.lane} of device {it.device}, "
@@ -48,7 +48,7 @@ def home_devices(program: Program, stage: Ints, microbatch: Ints) -> Ints:
 def transfer_ends(program: Program) -> tuple[Ints, Ints]:
     """The stage each transfer comes from and the one it goes to; other tasks' own."""
     work = program.work
-    onward = np.where(work.among((Kind.SEND_F, Kind.RECV_F)), 1, np.where(program.compute, 0, -1))
+    onward = np.where(work.among((Kind.SEND_F, Kind.RECV_F)), 1, np.where(program.moving, -1, 0))
     received = work.among(RECEIVES)
     return np.where(received, work.stage - onward, work.stage), np.where(received, work.stage, work.stage + onward)
 
@@ -58,8 +58,8 @@ def settled(program: Program, *, gradient: bool) -> Bools:
 
     Row 0 and the last stand for stages that do not exist; nobody waits for those, so they are settled.
     """
-    placement, work = program.placement, program.work
-    task = (work.backwards(placement) if gradient else work.forwards(placement))[:-1]
+    tables = program.tables
+    task = tables.first(tables.backward if gradient else tables.forward)[:-1]
     stage, microbatch = np.indices(task.shape)
     home = home_devices(program, stage.ravel(), microbatch.ravel()).reshape(task.shape)
     return np.pad((task >= 0) & (program.device[task] == home), ((1, 1), (0, 0)), constant_values=True)
@@ -77,4 +77,4 @@ def judged_transfers(program: Program) -> Bools:
         for kinds in (settled(program, gradient=False), settled(program, gradient=True))
     ]
     gradient = work.among((Kind.SEND_B, Kind.RECV_B))
-    return ~program.compute & np.where(gradient, both[1], both[0])
+    return program.moving & np.where(gradient, both[1], both[0])

@@ -1,26 +1,31 @@
 """Gives tasks their needs and joins the two ends of each transfer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from stretto.ir.placement import Placement
+from stretto.program.phases import Anatomy
 from stretto.program.program import Program
-from stretto.program.task import BACKWARDS, FORWARDS, RECEIVES, SENDS, WEIGHTS, Kind, Lane, Task
+from stretto.program.tables import Tables
+from stretto.program.task import RECEIVES, SENDS, Kind, Lane, Task
 from stretto.program.work import Ints, Work, grouped
 
 
-def link_tasks(tasks: Iterable[Task], placement: Placement) -> Program:
+def link_tasks(tasks: Iterable[Task], placement: Placement, anatomy: Anatomy | None = None) -> Program:
     """A program of these tasks in this order."""
     tasks = list(tasks)
     lanes = tuple(sorted({task.lane for task in tasks}))
     index = {lane: k for k, lane in enumerate(lanes)}
-    work = Work.of((task.kind, task.stage, task.microbatch, *(task.backward or (-1, -1))) for task in tasks)
+    work = Work.of((task.kind, task.stage, task.microbatch, *(task.backward or (-1, -1)), task.part) for task in tasks)
     lane = np.array([index[task.lane] for task in tasks])
-    return link(lanes, lane, work, _mates(lanes, lane, work), placement)
+    anatomy = anatomy or Anatomy.whole(placement.stages)
+    return link(lanes, lane, work, _mates(lanes, lane, work), placement, anatomy)
 
 
-def link(lanes: tuple[Lane, ...], lane: Ints, work: Work, mate: Ints, placement: Placement) -> Program:
+def link(
+    lanes: tuple[Lane, ...], lane: Ints, work: Work, mate: Ints, placement: Placement, anatomy: Anatomy
+) -> Program:
     """A program of this work on these lanes, with the needs that training gives it.
 
     Nothing is demanded here: a task whose need is not there goes without, and `check` says so.
@@ -29,12 +34,13 @@ def link(lanes: tuple[Lane, ...], lane: Ints, work: Work, mate: Ints, placement:
     device = np.array([lane.device for lane in lanes])[lane]
     edges = [
         (task[there], need[there])
-        for task, need in _needs(work, placement, device)
-        for there in [(need >= 0) & (device[task] == device[need])]
+        for task, need in needs_of_training(Tables(work, anatomy, placement), device)
+        for there in [(task >= 0) & (need >= 0) & (device[task] == device[need])]
     ]
     order, need_start = grouped(np.concatenate([task for task, _ in edges]), len(work))
     return Program(
         placement=placement,
+        anatomy=anatomy,
         lanes=lanes,
         lane=lane,
         work=work,
@@ -44,25 +50,29 @@ def link(lanes: tuple[Lane, ...], lane: Ints, work: Work, mate: Ints, placement:
     )
 
 
-def _needs(work: Work, placement: Placement, device: Ints) -> Iterable[tuple[Ints, Ints]]:
-    """Tasks and what they need, −1 where that is nothing or is not there."""
-    forward, backward = work.forwards(placement), work.backwards(placement)
-    # A forward needs the stage before, a backward the stage after: by a transfer, or on this device.
-    for kinds, produced, receive, step, (stages, microbatches) in (
-        (FORWARDS, forward, Kind.RECV_F, -1, (work.stage, work.microbatch)),
-        (BACKWARDS, backward, Kind.RECV_B, 1, work.backward),
-    ):
-        task = np.flatnonzero(work.among(kinds))
-        stage, microbatch = stages[task], microbatches[task]
-        arrival = work.find(receive, placement)[stage, microbatch]
-        arrives = (arrival >= 0) & (device[arrival] == device[task])
-        yield task, np.where(arrives, arrival, produced[stage + step, microbatch])
-    task = np.flatnonzero(work.among(BACKWARDS))
-    stages, microbatches = work.backward
-    yield task, forward[stages[task], microbatches[task]]
-    for done_after, produced in ((WEIGHTS, backward), ([Kind.SEND_F], forward), ([Kind.SEND_B], backward)):
-        task = np.flatnonzero(work.among(done_after))
-        yield task, produced[work.stage[task], work.microbatch[task]]
+def needs_of_training(tables: Tables, device: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Tasks and what they need, in pairs; −1 where either is not there."""
+    anatomy = tables.anatomy
+    forward, backward = tables.forward, tables.backward
+    # A pass begins with what the stage before (backward: after) it hands over: by a transfer, or on this device.
+    for table, receive in ((forward, Kind.RECV_F), (backward, Kind.RECV_B)):
+        first, result, arrival = tables.first(table), tables.last(table), tables.end(receive)
+        arrives = (arrival >= 0) & (device[arrival] == device[first])
+        handed = np.full_like(result, -1)
+        if receive is Kind.RECV_F:
+            handed[1:-1] = result[:-2]
+        else:
+            handed[:-2] = result[1:-1]
+        yield first, np.where(arrives, arrival, handed)
+    yield tables.first(backward), tables.last(forward)
+    # Its parts follow one another; a weight gradient follows its own part of the backward.
+    inside = np.ones(len(forward), dtype=np.bool_)
+    inside[anatomy.pass_rows[:-1]] = False
+    for table in (forward, backward):
+        yield table[inside], table[np.flatnonzero(inside) - 1]
+    yield tables.weight, backward[anatomy.weight_needs]
+    for send, table in ((Kind.SEND_F, forward), (Kind.SEND_B, backward)):
+        yield tables.end(send), tables.last(table)
 
 
 def _mates(lanes: tuple[Lane, ...], lane: Ints, work: Work) -> Ints:

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from stretto.ir.placement import Placement
 from stretto.program.task import BACKWARDS, FORWARDS, Kind
 from stretto.program.work import Bools, Ints, Work
 
@@ -11,14 +10,13 @@ RESULT = np.array([1, 1, 1, 1, 2])
 FREE = np.array([1, 2, 1, 1, 3])
 
 
-def start_ticks(device: Ints, work: Work, placement: Placement) -> tuple[Ints, Bools]:
+def start_ticks(device: Ints, work: Work, forward: Ints, backward: Ints) -> tuple[Ints, Bools]:
     """The tick each action starts in, and which actions are stuck: those never start.
 
     Actions are listed device by device, each device's in row order. The stuck ones of a row come
-    after all others, in row order.
+    after all others, in row order. `forward` and `backward` say which action runs each [stage, microbatch].
     """
     index = np.arange(len(work))
-    forward, backward = work.forwards(placement), work.backwards(placement)
     back_stage, back_microbatch = work.backward
     is_backward = work.among(BACKWARDS)
     before = np.where(work.among(FORWARDS), forward[work.stage - 1, work.microbatch], -1)

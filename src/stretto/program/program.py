@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from stretto.ir.placement import Placement
-from stretto.program.task import COMPUTE, Kind, Lane, Task
+from stretto.program.phases import Anatomy
+from stretto.program.tables import Tables
+from stretto.program.task import RECEIVES, SENDS, Kind, Lane, Task
 from stretto.program.work import Bools, Ints, Work
 
 _KINDS = tuple(Kind)
@@ -22,6 +24,7 @@ class Program:
     """
 
     placement: Placement
+    anatomy: Anatomy
     lanes: tuple[Lane, ...]
     lane: Ints
     """The lane of each task, as an index into `lanes`."""
@@ -47,7 +50,16 @@ class Program:
     @property
     def compute(self) -> Bools:
         """Which tasks are on a compute lane."""
-        return self.work.among(COMPUTE)
+        return np.array([lane.name == "compute" for lane in self.lanes])[self.lane]
+
+    @property
+    def moving(self) -> Bools:
+        """Which tasks are an end of a transfer."""
+        return self.work.among((*SENDS, *RECEIVES))
+
+    @property
+    def tables(self) -> Tables:
+        return Tables(self.work, self.anatomy, self.placement)
 
     @property
     def needing(self) -> Ints:
@@ -56,13 +68,16 @@ class Program:
 
     def task(self, index: int) -> Task:
         work = self.work
-        stage_b = work.stage_b.item(index)
+        kind, stage, stage_b = _KINDS[work.kind.item(index)], work.stage.item(index), work.stage_b.item(index)
+        part = work.part.item(index)
         return Task(
             self.lanes[self.lane.item(index)],
-            _KINDS[work.kind.item(index)],
-            work.stage.item(index),
+            kind,
+            stage,
             work.microbatch.item(index),
             None if stage_b < 0 else (stage_b, work.microbatch_b.item(index)),
+            part,
+            self.anatomy.name(kind, stage, part),
         )
 
     def tasks(self) -> Iterator[Task]:
@@ -73,9 +88,9 @@ class Program:
         return needs
 
     def __str__(self) -> str:
-        """PyTorch's compute-and-transfers CSV: one line per device, in issue order."""
+        """One line per device, in issue order. Of whole actions this is PyTorch's CSV with transfers."""
         rows: list[list[str]] = [[] for _ in range(self.devices)]
         for task in self.tasks():
-            if task.item is not None:
-                rows[task.device].append(str(task.item))
+            if task.phase or task.item is not None:
+                rows[task.device].append(str(task))
         return "\n".join(map(",".join, rows))

@@ -33,7 +33,8 @@ RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Lane:
-    """An in-order queue of a device: "compute", or one end of the directed link to or from a peer."""
+    """An in-order queue of a device: "compute", "comm" (expert dispatch and combine), or one end of the
+    directed link to or from a peer."""
 
     device: int
     name: str = "compute"
@@ -59,6 +60,9 @@ class Task:
     microbatch: int
     backward: tuple[int, int] | None = None
     """A pair's backward: its stage and microbatch."""
+    part: int = 0
+    phase: str = ""
+    """Where a task is only a part of its pass: which, and the name of that phase and its layer's number."""
 
     @property
     def device(self) -> int:
@@ -79,4 +83,5 @@ class Task:
                 return Transfer(self.stage, End[self.kind.name], self.microbatch)
 
     def __str__(self) -> str:
-        return f"{self.stage}B{self.microbatch}.wgrad" if self.item is None else str(self.item)
+        name = f"{self.stage}B{self.microbatch}.wgrad" if self.item is None else str(self.item)
+        return f"{name}.{self.phase}" if self.phase else name

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from stretto.ir.errors import ProgramError
 from stretto.ir.placement import Placement
-from stretto.program.task import BACKWARDS, FORWARDS, Kind
+from stretto.program.task import Kind
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -24,10 +24,12 @@ class Work:
     stage_b: Ints
     """A pair's backward stage, else −1."""
     microbatch_b: Ints
+    part: Ints
+    """Which part of its pass a task is; 0 for a whole one."""
 
     @staticmethod
-    def of(rows: Iterable[tuple[int, int, int, int, int]]) -> "Work":
-        table = np.array(list(rows), dtype=np.int64).reshape(-1, 5)
+    def of(rows: Iterable[tuple[int, int, int, int, int, int]]) -> "Work":
+        table = np.array(list(rows), dtype=np.int64).reshape(-1, 6)
         return Work(*(np.ascontiguousarray(column) for column in table.T))
 
     @staticmethod
@@ -37,7 +39,7 @@ class Work:
         return Work(*(np.concatenate(column)[order] for column in columns))
 
     def columns(self) -> tuple[Ints, ...]:
-        return self.kind, self.stage, self.microbatch, self.stage_b, self.microbatch_b
+        return self.kind, self.stage, self.microbatch, self.stage_b, self.microbatch_b, self.part
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -66,28 +68,6 @@ class Work:
             wrong = column[(column < 0) | (column >= limit)]
             if len(wrong):
                 raise ProgramError(f"{name} {wrong[0]} does not exist: the placement has {limit} of them")
-
-    def forwards(self, placement: Placement) -> Ints:
-        """The task that runs each [stage, microbatch] forward."""
-        return self._table(FORWARDS, placement, self.stage, self.microbatch)
-
-    def backwards(self, placement: Placement) -> Ints:
-        """The task that yields each [stage, microbatch] input gradient."""
-        return self._table(BACKWARDS, placement, *self.backward)
-
-    def find(self, kind: Kind, placement: Placement) -> Ints:
-        """The task of this kind for each [stage, microbatch]."""
-        return self._table((kind,), placement, self.stage, self.microbatch)
-
-    def _table(self, kinds: Collection[Kind], placement: Placement, stage: Ints, microbatch: Ints) -> Ints:
-        """−1 where there is none, the first where there are several.
-
-        One spare row at the end, so that stage −1 and the stage after the last exist and are empty.
-        """
-        table = np.full((placement.stages + 1, placement.microbatches), -1, dtype=np.int64)
-        chosen = np.flatnonzero(self.among(kinds))[::-1]
-        table[stage[chosen], microbatch[chosen]] = chosen
-        return table
 
 
 def grouped(keys: Ints, count: int) -> tuple[Ints, Ints]:

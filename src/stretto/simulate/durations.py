@@ -6,7 +6,8 @@ import numpy as np
 
 from stretto.costs import Costs, link_ends
 from stretto.program.program import Program
-from stretto.program.task import RECEIVES, SENDS, Kind
+from stretto.program.task import WEIGHTS, Kind
+from stretto.program.timing import part_times
 from stretto.timeline.memory import Floats
 
 
@@ -31,8 +32,24 @@ def durations(program: Program, costs: Costs) -> Floats:
     time = table[work.kind, work.stage]
     pairs = np.flatnonzero(work.kind == Kind.PAIR)
     time[pairs] = np.maximum(0.0, time[pairs] + (whole - late - saved / 2)[work.stage_b[pairs]])
+    if not program.anatomy.is_whole:
+        time = _part_times(program, costs)
     time *= costs.device_factors(devices=devices)[program.device]  # transfers are still 0 here
     return time + _transfer_times(program, costs)
+
+
+def _part_times(program: Program, costs: Costs) -> Floats:
+    anatomy, work = program.anatomy, program.work
+    times = {kind: np.concatenate(rows) for kind, rows in part_times(anatomy, costs).items()}
+    time = np.zeros(len(program))
+    for kinds, of, rows in (
+        ((Kind.F,), Kind.F, anatomy.pass_rows),
+        ((Kind.B, Kind.I), Kind.B, anatomy.pass_rows),
+        (WEIGHTS, Kind.WGRAD, anatomy.weight_rows),
+    ):
+        task = np.flatnonzero(work.among(kinds))
+        time[task] = times[of][rows[work.stage[task]] + work.part[task]]
+    return time
 
 
 def _transfer_times(program: Program, costs: Costs) -> Floats:
@@ -46,6 +63,5 @@ def _transfer_times(program: Program, costs: Costs) -> Floats:
     size = costs.per_stage("message_bytes", stages=program.placement.stages)
     # What travels is the boundary between two stages; it is sized by the stage before it.
     boundary = program.work.stage - program.work.among((Kind.RECV_F, Kind.SEND_B))
-    moving = program.work.among((*SENDS, *RECEIVES))
     with np.errstate(over="ignore"):  # an endless transfer is refused when it is seen to end the step
-        return np.where(moving, latency[program.lane] + size[boundary] * rate[program.lane], 0.0)
+        return np.where(program.moving, latency[program.lane] + size[boundary] * rate[program.lane], 0.0)

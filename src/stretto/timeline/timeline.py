@@ -10,8 +10,8 @@ import numpy as np
 from stretto.costs import Costs
 from stretto.program.graph import queue_edges
 from stretto.program.program import Program
-from stretto.program.task import RECEIVES, Task
-from stretto.program.work import grouped
+from stretto.program.task import Task
+from stretto.program.work import Bools, grouped
 from stretto.timeline.memory import DeviceMemory, Floats, memory_in_order
 
 
@@ -32,7 +32,9 @@ class DeviceSummary(msgspec.Struct, frozen=True):
     bubble: float
     """The step's time less `busy`; `span - busy` leaves the stagger of the ends out."""
     exposed_transfer: float
-    """Idle time during which the transfer that the next compute task needs was under way."""
+    """Idle time during which a transfer that the next compute task needs was under way."""
+    exposed_comm: float
+    """The same for expert dispatch and combine."""
     peak_activations: int
     peak_pending: int
     peak_live: int
@@ -72,7 +74,7 @@ class Timeline:
         task = np.flatnonzero(program.compute)
         order, bounds = grouped(program.device[task], program.devices)
         task = task[order]
-        exposed = self._exposed()[task]
+        transfer, comm = (self._exposed(kind)[task] for kind in (program.moving, ~program.moving & ~program.compute))
         memory = self.memory(costs)
         devices = []
         for device, (a, b) in enumerate(pairwise(bounds.tolist())):
@@ -83,7 +85,8 @@ class Timeline:
                     busy=busy,
                     span=float(end.max() - start.min()) if b > a else 0.0,
                     bubble=makespan - busy,
-                    exposed_transfer=float(exposed[a:b].sum()),
+                    exposed_transfer=float(transfer[a:b].sum()),
+                    exposed_comm=float(comm[a:b].sum()),
                     peak_activations=memory[device].peak_activations,
                     peak_pending=memory[device].peak_pending,
                     peak_live=memory[device].peak_live,
@@ -112,17 +115,17 @@ class Timeline:
             path.append(here)
         return [Span(program.task(task), self.start.item(task), self.end.item(task)) for task in reversed(path)]
 
-    def _exposed(self) -> Floats:
-        """For each compute task, how long its device sat idle while a transfer it needs was under way."""
+    def _exposed(self, awaited: Bools) -> Floats:
+        """For each compute task, how long its device sat idle while one of these it needs was under way."""
         program = self.program
         exposed = np.zeros(len(program))
-        if not (self.end - self.start)[~program.compute].any():
+        if not (self.end - self.start)[awaited].any():
             return exposed
         free = np.full(len(program), self.start.min())  # when the device became free for a task
         before, after = queue_edges(np.where(program.compute, program.device, -1))
         free[after] = self.end[before]
         need, task = program.need, program.needing
-        arrives = program.work.among(RECEIVES)[need]
+        arrives = awaited[need] & program.compute[task]
         need, task = need[arrives], task[arrives]
         begin = np.maximum(self.start[need], free[task])
         end = np.maximum(begin, np.minimum(self.end[need], self.start[task]))

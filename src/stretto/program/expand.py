@@ -1,0 +1,130 @@
+"""What each action becomes: its own task and a weight part, or the phases of its layers, woven in a pair."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from stretto.costs import Costs
+from stretto.program.phases import Anatomy
+from stretto.program.task import Kind
+from stretto.program.timing import Times, part_times
+from stretto.program.weave import Passes, Step, Token, Weight, weave
+from stretto.program.work import Bools, Ints, Work, grouped
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expansion:
+    """The tasks that actions become, and of each: its action, its place in it, its lane, whether it comes late."""
+
+    work: Work
+    action: Ints
+    place: Ints
+    comm: Bools
+    late: Bools
+    """Issued right before the device's next action, behind what this one sends."""
+
+
+class _Piece(NamedTuple):
+    kind: Kind
+    backward: bool
+    """Whether it belongs to a pair's backward."""
+    part: int
+    comm: bool = False
+    late: bool = False
+
+
+def expand(actions: Work, anatomy: Anatomy, costs: Costs | None) -> Expansion:
+    return _whole(actions) if anatomy.is_whole else _phases(actions, anatomy, costs or Costs())
+
+
+def _whole(actions: Work) -> Expansion:
+    """Every action is a task, and a full backward, alone or in a pair, has a WGRAD besides."""
+    split = np.flatnonzero(actions.among((Kind.B, Kind.PAIR)))
+    stage, microbatch = actions.backward
+    none, zero = np.full(len(split), -1), np.zeros(len(split), dtype=np.int64)
+    wgrads = Work(zero + Kind.WGRAD, stage[split], microbatch[split], none, none, zero)
+    action = np.concatenate((np.arange(len(actions)), split))
+    late = np.arange(len(action)) >= len(actions)
+    work = Work.joined((actions, wgrads), np.arange(len(action)))
+    return Expansion(work, action, np.zeros_like(action), np.zeros_like(late), late)
+
+
+def _phases(actions: Work, anatomy: Anatomy, costs: Costs) -> Expansion:
+    """Actions of the same kind and stages become the same pieces, so those are found once and repeated."""
+    stages = len(anatomy.forward)
+    code = (actions.kind * (stages + 1) + actions.stage) * (stages + 1) + actions.stage_b + 1
+    alike, group = np.unique(code, return_inverse=True)
+    order, start = grouped(group, len(alike))
+    cutter = _Cutter(anatomy, part_times(anatomy, costs))
+    columns: list[list[Ints]] = [[] for _ in range(9)]
+    for a, b in pairwise(start.tolist()):
+        action = order[a:b]
+        kind, stage, stage_b = (int(column[action[0]]) for column in (actions.kind, actions.stage, actions.stage_b))
+        pieces = cutter.pieces(Kind(kind), stage, stage_b)
+        kinds, backward, part, comm, late = (np.array(column)[:, None] for column in zip(*pieces, strict=True))
+        shape = (len(pieces), len(action))
+        none = np.full(shape, -1)
+        filled = (
+            np.broadcast_to(kinds, shape),
+            np.broadcast_to(np.where(backward, stage_b, stage), shape),
+            np.where(backward, actions.microbatch_b[action], actions.microbatch[action]),
+            none,
+            none,
+            np.broadcast_to(part, shape),
+            np.broadcast_to(action, shape),
+            np.broadcast_to(np.arange(len(pieces))[:, None], shape),
+            np.broadcast_to(comm + 2 * late, shape),
+        )
+        for column, values in zip(columns, filled, strict=True):
+            column.append(values.ravel())
+    *work, action, place, flags = (np.concatenate(column) for column in columns)
+    return Expansion(Work(*work), action, place, flags % 2 == 1, flags >= 2)
+
+
+class _Cutter:
+    """Cuts actions into pieces; like pairs are woven once."""
+
+    def __init__(self, anatomy: Anatomy, times: Times) -> None:
+        self._anatomy, self._times = anatomy, times
+        self._woven: dict[Passes, tuple[Token, ...]] = {}
+
+    def pieces(self, kind: Kind, stage: int, stage_b: int) -> list[_Piece]:
+        if kind is Kind.PAIR:
+            return self._weave(stage, stage_b)
+        comm = [part.phase.lane == "comm" for part in self._anatomy.forward[stage]]
+        weights = range(len(self._anatomy.weight_steps[stage]))
+        match kind:
+            case Kind.F:
+                return [_Piece(kind, False, part, there) for part, there in enumerate(comm)]
+            case Kind.W:
+                return [_Piece(kind, False, part) for part in weights]
+            case _:
+                pieces = [_Piece(kind, False, part, there) for part, there in enumerate(comm[::-1])]
+                if kind is Kind.B:
+                    pieces += [_Piece(Kind.WGRAD, False, part, late=True) for part in weights]
+                return pieces
+
+    def _weave(self, stage: int, stage_b: int) -> list[_Piece]:
+        times = self._times
+        forward, backward = self._anatomy.forward[stage], self._anatomy.backward[stage_b]
+        steps = self._anatomy.weight_steps[stage_b]
+        passes = Passes(
+            tuple(Step(part.phase.lane, times[Kind.F][stage][k]) for k, part in enumerate(forward)),
+            tuple(Step(part.phase.lane, times[Kind.B][stage_b][k]) for k, part in enumerate(backward)),
+            tuple(Weight(step, times[Kind.WGRAD][stage_b][k]) for k, step in enumerate(steps)),
+        )
+        if passes not in self._woven:
+            self._woven[passes] = weave(passes)
+        order = self._woven[passes]
+        results = max(place for place, token in enumerate(order) if token.of != "W")
+        pieces = []
+        for place, (of, number) in enumerate(order):
+            if of == "F":
+                pieces.append(_Piece(Kind.F, False, number, forward[number].phase.lane == "comm"))
+            elif of == "B":
+                pieces.append(_Piece(Kind.B, True, number, backward[number].phase.lane == "comm"))
+            else:
+                pieces.append(_Piece(Kind.WGRAD, True, number, late=place > results))
+        return pieces

@@ -1,0 +1,121 @@
+"""Layers and their phases: what a pass through a stage consists of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal
+
+import numpy as np
+
+from stretto.ir.errors import PlanError
+from stretto.program.task import COMPUTE, WEIGHTS, Kind
+from stretto.program.work import Ints
+
+PhaseLane = Literal["compute", "comm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a layer that lives on one lane. Compute phases have weights, so a weight gradient each."""
+
+    name: str
+    lane: PhaseLane = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Phases that follow one another in the forward; the backward takes them in reverse."""
+
+    name: str
+    phases: tuple[Phase, ...]
+
+
+_ATTN, _MLP, _LOSS = Phase("attn"), Phase("mlp"), Phase("loss")
+EMBEDDING = Layer("embedding", (Phase("embedding"),))
+DENSE = Layer("dense", (_ATTN, _MLP))
+MOE = Layer("moe", (_ATTN, Phase("dispatch", "comm"), _MLP, Phase("combine", "comm")))
+MTP = Layer("mtp", (*MOE.phases, _LOSS))
+"""Multi-token prediction: one more MoE layer with a loss of its own."""
+LOSS = Layer("loss", (_LOSS,))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A phase of the n-th layer of a stage."""
+
+    layer: int
+    kind: str
+    phase: Phase
+
+    def __str__(self) -> str:
+        return f"{self.phase.name}{self.layer}"
+
+
+class Anatomy:
+    """The parts of every pass through every stage: a forward, its backward in reverse, its weight gradients.
+
+    A program of whole actions has one nameless part in each.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Layer]]) -> None:
+        self.forward = tuple(
+            tuple(Part(n, layer.name, phase) for n, layer in enumerate(stage) for phase in layer.phases)
+            for stage in layers
+        )
+        for stage, parts in enumerate(self.forward):
+            if not any(part.phase.lane == "compute" for part in parts):
+                raise PlanError(f"stage {stage} has no layer that computes anything")
+        self.backward = tuple(parts[::-1] for parts in self.forward)
+        # Of each weight gradient, the step of the backward it follows.
+        self.weight_steps = tuple(
+            tuple(step for step, part in enumerate(parts) if part.phase.lane == "compute") for parts in self.backward
+        )
+
+    @staticmethod
+    def whole(stages: int) -> "Anatomy":
+        return Anatomy([[Layer("", (Phase(""),))]] * stages)
+
+    def name(self, kind: Kind, stage: int, index: int) -> str:
+        """What a part of a pass is called; nothing for a whole one or a transfer."""
+        if self.is_whole or kind not in COMPUTE:
+            return ""
+        if kind is Kind.F:
+            return str(self.forward[stage][index])
+        return str(self.backward[stage][self.weight_steps[stage][index] if kind in WEIGHTS else index])
+
+    @cached_property
+    def is_whole(self) -> bool:
+        return all(parts[0].phase.name == "" for parts in self.forward)
+
+    @cached_property
+    def pass_rows(self) -> Ints:
+        """Where each stage's parts begin in a table of all stages' parts, forward or backward; and the end."""
+        return np.array([0, *accumulate(map(len, self.forward))])
+
+    @cached_property
+    def weight_rows(self) -> Ints:
+        return np.array([0, *accumulate(map(len, self.weight_steps))])
+
+    @cached_property
+    def weight_needs(self) -> Ints:
+        """Of each row of weights, the row of the backward part it needs."""
+        rows = zip(self.pass_rows[:-1], self.weight_steps, strict=True)
+        return np.concatenate([row + np.array(steps) for row, steps in rows])
+
+
+def cut_layers(
+    layers: Sequence[Layer], *, stages: int, balance: Sequence[int] | None = None
+) -> tuple[tuple[Layer, ...], ...]:
+    """Share a model's layers out among stages: evenly, the first ones taking one more, or as `balance` says.
+
+    >>> [len(stage) for stage in cut_layers([EMBEDDING, *[MOE] * 5, LOSS], stages=3)]
+    [3, 2, 2]
+    """
+    if balance is None:
+        each, more = divmod(len(layers), stages)
+        balance = [each + (stage < more) for stage in range(stages)]
+    if len(balance) != stages or sum(balance) != len(layers) or min(balance) < 1:
+        shares = f"{stages} shares of at least 1 that add up (got {list(balance)})"
+        raise PlanError(f"{len(layers)} layers on {stages} stages need {shares}")
+    return tuple(tuple(layers[a:b]) for a, b in pairwise(accumulate(balance, initial=0)))

@@ -1,0 +1,39 @@
+"""How long each part of each pass takes."""
+
+from stretto.costs import Costs, PhaseTimes
+from stretto.ir.errors import CostError
+from stretto.program.phases import Anatomy, Part
+from stretto.program.task import Kind
+
+Times = dict[Kind, list[list[float]]]
+
+
+def part_times(anatomy: Anatomy, costs: Costs) -> Times:
+    """By kind, stage and part: of forwards, of backwards' input parts, and of weight gradients.
+
+    Without times for phases, a stage's compute phases share its F, I and W equally and
+    communication takes none. A full backward's parts are those of its I and W.
+    """
+    stages = len(anatomy.forward)
+    whole = {name: costs.per_stage(name, stages=stages).tolist() for name in ("F", "I", "W")}
+    times: Times = {Kind.F: [], Kind.B: [], Kind.WGRAD: []}
+    for stage, parts in enumerate(anatomy.forward):
+        of = {part: _times(part, costs) for part in parts}
+        if not costs.phases:
+            shares = sum(part.phase.lane == "compute" for part in parts)
+            share = PhaseTimes(*(whole[name][stage] / shares for name in ("F", "I", "W")))
+            of = {part: share if part.phase.lane == "compute" else PhaseTimes() for part in parts}
+        backward = anatomy.backward[stage]
+        times[Kind.F].append([of[part].F for part in parts])
+        times[Kind.B].append([of[part].I for part in backward])
+        times[Kind.WGRAD].append([of[backward[step]].W for step in anatomy.weight_steps[stage]])
+    return times
+
+
+def _times(part: Part, costs: Costs) -> PhaseTimes:
+    if not costs.phases:
+        return PhaseTimes()
+    for name in (f"{part.kind}.{part.phase.name}", part.phase.name):
+        if name in costs.phases:
+            return costs.phases[name]
+    raise CostError(f"no times for phase {part.phase.name} of {part.kind} layers; known are {', '.join(costs.phases)}")
