@@ -83,6 +83,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         for key in self.links:
             link_ends(key)
         for key, times in self.phases.items():
+            if not isinstance(times, PhaseTimes):
+                raise CostError(f"phases.{key} must be PhaseTimes (got {times!r:.40})")
             for name in ("F", "I", "W"):
                 _demand(f"phases.{key}.{name}", getattr(times, name))
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import costs, plans
-from stretto import Costs, Link
+from stretto import Costs, Link, PhaseTimes
 from stretto.program.task import COMPUTE, RECEIVES, SENDS
 
 
@@ -115,6 +115,8 @@ def test_a_program_read_from_a_file_in_any_device_order_simulates_alike() -> Non
         ({"F": None}, "F must be a number of at least 0 (got None)"),
         ({"F": True}, "F must be a number of at least 0 (got True)"),
         ({"link": 3}, "link is a Link"),
+        ({"phases": {"attn": 3}}, "phases.attn must be PhaseTimes (got 3)"),
+        ({"phases": {"attn": PhaseTimes(F=-1)}}, "phases.attn.F must be a number of at least 0 (got -1)"),
         ({"links": {(0, 1): Link()}}, "a link is named"),
     ],
 )

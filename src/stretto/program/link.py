@@ -34,7 +34,7 @@ def link(
     device = np.array([lane.device for lane in lanes])[lane]
     edges = [
         (task[there], need[there])
-        for task, need in needs_of_training(Tables(work, anatomy, placement), device)
+        for task, need in _needs(Tables(work, anatomy, placement), device)
         for there in [(task >= 0) & (need >= 0) & (device[task] == device[need])]
     ]
     order, need_start = grouped(np.concatenate([task for task, _ in edges]), len(work))
@@ -50,20 +50,15 @@ def link(
     )
 
 
-def needs_of_training(tables: Tables, device: Ints) -> Iterator[tuple[Ints, Ints]]:
+def _needs(tables: Tables, device: Ints) -> Iterator[tuple[Ints, Ints]]:
     """Tasks and what they need, in pairs; −1 where either is not there."""
     anatomy = tables.anatomy
     forward, backward = tables.forward, tables.backward
     # A pass begins with what the stage before (backward: after) it hands over: by a transfer, or on this device.
-    for table, receive in ((forward, Kind.RECV_F), (backward, Kind.RECV_B)):
-        first, result, arrival = tables.first(table), tables.last(table), tables.end(receive)
+    for table, receive, step in ((forward, Kind.RECV_F, 1), (backward, Kind.RECV_B, -1)):
+        first, arrival = tables.first(table), tables.end(receive)
         arrives = (arrival >= 0) & (device[arrival] == device[first])
-        handed = np.full_like(result, -1)
-        if receive is Kind.RECV_F:
-            handed[1:-1] = result[:-2]
-        else:
-            handed[:-2] = result[1:-1]
-        yield first, np.where(arrives, arrival, handed)
+        yield first, np.where(arrives, arrival, np.roll(tables.last(table), step, axis=0))
     yield tables.first(backward), tables.last(forward)
     # Its parts follow one another; a weight gradient follows its own part of the backward.
     inside = np.ones(len(forward), dtype=np.bool_)

@@ -58,7 +58,8 @@ class Anatomy:
     A program of whole actions has one nameless part in each.
     """
 
-    def __init__(self, layers: Sequence[Sequence[Layer]]) -> None:
+    def __init__(self, layers: Sequence[Sequence[Layer]], *, is_whole: bool = False) -> None:
+        self.is_whole = is_whole
         self.forward = tuple(
             tuple(Part(n, layer.name, phase) for n, layer in enumerate(stage) for phase in layer.phases)
             for stage in layers
@@ -74,7 +75,8 @@ class Anatomy:
 
     @staticmethod
     def whole(stages: int) -> "Anatomy":
-        return Anatomy([[Layer("", (Phase(""),))]] * stages)
+        """Of stages that are not taken apart."""
+        return Anatomy([[Layer("", (Phase(""),))]] * stages, is_whole=True)
 
     def name(self, kind: Kind, stage: int, index: int) -> str:
         """What a part of a pass is called; nothing for a whole one or a transfer."""
@@ -85,16 +87,13 @@ class Anatomy:
         return str(self.backward[stage][self.weight_steps[stage][index] if kind in WEIGHTS else index])
 
     @cached_property
-    def is_whole(self) -> bool:
-        return all(parts[0].phase.name == "" for parts in self.forward)
-
-    @cached_property
     def pass_rows(self) -> Ints:
         """Where each stage's parts begin in a table of all stages' parts, forward or backward; and the end."""
         return np.array([0, *accumulate(map(len, self.forward))])
 
     @cached_property
     def weight_rows(self) -> Ints:
+        """The same for weight gradients."""
         return np.array([0, *accumulate(map(len, self.weight_steps))])
 
     @cached_property

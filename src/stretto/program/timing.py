@@ -18,11 +18,9 @@ def part_times(anatomy: Anatomy, costs: Costs) -> Times:
     whole = {name: costs.per_stage(name, stages=stages).tolist() for name in ("F", "I", "W")}
     times: Times = {Kind.F: [], Kind.B: [], Kind.WGRAD: []}
     for stage, parts in enumerate(anatomy.forward):
-        of = {part: _times(part, costs) for part in parts}
-        if not costs.phases:
-            shares = sum(part.phase.lane == "compute" for part in parts)
-            share = PhaseTimes(*(whole[name][stage] / shares for name in ("F", "I", "W")))
-            of = {part: share if part.phase.lane == "compute" else PhaseTimes() for part in parts}
+        shares = sum(part.phase.lane == "compute" for part in parts)
+        share = PhaseTimes(*(whole[name][stage] / shares for name in ("F", "I", "W")))
+        of = {part: _times(part, costs, share) for part in parts}
         backward = anatomy.backward[stage]
         times[Kind.F].append([of[part].F for part in parts])
         times[Kind.B].append([of[part].I for part in backward])
@@ -30,9 +28,9 @@ def part_times(anatomy: Anatomy, costs: Costs) -> Times:
     return times
 
 
-def _times(part: Part, costs: Costs) -> PhaseTimes:
+def _times(part: Part, costs: Costs, share: PhaseTimes) -> PhaseTimes:
     if not costs.phases:
-        return PhaseTimes()
+        return share if part.phase.lane == "compute" else PhaseTimes()
     for name in (f"{part.kind}.{part.phase.name}", part.phase.name):
         if name in costs.phases:
             return costs.phases[name]
