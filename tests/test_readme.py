@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import stretto
+from stretto.costs import parse_costs_toml
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -42,6 +43,22 @@ def test_the_table_holds_simulated_figures() -> None:
             f"{summary.bubble_ratio:.1%}",
             f"{memory:g}",
         ]
+
+
+def test_the_woven_figures_are_simulated() -> None:
+    costs = parse_costs_toml((Path(__file__).parent.parent / "examples" / "phases.toml").read_text())
+    said = re.search(r"1F1B leaves (\S+) of a step of (\S+)\s.*?woven order (\S+) of (\S+)\.\n", README, re.DOTALL)
+    figures = []
+    for plan in (
+        stretto.one_f_one_b(devices=4, microbatches=16),
+        stretto.interleaved(devices=4, microbatches=16, overlap=True),
+    ):
+        layers = stretto.cut_layers([stretto.EMBEDDING, *[stretto.MOE] * 14, stretto.LOSS], stages=plan.stages)
+        program = stretto.lower(plan, layers=layers, costs=costs)
+        summary = stretto.simulate(program, costs).summary()
+        figures += [f"{max(device.exposed_comm for device in summary.devices):.6g}", f"{summary.makespan:.6g}"]
+    assert said is not None
+    assert list(said.groups()) == figures
 
 
 def test_the_layers_example_of_the_docs_prints_what_it_says() -> None:

@@ -128,6 +128,29 @@ def test_compare_cuts_uneven_models_alike(tmp_path: Path) -> None:
     assert json.loads(compared.stdout)[0]["makespan"] == json.loads(simulated.stdout)["makespan"]
 
 
+PHASES = str(Path(__file__).parent.parent.parent / "examples" / "phases.toml")
+
+
+def test_layers_show_hidden_and_exposed_communication(tmp_path: Path) -> None:
+    given = ["--layers", "embedding,dense,moe*13,loss", "--costs", PHASES, "-m", "16"]
+    done = run("compare", "1f1b", "interleaved", "dualpipe", "--overlap", *given, "--json", cwd=tmp_path)
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert rows["interleaved +overlap"]["exposed_comm"] < rows["one_f_one_b"]["exposed_comm"]
+    assert rows["dualpipe"]["exposed_comm"] < rows["one_f_one_b"]["exposed_comm"]
+    table = run("compare", "1f1b", *given, cwd=tmp_path).stdout
+    assert table.splitlines()[0].split()[-1] == "comm"
+    simulated = json.loads(run("simulate", "interleaved", "--overlap", *given, "--json", cwd=tmp_path).stdout)
+    assert simulated["makespan"] == rows["interleaved +overlap"]["makespan"]
+    traced = run("show", "dualpipe", *given, "-o", "x.trace.json", cwd=tmp_path)
+    assert traced.returncode == 0
+    lanes = {
+        event["args"]["name"]
+        for event in json.loads((tmp_path / "x.trace.json").read_text())["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    assert {"compute", "comm", "send→1"} <= lanes
+
+
 def test_tables_keep_all_digits_when_piped(tmp_path: Path) -> None:
     (tmp_path / "costs.toml").write_text("activation_bytes = 123456789\nF = 1.23456\n[link]\nlatency = 0.123456\n")
     done = run("compare", "--costs", "costs.toml", cwd=tmp_path)
@@ -190,7 +213,7 @@ BAD = {
     "unknown cost": (["simulate", "gpipe", "--cost", "X=1"], "unknown cost 'X'; known are F, B,"),
     "cost twice": (["simulate", "gpipe", "--cost", "F=1,F=2"], "cost F is given twice"),
     "cost of a file": (["check", "good.csv", "--cost", "F=1"], "costs matter to a check only with --memory-limit"),
-    "cost of an order": (["show", "gpipe", "-o", "x.csv", "--cost", "F=1"], "which costs do not change"),
+    "cost of an order": (["show", "gpipe", "-o", "x.csv", "--cost", "F=1"], "which costs and layers do not change"),
     "size of a file": (["simulate", "good.csv", "-d", "2"], "good.csv has its own sizes"),
     "sizes of files": (["compare", "good.csv", "-d", "2"], "files have their own sizes"),
     "overlap of none": (["compare", "gpipe", "--overlap"], "--virtual and --overlap go with interleaved"),
@@ -203,6 +226,11 @@ BAD = {
     "long number": (["simulate", "gpipe", "--costs", "digits.toml"], "not valid TOML"),
     "markup in a name": (["check", "[/x].csv"], "cannot read [/x].csv: No such file or directory"),
     "endless file": (["check", "/dev/zero"], "/dev/zero is larger than 256 MiB"),
+    "unknown layer": (["simulate", "gpipe", "--layers", "moe*2,foo"], "'foo' is no layer; write e.g. moe or moe*3, of"),
+    "no layers": (["simulate", "gpipe", "--layers", "moe*0"], "'moe*0' is no layer"),
+    "few layers": (["simulate", "gpipe", "--layers", "moe*3"], "3 layers on 4 stages need 4 shares of at least 1"),
+    "layers of a file": (["simulate", "good.csv", "--layers", "moe"], "--layers goes with a schedule's name"),
+    "layers of an order": (["show", "gpipe", "-o", "x.csv", "--layers", "moe*4"], "which costs and layers do not"),
     "two cost tables": (["simulate", "gpipe", "--cost", "F=1", "--costs", "bad.toml"], "not both"),
     "no file": (["check", "none.csv"], "cannot read none.csv: No such file or directory"),
     "a folder": (["check", "."], "cannot read .: Is a directory"),

@@ -13,6 +13,7 @@ from stretto.cli.inputs import (
     CostFile,
     Devices,
     Json,
+    Layers,
     Microbatches,
     Overlap,
     Sizes,
@@ -37,6 +38,7 @@ class Comparison(msgspec.Struct, frozen=True):
     span_bubble: float
     """Idle time within a device's own span."""
     exposed_transfer: float
+    exposed_comm: float
     peak_activations: float
     peak_pending: float
     parameters: float
@@ -51,6 +53,7 @@ def compare(
     overlap: Overlap = False,
     cost: Cost = None,
     costs: CostFile = None,
+    layers: Layers = None,
     json: Json = False,
 ) -> None:
     """Compare schedules at the same sizes and costs.
@@ -58,7 +61,8 @@ def compare(
     All do the same work: a number is the cost of a p-th of the model, and a list gives the model's
     slices in order, however many; each schedule's stages take their share. bubble is idle time over
     the step, in span the worst device's within its own first start and last end; activations, I to W
-    (between the two), params, exposed (transfer time not hidden) and bytes are the worst device's.
+    (between the two), params, exposed (transfer time not hidden), comm (the same of dispatch and
+    combine) and bytes are the worst device's.
     What cannot be made at these sizes is named below the table.
 
     Examples:
@@ -73,7 +77,7 @@ def compare(
         label = name + " +overlap" * sizes.overlap
         with working(f"simulating {label}"):
             try:
-                rows.append(_compared(label, sound_program(name, sizes), table))
+                rows.append(_compared(label, sound_program(name, sizes, layers=layers, costs=table), table))
             except StrettoError as error:
                 reason = str(error) if str(error).startswith(name) else f"{label}: {error}"
                 if names:
@@ -119,6 +123,7 @@ def _compared(name: str, program: Program, costs: Costs) -> Comparison:
         bubble_ratio=summary.bubble_ratio,
         span_bubble=max(device.span - device.busy for device in summary.devices),
         exposed_transfer=max(device.exposed_transfer for device in summary.devices),
+        exposed_comm=max(device.exposed_comm for device in summary.devices),
         peak_activations=max(device.peak_activations for device in summary.devices) * share,
         peak_pending=max(device.peak_pending for device in summary.devices) * share,
         parameters=max(Counter(device for device, _ in homes).values()) * share,
@@ -130,10 +135,11 @@ def _compared(name: str, program: Program, costs: Costs) -> Comparison:
 
 def _print(rows: list[Comparison]) -> None:
     # Columns that say nothing here are left out.
-    exposed, sized = any(row.exposed_transfer for row in rows), any(row.peak_bytes is not None for row in rows)
+    exposed, comm = any(row.exposed_transfer for row in rows), any(row.exposed_comm for row in rows)
+    sized = any(row.peak_bytes is not None for row in rows)
     headings = ["schedule", "makespan", "bubble", "in span", "activations", "I to W", "params"]
     print_table(
-        [*headings, *["exposed"] * exposed, *["bytes"] * sized],
+        [*headings, *["exposed"] * exposed, *["comm"] * comm, *["bytes"] * sized],
         [
             [
                 row.name,
@@ -144,6 +150,7 @@ def _print(rows: list[Comparison]) -> None:
                 number(row.peak_pending),
                 f"{row.parameters:g}×",
                 *[number(row.exposed_transfer)] * exposed,
+                *[number(row.exposed_comm)] * comm,
                 *[number(row.peak_bytes)] * sized,
             ]
             for row in sorted(rows, key=lambda row: row.makespan)

@@ -12,6 +12,7 @@ from stretto.ir.errors import CostError, PlanError, ProgramError, TextError
 from stretto.ir.plan import Plan
 from stretto.ir.text import parse_plan_json
 from stretto.program.lower import lower
+from stretto.program.phases import cut_layers, parse_layers
 from stretto.program.program import Program
 from stretto.program.text import parse_program
 from stretto.schedules.catalogue import schedule_named
@@ -33,6 +34,13 @@ Cost = Annotated[
     ),
 ]
 CostFile = Annotated[Path | None, typer.Option("--costs", help="The same from TOML; lists give a value per stage.")]
+Layers = Annotated[
+    str | None,
+    typer.Option(
+        help="The model's layers, e.g. embedding,dense,moe*13,loss: passes are then taken apart into phases, and "
+        "pairs woven. Times from [phases.attn] and the like in --costs; without, phases share their stage's."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
@@ -102,10 +110,15 @@ def make_plan(name: str, sizes: Sizes) -> Plan:
     return schedule.make(devices=devices, microbatches=microbatches)
 
 
-def sound_program(target: str, sizes: Sizes) -> Program:
+def sound_program(target: str, sizes: Sizes, *, layers: str | None = None, costs: Costs | None = None) -> Program:
     """A schedule or file as a program that has passed `check`."""
     if not is_file(target):
-        return lower(make_plan(target, sizes))
+        plan = make_plan(target, sizes)
+        if layers is None:
+            return lower(plan)
+        return lower(plan, layers=cut_layers(parse_layers(layers), stages=plan.stages), costs=costs)
+    if layers is not None:
+        raise PlanError(f"--layers goes with a schedule's name, not with a file such as {target}")
     if sizes.given():
         raise PlanError(f"{target} has its own sizes; --devices and the like go with a schedule's name")
     program = read_program(Path(target))

@@ -11,6 +11,7 @@ from stretto.cli.inputs import (
     Cost,
     CostFile,
     Devices,
+    Layers,
     Microbatches,
     Overlap,
     Sizes,
@@ -36,6 +37,7 @@ def show(
     overlap: Overlap = False,
     cost: Cost = None,
     costs: CostFile = None,
+    layers: Layers = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -66,13 +68,14 @@ def show(
         _list()
     elif output is not None:
         with working(f"writing {output}"):
-            _write(name, sizes, output, transfers=transfers, cost=cost, costs=costs)
+            _write(name, sizes, output, transfers=transfers, cost=cost, costs=costs, layers=layers)
         out.print(f"wrote {output}")
     else:
         if width is not None and width < 20:
             raise PlanError(f"--width needs at least 20 columns (got {width})")
         with working(f"simulating {name}"):
-            timeline = simulate(sound_program(name, sizes), read_costs(cost, costs))
+            table = read_costs(cost, costs)
+            timeline = simulate(sound_program(name, sizes, layers=layers, costs=table), table)
             coloured = out.is_terminal and not out.no_color
             drawing = (draw_rich if coloured else draw_text)(timeline, width=width or out.width)
         out.print(drawing)
@@ -91,12 +94,21 @@ def _list() -> None:
     )
 
 
-def _write(name: str, sizes: Sizes, path: Path, *, transfers: bool, cost: str | None, costs: Path | None) -> None:
+def _write(
+    name: str,
+    sizes: Sizes,
+    path: Path,
+    *,
+    transfers: bool,
+    cost: str | None,
+    costs: Path | None,
+    layers: str | None,
+) -> None:
     """An order as CSV or JSON, or a timeline as a figure or trace."""
     suffix = ".trace.json" if path.name.lower().endswith(".trace.json") else path.suffix.lower()
     if suffix in (".svg", ".png", ".trace.json"):
         table = read_costs(cost, costs)
-        timeline = simulate(sound_program(name, sizes), table)
+        timeline = simulate(sound_program(name, sizes, layers=layers, costs=table), table)
         if suffix == ".trace.json":
             _write_text(path, draw_trace(timeline, costs=table))
         else:
@@ -104,8 +116,8 @@ def _write(name: str, sizes: Sizes, path: Path, *, transfers: bool, cost: str | 
         return
     if is_file(name):
         raise PlanError("-o writes a schedule's order; name one")
-    if cost is not None or costs is not None:
-        raise PlanError(f"{path} holds the order of a schedule, which costs do not change; leave them out")
+    if any(option is not None for option in (cost, costs, layers)):
+        raise PlanError(f"{path} holds the order of a schedule, which costs and layers do not change; leave them out")
     match suffix:
         case ".csv":
             plan = make_plan(name, sizes)

@@ -11,6 +11,7 @@ from stretto.cli.inputs import (
     CostFile,
     Devices,
     Json,
+    Layers,
     Microbatches,
     Overlap,
     Sizes,
@@ -30,23 +31,27 @@ def simulate(
     overlap: Overlap = False,
     cost: Cost = None,
     costs: CostFile = None,
+    layers: Layers = None,
     json: Json = False,
 ) -> None:
     """Simulate a schedule: time, bubbles and memory of each device.
 
     Costs are per stage: with two stages per device, halve them to compare with one. bubble is the
-    makespan less busy; exposed is idle time with an awaited transfer under way; activations, those
-    between I and W, and bytes are peaks.
+    makespan less busy; exposed is idle time with an awaited transfer under way, comm with an awaited
+    dispatch or combine; activations, those between I and W, and bytes are peaks.
 
     Examples:
 
       stretto simulate dualpipe --devices 8 --microbatches 20
 
       stretto simulate zb_h1 -d 4 -m 12 --cost F=1,I=1.1,W=0.9 --json
+
+      stretto simulate interleaved --overlap --layers embedding,dense,moe*13,loss --costs phases.toml
     """
     table = read_costs(cost, costs)
     with working(f"simulating {name}"):
-        timeline = run(sound_program(name, Sizes(devices, microbatches, virtual, overlap)), table)
+        sizes = Sizes(devices, microbatches, virtual, overlap)
+        timeline = run(sound_program(name, sizes, layers=layers, costs=table), table)
         summary = timeline.summary(table)
     if json:
         out.print(msgspec.json.format(msgspec.json.encode(summary)).decode())
@@ -62,13 +67,14 @@ def _print(summary: Summary, path: list[Span]) -> None:
             number(device.span),
             number(device.bubble),
             number(device.exposed_transfer),
+            number(device.exposed_comm),
             str(device.peak_activations),
             str(device.peak_pending),
             number(device.peak_bytes),
         ]
         for index, device in enumerate(summary.devices)
     ]
-    print_table(["device", "busy", "span", "bubble", "exposed", "activations", "I to W", "bytes"], rows)
+    print_table(["device", "busy", "span", "bubble", "exposed", "comm", "activations", "I to W", "bytes"], rows)
     out.print(f"\nmakespan {summary.makespan:g}, bubble {summary.bubble_ratio:.1%}")
     names = [str(span.task).removesuffix("OVERLAP_F_B") for span in path if span.end > span.start]
     shown = names if len(names) <= 24 else [*names[:12], "…", *names[-11:]]

@@ -103,6 +103,23 @@ class Anatomy:
         return np.concatenate([row + np.array(steps) for row, steps in rows])
 
 
+def parse_layers(text: str) -> list[Layer]:
+    """Read a model's layers in order.
+
+    >>> [layer.name for layer in parse_layers("embedding, dense, moe*2, loss")]
+    ['embedding', 'dense', 'moe', 'moe', 'loss']
+    """
+    known = {layer.name: layer for layer in (EMBEDDING, DENSE, MOE, MTP, LOSS)}
+    layers: list[Layer] = []
+    for word in text.split(","):
+        name, times, count = (side.strip() for side in word.partition("*"))
+        number = int(count) if count.isascii() and count.isdecimal() and len(count) < 6 else 0 if times else 1
+        if name not in known or number < 1:
+            raise PlanError(f"{word.strip()!r:.40} is no layer; write e.g. moe or moe*3, of {', '.join(known)}")
+        layers += [known[name]] * number
+    return layers
+
+
 def cut_layers(
     layers: Sequence[Layer], *, stages: int, balance: Sequence[int] | None = None
 ) -> tuple[tuple[Layer, ...], ...]:
