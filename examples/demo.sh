@@ -11,7 +11,7 @@ say "Kimi K2's interleaved 1F1B: one more warm-up forward, so that every steady 
 run show interleaved --overlap --devices 4 --microbatches 8
 say "All schedules at the same work: time, idle share, and what each costs in memory."
 run compare --devices 8 --microbatches 32 --cost F=1,I=1,W=1,FB=2.7
-say "The same model in phases: how much expert dispatch and combine no compute hides."
+say "A model of 14 MoE layers, in phases: how much expert dispatch and combine no compute hides (comm)."
 run compare 1f1b interleaved dualpipe dualpipev --overlap --devices 4 --microbatches 16 \
   --layers embedding,moe*14,loss --costs examples/phases.toml
 say "A plan is a CSV that PyTorch reads too. Swap two actions on each device and check says what goes wrong."
