@@ -13,7 +13,7 @@ say "All schedules at the same work: time, idle share, and what each costs in me
 run compare --devices 8 --microbatches 32 --cost F=1,I=1,W=1,FB=2.7
 say "A model of 14 MoE layers, in phases: how much expert dispatch and combine no compute hides (comm)."
 run compare 1f1b interleaved dualpipe dualpipev --overlap --devices 4 --microbatches 16 \
-  --layers embedding,moe*14,loss --costs examples/phases.toml
+  --layers 'embedding,moe*14,loss' --costs examples/phases.toml
 say "A plan is a CSV that PyTorch reads too. Swap two actions on each device and check says what goes wrong."
 run show 1f1b --devices 2 --microbatches 2 -o out/plan.csv
 sed 's/1B0,1F1/1F1,1B0/; s/0F0,0F1,0B0/0F0,0B0,0F1/' out/plan.csv > out/broken.csv

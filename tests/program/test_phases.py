@@ -24,6 +24,11 @@ TIMES = Costs(
 )
 
 
+def moe_times(*, comm: float) -> Costs:
+    times = {name: PhaseTimes(1, 1, 1) for name in ("attn", "mlp")}
+    return Costs(phases=times | {name: PhaseTimes(comm, comm) for name in ("dispatch", "combine")})
+
+
 def model(stages: int) -> tuple[tuple[Layer, ...], ...]:
     """Layers of different shapes, stages of different depth."""
     return cut_layers([EMBEDDING, DENSE, *[MOE] * stages, MTP, LOSS][: max(stages, 3) + 1], stages=stages)
@@ -71,15 +76,7 @@ def test_input_and_weight_parts_split_likewise() -> None:
 
 def test_a_steady_pair_is_kimi_k2s_block() -> None:
     plan = stretto.interleaved(devices=4, microbatches=8, overlap=True)
-    even = Costs(
-        phases={
-            "attn": PhaseTimes(1, 1, 1),
-            "mlp": PhaseTimes(1, 1, 1),
-            "dispatch": PhaseTimes(0.5, 0.5),
-            "combine": PhaseTimes(0.5, 0.5),
-        }
-    )
-    row = str(stretto.lower(plan, layers=[[MOE]] * 8, costs=even)).split("\n")[3].split(",")
+    row = str(stretto.lower(plan, layers=[[MOE]] * 8, costs=moe_times(comm=0.5))).split("\n")[3].split(",")
     at = row.index("7B0.combine0")
     block = [name for name in row[at:] if "RECV" not in name][:12]
     assert block == [
@@ -89,14 +86,7 @@ def test_a_steady_pair_is_kimi_k2s_block() -> None:
 
 
 def test_weaving_hides_communication_that_1f1b_exposes() -> None:
-    costs = Costs(
-        phases={
-            "attn": PhaseTimes(1, 1, 1),
-            "mlp": PhaseTimes(1, 1, 1),
-            "dispatch": PhaseTimes(1, 1),
-            "combine": PhaseTimes(1, 1),
-        }
-    )
+    costs = moe_times(comm=1)
     layers = [[MOE] * 2] * 4
     exposed = {}
     for name, plan in {
@@ -163,6 +153,14 @@ def test_a_phase_without_times_is_named() -> None:
     costs = Costs(phases={"attn": PhaseTimes(1, 1, 1)})
     with pytest.raises(stretto.CostError, match="no times for phase dispatch of moe layers; known are attn"):
         stretto.simulate(stretto.lower(stretto.gpipe(devices=1, microbatches=1), layers=[[MOE]]), costs)
+
+
+def test_times_that_would_be_ignored_are_refused() -> None:
+    plan = stretto.gpipe(devices=1, microbatches=1)
+    with pytest.raises(stretto.CostError, match="times of phases, but the program has none"):
+        stretto.simulate(plan, TIMES)
+    with pytest.raises(stretto.CostError, match="B, FB and BW are times of whole passes"):
+        stretto.simulate(stretto.lower(plan, layers=[[MOE]]), Costs(B=3))
 
 
 def test_cutting() -> None:

@@ -46,7 +46,7 @@ def simulate(
 
       stretto simulate zb_h1 -d 4 -m 12 --cost F=1,I=1.1,W=0.9 --json
 
-      stretto simulate interleaved --overlap --layers embedding,dense,moe*13,loss --costs phases.toml
+      stretto simulate interleaved --overlap --layers 'embedding,moe*14,loss' --costs examples/phases.toml
     """
     table = read_costs(cost, costs)
     with working(f"simulating {name}"):

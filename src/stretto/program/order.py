@@ -49,7 +49,7 @@ def _replay(bounds: list[int], before: list[int], after: list[int], result: list
         device = runnable.pop()
         action, time, stop = head[device], clock[device], bounds[device + 1]
         while action < stop:
-            first, second = before[action], after[action]
+            first, second = before[action], after[action]  # taken one by one: this loop is hot
             if first >= 0:
                 if (ready := done[first]) < 0:
                     waiting.setdefault(first, []).append(device)

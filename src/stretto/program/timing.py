@@ -12,8 +12,13 @@ def part_times(anatomy: Anatomy, costs: Costs) -> Times:
     """By kind, stage and part: of forwards, of backwards' input parts, and of weight gradients.
 
     Without times for phases, a stage's compute phases share its F, I and W equally and
-    communication takes none. A full backward's parts are those of its I and W.
+    communication takes none. A full backward's parts are those of its I and W, and a pair's those
+    of its passes, so B, FB and BW have no place here.
     """
+    if costs.B is not None or costs.FB is not None or costs.BW:
+        raise CostError(
+            "B, FB and BW are times of whole passes; with layers they follow from the phases, so leave them out"
+        )
     stages = len(anatomy.forward)
     whole = {name: costs.per_stage(name, stages=stages).tolist() for name in ("F", "I", "W")}
     times: Times = {Kind.F: [], Kind.B: [], Kind.WGRAD: []}

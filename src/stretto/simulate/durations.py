@@ -5,6 +5,7 @@ import sys
 import numpy as np
 
 from stretto.costs import Costs, link_ends
+from stretto.ir.errors import CostError
 from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind
 from stretto.program.timing import part_times
@@ -15,6 +16,8 @@ def durations(program: Program, costs: Costs) -> Floats:
     """By task index; the two ends of a transfer take the same time."""
     stages, devices = program.placement.stages, program.devices
     costs.validate(stages=stages, devices=devices)
+    if costs.phases and program.anatomy.is_whole:
+        raise CostError("the costs have times of phases, but the program has none; give its layers (--layers)")
     forward, whole, late, woven, of_input, of_weight = (
         costs.per_stage(name, stages=stages) for name in ("F", "B", "BW", "FB", "I", "W")
     )
