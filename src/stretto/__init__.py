@@ -1,7 +1,7 @@
 """Stretto: pipeline schedules that are planned, checked, simulated and drawn as one and the same thing."""
 
 from stretto.check import Violation, check
-from stretto.costs import Costs, Link, PhaseTimes
+from stretto.costs import BucketTimes, Costs, Link, PhaseTimes, Shared
 from stretto.draw import draw_figure, draw_text, draw_trace
 from stretto.ir.action import Action, Op, Pair
 from stretto.ir.errors import CostError, PlanError, ProgramError, StrettoError, TextError
@@ -12,6 +12,7 @@ from stretto.program.lower import lower
 from stretto.program.phases import DENSE, EMBEDDING, LOSS, MOE, MTP, Layer, Phase, cut_layers
 from stretto.program.program import Program
 from stretto.program.text import parse_program
+from stretto.program.update import weight_update
 from stretto.schedules.dualpipe import dualpipe, dualpipev
 from stretto.schedules.forward_only import forward_only
 from stretto.schedules.gpipe import gpipe
@@ -31,6 +32,7 @@ __all__ = [
     "MOE",
     "MTP",
     "Action",
+    "BucketTimes",
     "CostError",
     "Costs",
     "Layer",
@@ -44,6 +46,7 @@ __all__ = [
     "PlanError",
     "Program",
     "ProgramError",
+    "Shared",
     "StrettoError",
     "TextError",
     "Timeline",
@@ -65,6 +68,7 @@ __all__ = [
     "simulate",
     "v_half",
     "v_min",
+    "weight_update",
     "zb_h1",
     "zb_h2",
     "zb_v",

@@ -14,8 +14,18 @@ from stretto.ir.errors import CostError
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
 
-_TIMES = ("F", "B", "I", "W", "FB", "BW")
-_BYTES = ("activation_bytes", "pending_bytes", "parameter_bytes", "message_bytes")
+LANES = ("compute", "comm", "send", "recv", "d2h", "h2d", "broadcast", "reload")
+"""The names of lanes, for `Shared`."""
+_TIMES = ("F", "B", "I", "W", "FB", "BW", "R")
+_BYTES = (
+    "activation_bytes",
+    "offload_bytes",
+    "recompute_bytes",
+    "pending_bytes",
+    "parameter_bytes",
+    "message_bytes",
+)
+_OPTIONAL = ("B", "FB", "R", "activation_bytes", "offload_bytes", "recompute_bytes", "slowdown")
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,11 +36,39 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PhaseTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A phase's forward, input gradient and weight gradient."""
+    """A phase's forward, input gradient, weight gradient, and recomputing what its forward discarded."""
 
     F: float = 0.0
     I: float = 0.0  # noqa: E741
     W: float = 0.0
+    R: float | None = None
+
+    @property
+    def recompute(self) -> float:
+        """R, or F unless it is given."""
+        return self.F if self.R is None else self.R
+
+
+class BucketTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The steps of a weight update, for one bucket: host to device, broadcast, reload."""
+
+    h2d: float = 1.0
+    broadcast: float = 1.0
+    reload: float = 1.0
+
+
+class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that several lanes draw on, such as a PCIe link or the cores of a CPU.
+
+    A task on one of `lanes`, by name, draws that much while it runs at full speed. Where the tasks under way want
+    more than `capacity`, it is shared fairly: each gets the same, or all that it wants if that is less, and
+    runs as much slower as it gets less.
+    """
+
+    capacity: float
+    lanes: dict[str, float]
+    devices: int = 1
+    """How many neighbouring devices have one together."""
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -50,6 +88,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     BW: PerStage = 0.0
     """The part of B, and of a pair, that runs after the gradient has left. 0 is a fused backward, as the
     closed forms of the literature assume; W is Kimi K2's decoupled weight gradient."""
+    R: PerStage | None = None
+    """Recomputing what a forward discarded; F unless given."""
     slowdown: tuple[float, ...] | None = None
     """A factor on all compute, for each device."""
     link: Link = Link()
@@ -57,10 +97,21 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Links that differ, by "source>target" device, e.g. "3>4"."""
     phases: dict[str, PhaseTimes] = {}
     """Times of phases, by "phase" or "layer.phase", e.g. "attn" or "moe.mlp"; for programs with layers."""
+    bucket: BucketTimes = BucketTimes()
+    """Times of a weight update."""
+    host: Link = Link()
+    """Each way between a device and host memory, for what is offloaded."""
+    shared: dict[str, Shared] = {}
+    """What lanes draw on together, by any name."""
     message_bytes: PerStage = 0.0
     """What a stage sends on, and its gradient weighs."""
     activation_bytes: PerStage | None = None
     """Held from the start of a stage's forward to the end of its B or I."""
+    offload_bytes: PerStage | None = None
+    """The part of them that leaves for host memory, where a program offloads; unless given, all that is not
+    recomputed."""
+    recompute_bytes: PerStage | None = None
+    """The part of them that is discarded after the forward and recomputed, where a program does that."""
     pending_bytes: PerStage = 0.0
     """Held between I (or B's input part) and the end of the weight part."""
     parameter_bytes: PerStage = 0.0
@@ -69,14 +120,15 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def __post_init__(self) -> None:
         for name in (*_TIMES, *_BYTES, "slowdown"):
             value = getattr(self, name)
-            if value is None and name in ("B", "FB", "activation_bytes", "slowdown"):
+            if value is None and name in _OPTIONAL:
                 continue
             if isinstance(value, list):
                 msgspec.structs.force_setattr(self, name, value := tuple(value))
             _demand(name, value)
-        if not isinstance(self.link, Link) or not all(isinstance(link, Link) for link in self.links.values()):
-            raise CostError("link is a Link, and links holds one for each name")
-        for name, link in [("link", self.link), *((f"links.{key}", link) for key, link in self.links.items())]:
+        named = {"link": self.link, "host": self.host, **{f"links.{key}": link for key, link in self.links.items()}}
+        for name, link in named.items():
+            if not isinstance(link, Link):
+                raise CostError(f"{name} must be a Link (got {link!r:.40})")
             _demand(f"{name}.latency", link.latency)
             if math.isnan(link.bandwidth) or link.bandwidth <= 0:
                 raise CostError(f"{name}.bandwidth must be above 0 (got {link.bandwidth})")
@@ -85,17 +137,30 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         for key, times in self.phases.items():
             if not isinstance(times, PhaseTimes):
                 raise CostError(f"phases.{key} must be PhaseTimes (got {times!r:.40})")
-            for name in ("F", "I", "W"):
+            for name in ("F", "I", "W", "recompute"):
                 _demand(f"phases.{key}.{name}", getattr(times, name))
+        for name in BucketTimes.__struct_fields__:
+            _demand(f"bucket.{name}", getattr(self.bucket, name))
+        for key, shared in self.shared.items():
+            _demand_shared(f"shared.{key}", shared)
 
     def per_stage(self, name: str, *, stages: int) -> NDArray[np.float64]:
-        """The times of F, B, I, W, FB or BW, or bytes, for each stage."""
+        """A time such as F, or bytes, for each stage."""
         value = getattr(self, name)
         if value is None and name == "B":
             return self.per_stage("I", stages=stages) + self.per_stage("W", stages=stages)
         if value is None and name == "FB":
             return self.per_stage("F", stages=stages) + self.per_stage("B", stages=stages)
+        if value is None and name == "R":
+            return self.per_stage("F", stages=stages)
         return _spread(name, 0.0 if value is None else value, stages, "stages")
+
+    def leaving_bytes(self, *, stages: int, recompute: bool) -> NDArray[np.float64]:
+        """What leaves for host memory of each stage's pass, in a program that offloads and perhaps recomputes."""
+        if self.offload_bytes is not None:
+            return self.per_stage("offload_bytes", stages=stages)
+        held, again = (self.per_stage(name, stages=stages) for name in ("activation_bytes", "recompute_bytes"))
+        return np.maximum(0.0, held - again * recompute)
 
     def device_factors(self, *, devices: int) -> NDArray[np.float64]:
         return _spread("slowdown", 1.0 if self.slowdown is None else self.slowdown, devices, "devices")
@@ -110,7 +175,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         (0.5, 0.5, 1.5, 1.5)
         """
         changed: dict[str, PerStage | None] = {}
-        for name in (*_TIMES, "activation_bytes", "pending_bytes", "parameter_bytes"):
+        for name in (*_TIMES, *_BYTES[:-1]):
             value = getattr(self, name)
             if isinstance(value, tuple):
                 total = np.interp(
@@ -123,8 +188,14 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def validate(self, *, stages: int, devices: int) -> None:
         """Refuse a table whose lists do not fit, or whose parts exceed the whole."""
-        for name in _BYTES:
-            self.per_stage(name, stages=stages)
+        sizes = {name: self.per_stage(name, stages=stages) for name in _BYTES}
+        parts = sizes["offload_bytes"] + sizes["recompute_bytes"]
+        if self.activation_bytes is not None and (parts > sizes["activation_bytes"]).any():
+            stage = int((parts > sizes["activation_bytes"]).argmax())
+            raise CostError(
+                "offload_bytes and recompute_bytes are parts of activation_bytes, but exceed them on stage "
+                f"{stage} ({parts[stage]:g} > {sizes['activation_bytes'][stage]:g})"
+            )
         self.device_factors(devices=devices)
         late = self.per_stage("BW", stages=stages)
         for name in ("B", "FB"):
@@ -159,7 +230,7 @@ def parse_costs(text: str) -> Costs:
     table: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (side.strip() for side in part.partition("="))
-        if name not in Costs.__struct_fields__ or name in ("link", "links", "slowdown", "phases"):
+        if name not in (*_TIMES, *_BYTES):
             raise CostError(f"unknown cost {name!r:.40}; known are {', '.join((*_TIMES, *_BYTES))}")
         if name in table:
             raise CostError(f"cost {name} is given twice")
@@ -191,6 +262,19 @@ def _demand(name: str, value: PerStage) -> None:
         sensible = isinstance(number, int | float) and not isinstance(number, bool)
         if not sensible or not math.isfinite(number) or number < 0:
             raise CostError(f"{name} must be a number of at least 0 (got {number!r:.40})")
+
+
+def _demand_shared(name: str, shared: Shared) -> None:
+    if not isinstance(shared, Shared):
+        raise CostError(f"{name} must be Shared (got {shared!r:.40})")
+    for lane, draws in {"capacity": shared.capacity, **shared.lanes}.items():
+        _demand(f"{name}.{lane}", draws)
+        if draws <= 0:
+            raise CostError(f"{name}.{lane} must be above 0 (got {draws})")
+    if unknown := [lane for lane in shared.lanes if lane not in LANES]:
+        raise CostError(f"{name} names lane {unknown[0]!r:.40}; known are {', '.join(LANES)}")
+    if not isinstance(shared.devices, int) or shared.devices < 1:
+        raise CostError(f"{name}.devices must be at least 1 (got {shared.devices!r:.40})")
 
 
 def _spread(name: str, value: PerStage, count: int, what: str) -> NDArray[np.float64]:

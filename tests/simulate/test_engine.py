@@ -114,7 +114,7 @@ def test_a_program_read_from_a_file_in_any_device_order_simulates_alike() -> Non
         ({"F": "1"}, "F must be a number of at least 0 (got '1')"),
         ({"F": None}, "F must be a number of at least 0 (got None)"),
         ({"F": True}, "F must be a number of at least 0 (got True)"),
-        ({"link": 3}, "link is a Link"),
+        ({"link": 3}, "link must be a Link (got 3)"),
         ({"phases": {"attn": 3}}, "phases.attn must be PhaseTimes (got 3)"),
         ({"phases": {"attn": PhaseTimes(F=-1)}}, "phases.attn.F must be a number of at least 0 (got -1)"),
         ({"links": {(0, 1): Link()}}, "a link is named"),

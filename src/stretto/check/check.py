@@ -1,25 +1,30 @@
 """All rules, in the order in which a reader wants to hear of them."""
 
+from stretto.check.buffers import buffers
 from stretto.check.coverage import coverage
 from stretto.check.deadlock import deadlock
 from stretto.check.dependencies import dependencies
 from stretto.check.memory import memory
 from stretto.check.placement import judged_transfers, placement
 from stretto.check.transfers import transfers
+from stretto.check.update import update
 from stretto.check.violation import Violation
+from stretto.check.waits import Waits
 from stretto.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.program.lower import lower
 from stretto.program.program import Program
+from stretto.program.task import UPDATES
 
 
 def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: float | None = None) -> list[Violation]:
     """Everything that is wrong with a program; an empty list proves it sound.
 
     Sound means: every action runs exactly once and where its stage lives; everything has what it
-    needs before it starts; every transfer has both ends, in the same order on both sides; and the
-    program ends even if each device moves one transfer at a time and every transfer blocks until
-    its other end is there. A deadlock is looked for once the rest holds.
+    needs before it starts; every transfer has both ends, in the same order on both sides; what left for
+    host memory is back before it is used; no buffer is filled before what it held was used or has
+    left; and the program ends even if each device moves one transfer at a time and every transfer
+    blocks until its other end is there. A deadlock is looked for once the rest holds.
 
     With `memory_limit`, no device may hold more bytes than that, by the bytes in `costs`.
 
@@ -30,13 +35,18 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
     """
     if isinstance(program, Plan):
         program = lower(program)
-    judged = judged_transfers(program)
-    found = [
-        *coverage(program),
-        *placement(program, judged),
-        *transfers(program, judged),
-        *dependencies(program),
-    ]
+    waits = Waits(program)
+    if program.work.among(UPDATES).any():
+        found = [*update(program, waits), *buffers(program, waits)]
+    else:
+        judged = judged_transfers(program)
+        found = [
+            *coverage(program),
+            *placement(program, judged),
+            *transfers(program, judged),
+            *dependencies(program, waits),
+            *buffers(program, waits),
+        ]
     if not found:
         found += deadlock(program)
     if memory_limit is not None:

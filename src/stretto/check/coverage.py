@@ -6,7 +6,7 @@ import numpy as np
 
 from stretto.check.violation import Violation
 from stretto.program.program import Program
-from stretto.program.task import BACKWARDS, FORWARDS, WEIGHTS, Kind
+from stretto.program.task import BACKWARDS, COPIES, FORWARDS, WEIGHTS, Kind
 from stretto.program.work import Bools, grouped
 
 
@@ -15,6 +15,12 @@ def coverage(program: Program) -> Iterator[Violation]:
     if program.work.among((*BACKWARDS, Kind.W, Kind.WGRAD)).any():
         yield from _backwards(program)
         yield from _weights(program)
+    if program.work.among(COPIES).any():
+        yield from _copies(program)
+    if program.recomputes:
+        tally = _Tally(program, "recomputation", (Kind.RECOMPUTE,))
+        for cell, stage, _, microbatch in tally.cells(tally.count > 1):
+            yield tally.repeated(cell, stage, microbatch)
 
 
 class _Tally:
@@ -87,3 +93,16 @@ def _weights(program: Program) -> Iterator[Violation]:
             yield Violation("coverage", message)
         elif whole[cell]:
             yield Violation("coverage", f"the weight part of {stage}B{microbatch}{end} never runs")
+
+
+def _copies(program: Program) -> Iterator[Violation]:
+    """What leaves comes back, once."""
+    placement, work = program.placement, program.work
+    cell = work.stage * placement.microbatches + work.microbatch
+    size = placement.stages * placement.microbatches
+    out, back = (np.bincount(cell[work.kind == kind], minlength=size) for kind in COPIES)
+    for number in np.flatnonzero((out > 1) | (out != back)).tolist():
+        stage, microbatch = divmod(number, placement.microbatches)
+        what = f"what stage {stage} saved for microbatch {microbatch}"
+        message = f"{what} leaves the device {out[number]} times and comes back {back[number]} times"
+        yield Violation("coverage", message)

@@ -8,6 +8,7 @@ import numpy as np
 from stretto.check.violation import Violation
 from stretto.program.graph import Graph, queue_edges, wait_graph
 from stretto.program.program import Program
+from stretto.program.task import Kind
 from stretto.program.work import Bools, Ints, stable_order
 
 
@@ -80,8 +81,7 @@ def _cycle_through(start: int, waits: dict[int, list[int]]) -> list[int]:
 def _wait(program: Program, waiting: int, awaited: int) -> str:
     """Why one task, or transfer, waits for another: "needs …" or "comes after …"."""
     name = _name(program, awaited)
-    ends = [task for task in (waiting, int(program.mate[waiting])) if task >= 0]
-    others = [task for task in (awaited, int(program.mate[awaited])) if task >= 0]
+    ends, others = program.ends(waiting), program.ends(awaited)
     if any(need in others for end in ends for need in program.needs(end)):
         return f"needs {name}"
     device = next(
@@ -95,7 +95,7 @@ def _wait(program: Program, waiting: int, awaited: int) -> str:
 
 def _name(program: Program, index: int) -> str:
     task = program.task(index)
-    if program.mate[index] < 0:
-        return f"{task} on device {task.device}"
+    if program.mate[index] < 0 or task.kind is Kind.BROADCAST:
+        return str(task) if program.mate[index] >= 0 else f"{task} on device {task.device}"
     send = task if task.lane.name == "send" else program.task(int(program.mate[index]))
     return f"{send} from device {send.device} to {send.lane.peer}"

@@ -3,36 +3,16 @@
 from collections.abc import Iterator
 from itertools import pairwise
 
-import numpy as np
-
 from stretto.check.violation import Violation
+from stretto.check.waits import Waits
 from stretto.program.program import Program
-from stretto.program.task import Kind
-from stretto.program.work import Bools, Ints
+from stretto.program.task import COPIES, Kind
+from stretto.program.work import Ints
 
 
-def dependencies(program: Program) -> Iterator[Violation]:
-    device, stated = program.device, _stated(program)
+def dependencies(program: Program, waits: Waits) -> Iterator[Violation]:
     for task, need in _required(program):
-        there = (task >= 0) & (need >= 0)
-        task, need = task[there], need[there]
-        here = device[task] == device[need]  # on different devices: reported as misplaced, or by transfers
-        task, need = task[here], need[here]
-        for a, b in _pairs(task, need, task == need):
-            pair = program.task(a)
-            assert pair.backward is not None
-            message = "{0} waits for itself: its backward {1}B{2} needs its forward {1}F{2}"
-            yield Violation("deadlock", message.format(pair, *pair.backward), (a, b))
-        for a, b in _pairs(task, need, task < need):
-            message = f"{program.task(a)} comes before {program.task(b)} on device {device[a]}, but needs its result"
-            yield Violation("dependencies", message, (a, b))
-        across = (program.lane[task] != program.lane[need]) & (task > need)  # a lane's own order says the rest
-        task, need = task[across], need[across]
-        for a, b in _pairs(task, need, ~_contains(stated, task * len(program) + need)):
-            message = (
-                f"{program.task(a)} does not wait for {program.task(b)} on device {device[a]}, but needs its result"
-            )
-            yield Violation("dependencies", message, (a, b))
+        yield from waits.missing(task, need)
 
 
 def _required(program: Program) -> Iterator[tuple[Ints, Ints]]:
@@ -51,20 +31,14 @@ def _required(program: Program) -> Iterator[tuple[Ints, Ints]]:
         yield backward[a + 1 : b], backward[a : b - 1]
         weights = slice(anatomy.weight_rows[stage], anatomy.weight_rows[stage + 1])
         yield tables.weight[weights], backward[a:b][list(anatomy.weight_steps[stage])]
+    if program.work.among((Kind.RECOMPUTE, *COPIES)).any():
+        recompute, offload, onload = tables.recompute, tables.end(Kind.OFFLOAD)[:-1], tables.end(Kind.ONLOAD)[:-1]
+        computes = anatomy.first_compute_rows
+        yield recompute[computes], results
+        yield backward, recompute
+        yield offload, results
+        yield onload, offload
+        for users in (back_starts, backward[computes], recompute[computes]):
+            yield users, onload
     yield tables.end(Kind.SEND_F)[:-1], results
     yield tables.end(Kind.SEND_B)[:-1], back_results
-
-
-def _stated(program: Program) -> Ints:
-    return np.sort(program.needing * len(program) + program.need)
-
-
-def _contains(ordered: Ints, keys: Ints) -> Bools:
-    at = np.searchsorted(ordered, keys)
-    found = at < len(ordered)
-    found[found] = ordered[at[found]] == keys[found]
-    return found
-
-
-def _pairs(task: Ints, need: Ints, chosen: Bools) -> Iterator[tuple[int, int]]:
-    return zip(task[chosen].tolist(), need[chosen].tolist(), strict=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Violation:
     rule: str
-    """coverage, placement, transfers, dependencies, deadlock or memory."""
+    """coverage, placement, transfers, dependencies, buffers, deadlock or memory."""
     message: str
     at: tuple[int, ...] = ()
     """The tasks it concerns, by index."""

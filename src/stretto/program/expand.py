@@ -8,7 +8,7 @@ import numpy as np
 
 from stretto.costs import Costs
 from stretto.program.phases import Anatomy
-from stretto.program.task import Kind
+from stretto.program.task import BACKWARDS, Kind
 from stretto.program.timing import Times, part_times
 from stretto.program.weave import Passes, Step, Token, Weight, weave
 from stretto.program.work import Bools, Ints, Work, grouped
@@ -21,6 +21,7 @@ class Expansion:
     work: Work
     action: Ints
     place: Ints
+    """From 1 on; 0 is left for copies."""
     comm: Bools
     late: Bools
     """Issued right before the device's next action, behind what this one sends."""
@@ -35,30 +36,36 @@ class _Piece(NamedTuple):
     late: bool = False
 
 
-def expand(actions: Work, anatomy: Anatomy, costs: Costs | None) -> Expansion:
-    return _whole(actions) if anatomy.is_whole else _phases(actions, anatomy, costs or Costs())
+def expand(actions: Work, anatomy: Anatomy, costs: Costs | None, *, recompute: bool) -> Expansion:
+    if anatomy.is_whole:
+        return _whole(actions, recompute=recompute)
+    return _phases(actions, anatomy, costs or Costs(), recompute=recompute)
 
 
-def _whole(actions: Work) -> Expansion:
-    """Every action is a task, and a full backward, alone or in a pair, has a WGRAD besides."""
+def _whole(actions: Work, *, recompute: bool) -> Expansion:
+    """Every action is a task; a full backward, alone or in a pair, has a WGRAD besides."""
+    again = np.flatnonzero(actions.among(BACKWARDS)) if recompute else np.empty(0, dtype=np.int64)
     split = np.flatnonzero(actions.among((Kind.B, Kind.PAIR)))
     stage, microbatch = actions.backward
-    none, zero = np.full(len(split), -1), np.zeros(len(split), dtype=np.int64)
-    wgrads = Work(zero + Kind.WGRAD, stage[split], microbatch[split], none, none, zero)
-    action = np.concatenate((np.arange(len(actions)), split))
-    late = np.arange(len(action)) >= len(actions)
-    work = Work.joined((actions, wgrads), np.arange(len(action)))
-    return Expansion(work, action, np.zeros_like(action), np.zeros_like(late), late)
+    recomputes, wgrads = (
+        Work.simple(np.full(len(of), kind), stage[of], microbatch[of])
+        for kind, of in ((Kind.RECOMPUTE, again), (Kind.WGRAD, split))
+    )
+    action = np.concatenate((again, np.arange(len(actions)), split))
+    work = Work.joined((recomputes, actions, wgrads), np.arange(len(action)))
+    late = np.arange(len(action)) >= len(action) - len(split)
+    place = np.where(np.arange(len(action)) < len(again), 1, 2)
+    return Expansion(work, action, place, np.zeros_like(late), late)
 
 
-def _phases(actions: Work, anatomy: Anatomy, costs: Costs) -> Expansion:
+def _phases(actions: Work, anatomy: Anatomy, costs: Costs, *, recompute: bool) -> Expansion:
     """Actions of the same kind and stages become the same pieces, so those are found once and repeated."""
     stages = len(anatomy.forward)
     code = (actions.kind * (stages + 1) + actions.stage) * (stages + 1) + actions.stage_b + 1
     alike, group = np.unique(code, return_inverse=True)
     order, start = grouped(group, len(alike))
-    cutter = _Cutter(anatomy, part_times(anatomy, costs))
-    columns: list[list[Ints]] = [[] for _ in range(9)]
+    cutter = _Cutter(anatomy, part_times(anatomy, costs), recompute=recompute)
+    columns: list[list[Ints]] = [[] for _ in range(10)]
     for a, b in pairwise(start.tolist()):
         action = order[a:b]
         kind, stage, stage_b = (int(column[action[0]]) for column in (actions.kind, actions.stage, actions.stage_b))
@@ -73,8 +80,9 @@ def _phases(actions: Work, anatomy: Anatomy, costs: Costs) -> Expansion:
             none,
             none,
             np.broadcast_to(part, shape),
+            np.where((kinds == Kind.F) & (part == 0), actions.slot[action], -1),
             np.broadcast_to(action, shape),
-            np.broadcast_to(np.arange(len(pieces))[:, None], shape),
+            np.broadcast_to(np.arange(len(pieces))[:, None] + 1, shape),
             np.broadcast_to(comm + 2 * late, shape),
         )
         for column, values in zip(columns, filled, strict=True):
@@ -86,8 +94,8 @@ def _phases(actions: Work, anatomy: Anatomy, costs: Costs) -> Expansion:
 class _Cutter:
     """Cuts actions into pieces; like pairs are woven once."""
 
-    def __init__(self, anatomy: Anatomy, times: Times) -> None:
-        self._anatomy, self._times = anatomy, times
+    def __init__(self, anatomy: Anatomy, times: Times, *, recompute: bool) -> None:
+        self._anatomy, self._times, self._recompute = anatomy, times, recompute
         self._woven: dict[Passes, tuple[Token, ...]] = {}
 
     def pieces(self, kind: Kind, stage: int, stage_b: int) -> list[_Piece]:
@@ -101,18 +109,25 @@ class _Cutter:
             case Kind.W:
                 return [_Piece(kind, False, part) for part in weights]
             case _:
-                pieces = [_Piece(kind, False, part, there) for part, there in enumerate(comm[::-1])]
+                pieces = [piece for part in range(len(comm)) for piece in self._backward(kind, stage, part, False)]
                 if kind is Kind.B:
                     pieces += [_Piece(Kind.WGRAD, False, part, late=True) for part in weights]
                 return pieces
+
+    def _backward(self, kind: Kind, stage: int, part: int, paired: bool) -> list[_Piece]:
+        """A part of a backward, behind the recomputation of what it uses."""
+        comm = self._anatomy.backward[stage][part].phase.lane == "comm"
+        again = [] if comm or not self._recompute else [_Piece(Kind.RECOMPUTE, paired, part)]
+        return [*again, _Piece(kind, paired, part, comm)]
 
     def _weave(self, stage: int, stage_b: int) -> list[_Piece]:
         times = self._times
         forward, backward = self._anatomy.forward[stage], self._anatomy.backward[stage_b]
         steps = self._anatomy.weight_steps[stage_b]
+        again = times[Kind.RECOMPUTE][stage_b] if self._recompute else [0.0] * len(backward)
         passes = Passes(
             tuple(Step(part.phase.lane, times[Kind.F][stage][k]) for k, part in enumerate(forward)),
-            tuple(Step(part.phase.lane, times[Kind.B][stage_b][k]) for k, part in enumerate(backward)),
+            tuple(Step(part.phase.lane, again[k] + times[Kind.B][stage_b][k]) for k, part in enumerate(backward)),
             tuple(Weight(step, times[Kind.WGRAD][stage_b][k]) for k, step in enumerate(steps)),
         )
         if passes not in self._woven:
@@ -124,7 +139,7 @@ class _Cutter:
             if of == "F":
                 pieces.append(_Piece(Kind.F, False, number, forward[number].phase.lane == "comm"))
             elif of == "B":
-                pieces.append(_Piece(Kind.B, True, number, backward[number].phase.lane == "comm"))
+                pieces += self._backward(Kind.B, stage_b, number, True)
             else:
                 pieces.append(_Piece(Kind.WGRAD, True, number, late=place > results))
         return pieces

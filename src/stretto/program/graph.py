@@ -10,7 +10,7 @@ from stretto.program.work import Ints, grouped, stable_order
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """A node is a task, or the two ends of a transfer together; numbered in program sequence."""
+    """A node is a task, or all ends of a transfer or broadcast together; numbered in program sequence."""
 
     node: Ints
     """The node of each task."""
@@ -54,9 +54,11 @@ class Graph:
 def wait_graph(program: Program, *edges: tuple[Ints, Ints]) -> Graph:
     """The program's needs and these edges (before, after) between its tasks, as a graph of nodes."""
     index = np.arange(len(program))
-    leads = program.mate < index  # the later end of a transfer stands for both
-    node = np.cumsum(leads) - 1
-    node[~leads] = node[program.mate[~leads]]
+    leads = program.mate < index  # the last end stands for all
+    leader = np.where(leads, index, program.mate)
+    while not leads[leader].all():
+        leader = np.where(leads[leader], leader, program.mate[leader])
+    node = (np.cumsum(leads) - 1)[leader]
     need, task = program.need, program.needing
     across = (program.lane[need] != program.lane[task]) | (need >= task)  # a lane's own order says the rest
     needs = (need[across], task[across])

@@ -7,9 +7,10 @@ import numpy as np
 from stretto.ir.placement import Placement
 from stretto.program.phases import Anatomy
 from stretto.program.program import Program
+from stretto.program.slots import refills
 from stretto.program.tables import Tables
-from stretto.program.task import RECEIVES, SENDS, Kind, Lane, Task
-from stretto.program.work import Ints, Work, grouped
+from stretto.program.task import COMPUTE, COPIES, RECEIVES, SENDS, Kind, Lane, Task
+from stretto.program.work import Ints, Work, grouped, stable_order
 
 
 def link_tasks(tasks: Iterable[Task], placement: Placement, anatomy: Anatomy | None = None) -> Program:
@@ -17,7 +18,9 @@ def link_tasks(tasks: Iterable[Task], placement: Placement, anatomy: Anatomy | N
     tasks = list(tasks)
     lanes = tuple(sorted({task.lane for task in tasks}))
     index = {lane: k for k, lane in enumerate(lanes)}
-    work = Work.of((task.kind, task.stage, task.microbatch, *(task.backward or (-1, -1)), task.part) for task in tasks)
+    work = Work.of(
+        (task.kind, task.stage, task.microbatch, *(task.backward or (-1, -1)), task.part, task.slot) for task in tasks
+    )
     lane = np.array([index[task.lane] for task in tasks])
     anatomy = anatomy or Anatomy.whole(placement.stages)
     return link(lanes, lane, work, _mates(lanes, lane, work), placement, anatomy)
@@ -32,9 +35,10 @@ def link(
     """
     work.demand(placement)
     device = np.array([lane.device for lane in lanes])[lane]
+    tables = Tables(work, anatomy, placement)
     edges = [
         (task[there], need[there])
-        for task, need in _needs(Tables(work, anatomy, placement), device)
+        for task, need in (*_needs(tables, device), *_memory_needs(tables, device))
         for there in [(task >= 0) & (need >= 0) & (device[task] == device[need])]
     ]
     order, need_start = grouped(np.concatenate([task for task, _ in edges]), len(work))
@@ -68,6 +72,40 @@ def _needs(tables: Tables, device: Ints) -> Iterator[tuple[Ints, Ints]]:
     yield tables.weight, backward[anatomy.weight_needs]
     for send, table in ((Kind.SEND_F, forward), (Kind.SEND_B, backward)):
         yield tables.end(send), tables.last(table)
+
+
+def _memory_needs(tables: Tables, device: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """The same for what is recomputed, and for what leaves the device and comes back."""
+    work = tables.work
+    if work.among((Kind.RECOMPUTE,)).any():
+        yield tables.first_compute(tables.recompute), tables.last(tables.forward)
+        yield tables.backward, tables.recompute
+    if not work.among(COPIES).any():
+        return
+    offload, onload = tables.end(Kind.OFFLOAD), tables.end(Kind.ONLOAD)
+    yield offload, tables.last(tables.forward)
+    yield onload, offload
+    # Communication may come first in a backward, and recomputing before it all: each waits.
+    for first in (
+        tables.first(tables.backward),
+        tables.first_compute(tables.backward),
+        tables.first_compute(tables.recompute),
+    ):
+        yield first, onload
+    comes = np.flatnonzero(work.kind == Kind.ONLOAD)
+    yield comes, _last_compute(work, device)[comes]  # not before the action beside which it is to come
+    for fills, _, empties in refills(tables, device):
+        yield fills, empties
+
+
+def _last_compute(work: Work, device: Ints) -> Ints:
+    """The last task of each task's device before it that computes or is a phase, −1 if there is none."""
+    order = stable_order(device, int(device.max()) + 1)
+    computes = work.among(COMPUTE)[order]
+    last = np.maximum.accumulate(np.where(computes, np.arange(len(order)), -1))
+    found = np.empty_like(order)
+    found[order] = np.where(last >= 0, order[last], -1)
+    return np.where((found >= 0) & (device[found] == device), found, -1)
 
 
 def _mates(lanes: tuple[Lane, ...], lane: Ints, work: Work) -> Ints:

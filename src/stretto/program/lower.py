@@ -1,6 +1,7 @@
 """Plan → program: every action a task or its phases, every hand-over a transfer, all in one global order."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
@@ -11,6 +12,7 @@ from stretto.ir.errors import PlanError
 from stretto.ir.plan import Plan, Slot
 from stretto.program.expand import Expansion, expand
 from stretto.program.link import link
+from stretto.program.memory import Copies, no_copies, plan_copies
 from stretto.program.order import FREE, RESULT, start_ticks
 from stretto.program.phases import Anatomy, Layer
 from stretto.program.program import Program
@@ -18,10 +20,18 @@ from stretto.program.tables import Tables
 from stretto.program.task import Kind, Lane
 from stretto.program.work import Bools, Ints, Work
 
+_OWN_LANES = ("compute", "comm", "d2h", "h2d")
 _KIND = {op: int(Kind[op.name]) for op in Op}
 
 
-def lower(plan: Plan, *, layers: Sequence[Sequence[Layer]] | None = None, costs: Costs | None = None) -> Program:
+def lower(
+    plan: Plan,
+    *,
+    layers: Sequence[Sequence[Layer]] | None = None,
+    costs: Costs | None = None,
+    offload: int = 0,
+    recompute: bool = False,
+) -> Program:
     """Tasks on lanes: compute, and one lane for each end of every directed link.
 
     A full backward, alone or in a pair, becomes its input part and a WGRAD task; what the device
@@ -29,6 +39,10 @@ def lower(plan: Plan, *, layers: Sequence[Sequence[Layer]] | None = None, costs:
 
     With `layers`, those of each stage, every pass becomes its layers' phases on compute and comm
     lanes, and a pair's two passes are woven into one order from the phases' costs.
+
+    With `offload`, what a forward saved goes to host memory and comes back before its backward, on lanes of
+    its own; each copy has that many actions' time, and 1 is Kimi K2's rule. With `recompute`, what a forward
+    discarded is computed again right before the backward, phase by phase.
 
     All tasks are put into one order, by the times of a run in which every pass takes one tick and
     transfers take none; a device issues its own tasks in that order. Since every task stands behind
@@ -39,6 +53,8 @@ def lower(plan: Plan, *, layers: Sequence[Sequence[Layer]] | None = None, costs:
     """
     if layers is not None and len(layers) != plan.stages:
         raise PlanError(f"the plan has {plan.stages} stages, but layers are given for {len(layers)}")
+    if offload < 0:
+        raise PlanError(f"offload is a number of actions of at least 0 (got {offload})")
     device, actions = _actions(plan)
     actions.demand(plan.placement)
     whole = Anatomy.whole(plan.stages)
@@ -48,32 +64,45 @@ def lower(plan: Plan, *, layers: Sequence[Sequence[Layer]] | None = None, costs:
     result = start + RESULT[actions.kind]
     source, target, gradient = _transfers(device, forward[:-1], backward[:-1])
     anatomy = whole if layers is None else Anatomy(layers)
-    parts = expand(actions, anatomy, costs)
+    copies = plan_copies(device, actions, backward, offload) if offload else no_copies(len(actions))
+    actions = replace(actions, slot=copies.forward_slot)
+    parts = expand(actions, anatomy, costs, recompute=recompute)
 
-    order = _global_order(parts, device, actions, start, result, stuck, source, target)
+    order = _global_order(parts, copies, device, actions, start, result, stuck, source, target)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    send, receive = np.split(place[len(parts.work) :], 2)
+    sends_at, receives_at = len(parts.work), len(parts.work) + len(source)
+    send, receive = place[sends_at:receives_at], place[receives_at : receives_at + len(source)]
     mate = np.full(len(order), -1)
     mate[send], mate[receive] = receive, send
 
     stages, microbatches = actions.backward
     stage = np.where(gradient, stages[source], actions.stage[source])
     microbatch = np.where(gradient, microbatches[source], actions.microbatch[source])
-    sends = _ends(np.where(gradient, Kind.SEND_B, Kind.SEND_F), stage, microbatch)
-    receives = _ends(np.where(gradient, Kind.RECV_B, Kind.RECV_F), stage + np.where(gradient, -1, 1), microbatch)
-    slots = 2 * plan.devices + 2  # lanes a device could have: compute, comm, sends, receives
+    sends = Work.simple(np.where(gradient, Kind.SEND_B, Kind.SEND_F), stage, microbatch)
+    receives = Work.simple(np.where(gradient, Kind.RECV_B, Kind.RECV_F), stage + np.where(gradient, -1, 1), microbatch)
+    leaves, comes = (
+        Work.simple(
+            np.full(len(slot), kind), actions.stage[copies.forward], actions.microbatch[copies.forward], slot=slot
+        )
+        for kind, slot in ((Kind.OFFLOAD, np.full_like(copies.slot, -1)), (Kind.ONLOAD, copies.slot))
+    )
+    own, possible = len(_OWN_LANES), len(_OWN_LANES) + 2 * plan.devices  # lanes that a device could have
     lane = (
-        device[parts.action] * slots + parts.comm,
-        device[source] * slots + 2 + device[target],
-        device[target] * slots + 2 + plan.devices + device[source],
+        device[parts.action] * possible + parts.comm,
+        device[source] * possible + own + device[target],
+        device[target] * possible + own + plan.devices + device[source],
+        device[copies.forward] * possible + _OWN_LANES.index("d2h"),
+        device[copies.forward] * possible + _OWN_LANES.index("h2d"),
     )
     lanes, at = _used_lanes(np.concatenate(lane)[order], plan.devices)
-    return link(lanes, at, Work.joined((parts.work, sends, receives), order), mate, plan.placement, anatomy)
+    work = Work.joined((parts.work, sends, receives, leaves, comes), order)
+    return link(lanes, at, work, mate, plan.placement, anatomy)
 
 
 def _global_order(
     parts: Expansion,
+    copies: Copies,
     device: Ints,
     actions: Work,
     start: Ints,
@@ -82,10 +111,11 @@ def _global_order(
     source: Ints,
     target: Ints,
 ) -> Ints:
-    """The order of parts, sends and receives: by (2 × tick, number of a transfer, place within an action).
+    """The order of parts, sends, receives and copies: by (2 × tick, number of a transfer, place within an action).
 
     What a tick's results set moving comes before its actions. What comes late, such as WGRADs, stands
-    right before its device's next action. What a stuck action should send is received at the last
+    right before its device's next action, behind what leaves the device after this one. What comes back
+    stands before the action beside which it does. What a stuck action should send is received at the last
     moment instead, so that `check` sees the circle of waits and not a stray receive.
     """
     follows = np.append(start[1:], 0)
@@ -94,12 +124,14 @@ def _global_order(
     number = 2 * np.arange(len(source))
     arrival = np.where(stuck[source], 2 * start[target], 2 * result[source])
     numbers, places = 2 * len(source) + 2, int(parts.place.max()) + 1
-    main = (2 * start[parts.action] + 1) * numbers + 1
-    late = (2 * follows[parts.action] + 1) * numbers
+    main = (2 * start + 1) * numbers + 1
+    late = (2 * follows + 1) * numbers
     keys = (
-        np.where(parts.late, late, main) * places + parts.place,
+        np.where(parts.late, late[parts.action], main[parts.action]) * places + parts.place,
         (2 * result[source] * numbers + number) * places,
         (arrival * numbers + number + 1) * places,
+        late[copies.forward] * places,
+        main[copies.beside] * places,
     )
     return np.argsort(np.concatenate(keys), kind="stable")
 
@@ -118,17 +150,13 @@ def _actions(plan: Plan) -> tuple[Ints, Work]:
         np.full(len(slots), -1),
         np.full(len(slots), -1),
         np.zeros(len(slots), dtype=np.int64),
+        np.full(len(slots), -1),
     )
     paired = [at for at, _ in pairs]
     work.kind[paired] = Kind.PAIR
     work.stage_b[paired] = [pair.backward.stage for _, pair in pairs]
     work.microbatch_b[paired] = [pair.backward.microbatch for _, pair in pairs]
     return np.repeat(np.arange(plan.devices), [len(row) for row in plan.rows]), work
-
-
-def _ends(kind: Ints, stage: Ints, microbatch: Ints) -> Work:
-    none = np.full(len(stage), -1)
-    return Work(kind, stage, microbatch, none, none, np.zeros(len(stage), dtype=np.int64))
 
 
 def _transfers(device: Ints, forward: Ints, backward: Ints) -> tuple[Ints, Ints, Ints]:
@@ -143,11 +171,11 @@ def _transfers(device: Ints, forward: Ints, backward: Ints) -> tuple[Ints, Ints,
 def _used_lanes(code: Ints, devices: int) -> tuple[tuple[Lane, ...], Ints]:
     used = np.flatnonzero(np.bincount(code)) if devices < 1000 else np.unique(code)  # counting is quicker
     lanes = []
-    for device, slot in (divmod(int(lane), 2 * devices + 2) for lane in used):
-        if slot < 2:
-            lanes.append(Lane(device, ("compute", "comm")[slot]))
-        elif slot < devices + 2:
-            lanes.append(Lane(device, "send", slot - 2))
+    own = len(_OWN_LANES)
+    for device, slot in (divmod(int(lane), 2 * devices + own) for lane in used):
+        if slot < own:
+            lanes.append(Lane(device, _OWN_LANES[slot]))
         else:
-            lanes.append(Lane(device, "recv", slot - 2 - devices))
+            direction, peer = divmod(slot - own, devices)
+            lanes.append(Lane(device, ("send", "recv")[direction], peer))
     return tuple(lanes), np.searchsorted(used, code)

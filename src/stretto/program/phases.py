@@ -92,6 +92,12 @@ class Anatomy:
         return np.array([0, *accumulate(map(len, self.forward))])
 
     @cached_property
+    def first_compute_rows(self) -> Ints:
+        """The row of the first part of each stage's backward that is on the compute lane."""
+        rows: Ints = self.pass_rows[:-1] + np.array([steps[0] for steps in self.weight_steps])
+        return rows
+
+    @cached_property
     def weight_rows(self) -> Ints:
         """The same for weight gradients."""
         return np.array([0, *accumulate(map(len, self.weight_steps))])

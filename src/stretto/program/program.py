@@ -33,7 +33,8 @@ class Program:
     """Task t needs `need[need_start[t]:need_start[t + 1]]`."""
     need: Ints
     mate: Ints
-    """A transfer's other end, else −1; the two take place as one."""
+    """The next end of the transfer or broadcast that a task is an end of, the first following the last; else −1.
+    All ends take place as one."""
 
     def __len__(self) -> int:
         return len(self.work)
@@ -50,12 +51,21 @@ class Program:
     @property
     def compute(self) -> Bools:
         """Which tasks are on a compute lane."""
-        return np.array([lane.name == "compute" for lane in self.lanes])[self.lane]
+        return self.on_lane("compute")
+
+    def on_lane(self, name: str) -> Bools:
+        """Which tasks are on a lane of this name."""
+        return np.array([lane.name == name for lane in self.lanes])[self.lane]
 
     @property
     def moving(self) -> Bools:
         """Which tasks are an end of a transfer."""
         return self.work.among((*SENDS, *RECEIVES))
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether what forwards discarded is computed again."""
+        return bool((self.work.kind == Kind.RECOMPUTE).any())
 
     @property
     def tables(self) -> Tables:
@@ -78,6 +88,7 @@ class Program:
             None if stage_b < 0 else (stage_b, work.microbatch_b.item(index)),
             part,
             self.anatomy.name(kind, stage, part),
+            work.slot.item(index),
         )
 
     def tasks(self) -> Iterator[Task]:
@@ -87,10 +98,17 @@ class Program:
         needs: list[int] = self.need[self.need_start.item(index) : self.need_start.item(index + 1)].tolist()
         return needs
 
+    def ends(self, index: int) -> list[int]:
+        """All ends of the transfer or broadcast that a task is part of, itself first; only itself if of none."""
+        ends = [index]
+        while (end := self.mate.item(ends[-1])) not in (-1, index):
+            ends.append(end)
+        return ends
+
     def __str__(self) -> str:
         """One line per device, in issue order. Of whole actions this is PyTorch's CSV with transfers."""
         rows: list[list[str]] = [[] for _ in range(self.devices)]
         for task in self.tasks():
-            if task.phase or task.item is not None:
+            if task.phase or task.kind is not Kind.WGRAD:
                 rows[task.device].append(str(task))
         return "\n".join(map(",".join, rows))

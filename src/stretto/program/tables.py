@@ -14,8 +14,9 @@ from stretto.program.work import Ints, Work
 class Tables:
     """Task indexes in tables with a column per microbatch; −1 where there is none, the first of several.
 
-    `forward`, `backward` and `weight` have a row for each part of each stage's pass. The others have a
-    row per stage and a spare one at the end, so that stage −1 and the one after the last exist, empty.
+    `forward`, `backward`, `recompute` (a row for each part of the backward) and `weight` have a row for each
+    part of each stage's pass. The others have a row per stage and a spare one at the end, so that stage −1 and
+    the one after the last exist, empty.
     """
 
     def __init__(self, work: Work, anatomy: Anatomy, placement: Placement) -> None:
@@ -33,6 +34,10 @@ class Tables:
     def weight(self) -> Ints:
         return self._table(WEIGHTS, self.anatomy.weight_rows, self.work.stage, self.work.microbatch)
 
+    @cached_property
+    def recompute(self) -> Ints:
+        return self._table((Kind.RECOMPUTE,), self.anatomy.pass_rows, self.work.stage, self.work.microbatch)
+
     def first(self, table: Ints) -> Ints:
         """The first part of each stage's pass."""
         return np.concatenate((table[self.anatomy.pass_rows[:-1]], self._spare()))
@@ -41,8 +46,12 @@ class Tables:
         """The last part of each stage's pass, which has its result."""
         return np.concatenate((table[self.anatomy.pass_rows[1:] - 1], self._spare()))
 
+    def first_compute(self, table: Ints) -> Ints:
+        """The first part of each stage's backward, or of its recomputation, that is on the compute lane."""
+        return np.concatenate((table[self.anatomy.first_compute_rows], self._spare()))
+
     def end(self, kind: Kind) -> Ints:
-        """The sends or receives of a kind."""
+        """The sends, receives or copies of a kind."""
         rows = np.arange(self.placement.stages + 1)
         return np.concatenate((self._table((kind,), rows, self.work.stage, self.work.microbatch), self._spare()))
 

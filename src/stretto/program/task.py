@@ -20,21 +20,35 @@ class Kind(IntEnum):
     RECV_F = 7
     SEND_B = 8
     RECV_B = 9
+    RECOMPUTE = 10
+    OFFLOAD = 11
+    ONLOAD = 12
+    H2D = 13
+    BROADCAST = 14
+    RELOAD = 15
 
 
-COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.WGRAD)
+COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.WGRAD, Kind.RECOMPUTE)
 FORWARDS = (Kind.F, Kind.PAIR)
 BACKWARDS = (Kind.B, Kind.I, Kind.PAIR)
 """Kinds that yield an input gradient."""
 WEIGHTS = (Kind.W, Kind.WGRAD)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+COPIES = (Kind.OFFLOAD, Kind.ONLOAD)
+"""Activations leave for host memory, and come back."""
+UPDATES = (Kind.H2D, Kind.BROADCAST, Kind.RELOAD)
+"""The steps of a weight update."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Lane:
-    """An in-order queue of a device: "compute", "comm" (expert dispatch and combine), or one end of the
-    directed link to or from a peer."""
+    """An in-order queue of a device.
+
+    In training: "compute", "comm" (expert dispatch and combine), "d2h" and "h2d" (copies to and from host
+    memory), and one end of each directed link to or from a peer. In a weight update: "h2d", "broadcast"
+    and "reload".
+    """
 
     device: int
     name: str = "compute"
@@ -52,7 +66,10 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do on one lane. A pair's stage and microbatch are its forward's."""
+    """One thing to do on one lane. A pair's stage and microbatch are its forward's.
+
+    In a weight update, the microbatch is the bucket and the stage the device it comes from.
+    """
 
     lane: Lane
     kind: Kind
@@ -63,6 +80,8 @@ class Task:
     part: int = 0
     phase: str = ""
     """Where a task is only a part of its pass: which, and the name of that phase and its layer's number."""
+    slot: int = -1
+    """Which of its device's buffers it fills, where buffers are reused."""
 
     @property
     def device(self) -> int:
@@ -70,18 +89,23 @@ class Task:
 
     @property
     def item(self) -> Item | None:
-        """What this task is in CSV; a WGRAD is part of the B or pair before it."""
+        """What this task is in CSV, which knows no memory traffic; a WGRAD is part of the B or pair before it."""
         match self.kind:
-            case Kind.WGRAD:
-                return None
+            case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
+                return Transfer(self.stage, End[self.kind.name], self.microbatch)
             case Kind.PAIR:
                 assert self.backward is not None
                 return Pair(Action(self.stage, Op.F, self.microbatch), Action(self.backward[0], Op.B, self.backward[1]))
             case Kind.F | Kind.B | Kind.I | Kind.W:
                 return Action(self.stage, Op[self.kind.name], self.microbatch)
             case _:
-                return Transfer(self.stage, End[self.kind.name], self.microbatch)
+                return None
 
     def __str__(self) -> str:
-        name = f"{self.stage}B{self.microbatch}.wgrad" if self.item is None else str(self.item)
+        if self.kind in UPDATES:
+            return f"{self.kind.name}{self.microbatch}"
+        if self.kind is Kind.WGRAD:
+            name = f"{self.stage}B{self.microbatch}.wgrad"
+        else:
+            name = str(self.item or f"{self.stage}{self.kind.name}{self.microbatch}")
         return f"{name}.{self.phase}" if self.phase else name

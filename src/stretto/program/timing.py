@@ -9,7 +9,8 @@ Times = dict[Kind, list[list[float]]]
 
 
 def part_times(anatomy: Anatomy, costs: Costs) -> Times:
-    """By kind, stage and part: of forwards, of backwards' input parts, and of weight gradients.
+    """By kind, stage and part: of forwards, of backwards' input parts, of recomputing before them, and of weight
+    gradients.
 
     Without times for phases, a stage's compute phases share its F, I and W equally and
     communication takes none. A full backward's parts are those of its I and W, and a pair's those
@@ -20,15 +21,16 @@ def part_times(anatomy: Anatomy, costs: Costs) -> Times:
             "B, FB and BW are times of whole passes; with layers they follow from the phases, so leave them out"
         )
     stages = len(anatomy.forward)
-    whole = {name: costs.per_stage(name, stages=stages).tolist() for name in ("F", "I", "W")}
-    times: Times = {Kind.F: [], Kind.B: [], Kind.WGRAD: []}
+    whole = {name: costs.per_stage(name, stages=stages).tolist() for name in ("F", "I", "W", "R")}
+    times: Times = {Kind.F: [], Kind.B: [], Kind.RECOMPUTE: [], Kind.WGRAD: []}
     for stage, parts in enumerate(anatomy.forward):
         shares = sum(part.phase.lane == "compute" for part in parts)
-        share = PhaseTimes(*(whole[name][stage] / shares for name in ("F", "I", "W")))
+        share = PhaseTimes(*(whole[name][stage] / shares for name in ("F", "I", "W", "R")))
         of = {part: _times(part, costs, share) for part in parts}
         backward = anatomy.backward[stage]
         times[Kind.F].append([of[part].F for part in parts])
         times[Kind.B].append([of[part].I for part in backward])
+        times[Kind.RECOMPUTE].append([of[part].recompute for part in backward])
         times[Kind.WGRAD].append([of[backward[step]].W for step in anatomy.weight_steps[stage]])
     return times
 

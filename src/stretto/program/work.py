@@ -16,7 +16,10 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """One entry per task: its kind, and the stage and microbatch it is done for."""
+    """One entry per task: its kind, and the stage and microbatch it is done for.
+
+    In a weight update, the microbatch is the bucket and the stage the device it comes from.
+    """
 
     kind: Ints
     stage: Ints
@@ -26,11 +29,22 @@ class Work:
     microbatch_b: Ints
     part: Ints
     """Which part of its pass a task is; 0 for a whole one."""
+    slot: Ints
+    """Which of its device's buffers a task fills, −1 for none or one of its own."""
 
     @staticmethod
-    def of(rows: Iterable[tuple[int, int, int, int, int, int]]) -> "Work":
-        table = np.array(list(rows), dtype=np.int64).reshape(-1, 6)
+    def of(rows: Iterable[tuple[int, int, int, int, int, int, int]]) -> "Work":
+        table = np.array(list(rows), dtype=np.int64).reshape(-1, 7)
         return Work(*(np.ascontiguousarray(column) for column in table.T))
+
+    @staticmethod
+    def simple(
+        kind: Ints, stage: Ints, microbatch: Ints, *, part: Ints | None = None, slot: Ints | None = None
+    ) -> "Work":
+        """Work without pairs."""
+        none = np.full(len(stage), -1)
+        part = np.zeros_like(none) if part is None else part
+        return Work(kind, stage, microbatch, none, none, part, none if slot is None else slot)
 
     @staticmethod
     def joined(parts: Iterable["Work"], order: Ints) -> "Work":
@@ -39,7 +53,7 @@ class Work:
         return Work(*(np.concatenate(column)[order] for column in columns))
 
     def columns(self) -> tuple[Ints, ...]:
-        return self.kind, self.stage, self.microbatch, self.stage_b, self.microbatch_b, self.part
+        return self.kind, self.stage, self.microbatch, self.stage_b, self.microbatch_b, self.part, self.slot
 
     def __len__(self) -> int:
         return len(self.kind)

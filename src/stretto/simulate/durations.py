@@ -4,32 +4,33 @@ import sys
 
 import numpy as np
 
-from stretto.costs import Costs, link_ends
+from stretto.costs import Costs, Link, link_ends
 from stretto.ir.errors import CostError
 from stretto.program.program import Program
-from stretto.program.task import WEIGHTS, Kind
+from stretto.program.task import COPIES, UPDATES, WEIGHTS, Kind
 from stretto.program.timing import part_times
 from stretto.timeline.memory import Floats
 
 
 def durations(program: Program, costs: Costs) -> Floats:
-    """By task index; the two ends of a transfer take the same time."""
+    """By task index; all ends of a transfer or broadcast take the same time."""
     stages, devices = program.placement.stages, program.devices
     costs.validate(stages=stages, devices=devices)
     if costs.phases and program.anatomy.is_whole:
         raise CostError("the costs have times of phases, but the program has none; give its layers (--layers)")
-    forward, whole, late, woven, of_input, of_weight = (
-        costs.per_stage(name, stages=stages) for name in ("F", "B", "BW", "FB", "I", "W")
+    forward, whole, late, woven, of_input, of_weight, again = (
+        costs.per_stage(name, stages=stages) for name in ("F", "B", "BW", "FB", "I", "W", "R")
     )
     saved = forward + whole - woven  # by weaving a stage's forward with its own backward
     table = np.zeros((len(Kind), stages))
-    table[[Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.WGRAD]] = (
+    table[[Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.WGRAD, Kind.RECOMPUTE]] = (
         forward,
         whole - late,
         of_input,
         of_weight,
         forward - saved / 2,
         late,
+        again,
     )
     work = program.work
     time = table[work.kind, work.stage]
@@ -37,8 +38,14 @@ def durations(program: Program, costs: Costs) -> Floats:
     time[pairs] = np.maximum(0.0, time[pairs] + (whole - late - saved / 2)[work.stage_b[pairs]])
     if not program.anatomy.is_whole:
         time = _part_times(program, costs)
-    time *= costs.device_factors(devices=devices)[program.device]  # transfers are still 0 here
-    return time + _transfer_times(program, costs)
+    time *= costs.device_factors(devices=devices)[program.device]  # what moves is still 0 here
+    time += _transfer_times(program, costs)
+    if (copies := np.flatnonzero(work.among(COPIES))).size:
+        size = costs.leaving_bytes(stages=stages, recompute=program.recomputes)
+        time[copies] = costs.host.latency + size[work.stage[copies]] * _rate(costs.host)
+    for kind in UPDATES:
+        time[work.kind == kind] = getattr(costs.bucket, kind.name.lower())
+    return time
 
 
 def _part_times(program: Program, costs: Costs) -> Floats:
@@ -48,6 +55,7 @@ def _part_times(program: Program, costs: Costs) -> Floats:
     for kinds, of, rows in (
         ((Kind.F,), Kind.F, anatomy.pass_rows),
         ((Kind.B, Kind.I), Kind.B, anatomy.pass_rows),
+        ((Kind.RECOMPUTE,), Kind.RECOMPUTE, anatomy.pass_rows),
         (WEIGHTS, Kind.WGRAD, anatomy.weight_rows),
     ):
         task = np.flatnonzero(work.among(kinds))
@@ -62,9 +70,13 @@ def _transfer_times(program: Program, costs: Costs) -> Floats:
         if lane.peer is not None:
             ends = (lane.device, lane.peer) if lane.name == "send" else (lane.peer, lane.device)
             link = table.get(ends, costs.link)
-            latency[index], rate[index] = link.latency, min(1 / link.bandwidth, sys.float_info.max)
+            latency[index], rate[index] = link.latency, _rate(link)
     size = costs.per_stage("message_bytes", stages=program.placement.stages)
     # What travels is the boundary between two stages; it is sized by the stage before it.
     boundary = program.work.stage - program.work.among((Kind.RECV_F, Kind.SEND_B))
     with np.errstate(over="ignore"):  # an endless transfer is refused when it is seen to end the step
         return np.where(program.moving, latency[program.lane] + size[boundary] * rate[program.lane], 0.0)
+
+
+def _rate(link: Link) -> float:
+    return min(1 / link.bandwidth, sys.float_info.max)

@@ -11,6 +11,7 @@ from stretto.program.graph import Graph, lane_graph
 from stretto.program.lower import lower
 from stretto.program.program import Program
 from stretto.simulate.durations import durations
+from stretto.simulate.sharing import replay_sharing
 from stretto.timeline import Timeline
 
 
@@ -19,7 +20,7 @@ def simulate(program: Plan | Program, costs: Costs | None = None) -> Timeline:
 
     A lane runs its tasks in order. A transfer takes place on both its lanes at once. Receives are
     taken as posted in time, so only a lane's own order and the needs hold a task back. What is not
-    there is not missed: `check` finds that.
+    there is not missed: `check` finds that. Lanes that share something slow each other down (`Shared`).
 
     >>> from stretto.schedules.gpipe import gpipe
     >>> simulate(gpipe(devices=2, microbatches=3)).makespan
@@ -33,8 +34,9 @@ def simulate(program: Plan | Program, costs: Costs | None = None) -> Timeline:
             "the program cannot run: tasks wait in a circle, and so never start; "
             f"{program.task(int(graph.task[stuck[0]]))} is one of {len(stuck)}, and check() names the circle"
         )
-    graph = graph.ordered()
-    start, end = _replay(graph, durations(program, costs or Costs())[graph.task].tolist())
+    graph, costs = graph.ordered(), costs or Costs()
+    time = durations(program, costs)[graph.task].tolist()
+    start, end = replay_sharing(program, costs, graph, time) if costs.shared else _replay(graph, time)
     if not math.isfinite(max(end)):
         raise CostError("the step would take longer than a number can say; use a larger unit of time")
     return Timeline(program, np.array(start)[graph.node], np.array(end)[graph.node])

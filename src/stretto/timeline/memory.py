@@ -1,15 +1,15 @@
 """What each device holds, from a stage's forward to its weight part."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.costs import Costs
+from stretto.ir.errors import CostError
 from stretto.program.program import Program
-from stretto.program.task import BACKWARDS, FORWARDS, WEIGHTS, Kind
-from stretto.program.work import Bools, Ints, stable_order
+from stretto.program.task import BACKWARDS, COPIES, FORWARDS, WEIGHTS, Kind
+from stretto.program.work import Bools, Ints
 
 Floats = NDArray[np.float64]
 
@@ -18,13 +18,13 @@ Floats = NDArray[np.float64]
 class DeviceMemory:
     """One device's holdings after each change, in order.
 
-    They change when a compute task starts or ends. Between a full backward and a weight part that
-    takes no time nothing is held.
+    They change when a task that computes or copies starts or ends. Between a full backward and a weight
+    part that takes no time nothing is held.
     """
 
     time: Floats
     activations: Ints
-    """Stage passes held from the start of F to the end of B or I."""
+    """Stage passes held from the start of F to the end of B or I, less those away in host memory."""
     pending: Ints
     """Stage passes held between I (or B's input part) and the end of the weight part."""
     bytes: Floats | None
@@ -53,7 +53,11 @@ class DeviceMemory:
 def memory_in_order(
     program: Program, costs: Costs, start: Floats | None = None, end: Floats | None = None
 ) -> list[DeviceMemory]:
-    """What every device holds. The order of compute alone tells; without times they are all 0."""
+    """What every device holds.
+
+    The order of issue alone tells; without times they are all 0, and what is copied out is taken to be
+    gone only where something waits for that.
+    """
     events = _Events.of(program, costs)
     fixed = _parameters(program, costs)
     counts_bytes = costs.activation_bytes is not None or bool(costs.pending_bytes) or bool(fixed.any())
@@ -61,13 +65,14 @@ def memory_in_order(
         when = np.zeros(len(events.task))
         late = costs.per_stage("BW", stages=program.placement.stages)
         instant = late[program.work.stage[events.task]] == 0
+        order = np.lexsort((events.known, events.device))
     else:
         when = np.where(np.arange(len(events.task)) % 2, end[events.task], start[events.task])
         instant = start[events.task] == end[events.task]
+        order = np.lexsort((when, events.device))
     kept = events.change & ~_fused(program, events, instant)
-    order = np.lexsort((when, events.device))  # where lanes run beside each other; otherwise as it is
     devices = []
-    bounds = np.searchsorted(events.device, np.arange(program.devices + 1))
+    bounds = np.searchsorted(events.device[order], np.arange(program.devices + 1))
     for device_bytes, a, b in zip(fixed, bounds[:-1], bounds[1:], strict=True):
         here = order[a:b]
         shown = kept[here]
@@ -83,12 +88,14 @@ def memory_in_order(
     return devices
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Events:
-    """Two for each task that is no transfer, its start and its end; by device, in issue order."""
+    """Two for each task that is no transfer, its start and its end, in issue order."""
 
     task: Ints
     device: Ints
+    known: Ints
+    """Where in the program it is known to have happened."""
     held: Ints
     """The change in activations, in what waits for a weight part, and in bytes."""
     owed: Ints
@@ -98,49 +105,92 @@ class _Events:
 
     @staticmethod
     def of(program: Program, costs: Costs) -> "_Events":
+        """A forward's first part takes memory, a backward's last part gives it back; what is then owed, the last
+        weight part settles. When no backward will come, a forward keeps nothing beyond its own last part.
+        """
+        work = program.work
         task = np.flatnonzero(~program.moving)
-        device = program.device[task]
-        order = stable_order(device, program.devices)
-        task, device = task[order], device[order]
-        stage, back_stage, part = (
-            column[task] for column in (program.work.stage, program.work.backward[0], program.work.part)
+        count = len(task)
+        events = _Events(
+            task=np.repeat(task, 2),
+            device=np.repeat(program.device[task], 2),
+            known=np.repeat(task, 2),
+            held=np.zeros(2 * count, dtype=np.int64),
+            owed=np.zeros(2 * count, dtype=np.int64),
+            size=np.zeros(2 * count),
+            change=np.zeros(2 * count, dtype=np.bool_),
         )
+        stage, back_stage, part = (column[task] for column in (work.stage, work.backward[0], work.part))
         last, last_weight = (np.diff(rows) - 1 for rows in (program.anatomy.pass_rows, program.anatomy.weight_rows))
-        forward, backward, weight = (
-            program.work.among(kinds)[task].astype(np.int64) for kinds in (FORWARDS, BACKWARDS, WEIGHTS)
-        )
-        # A forward's first part takes memory, a backward's last part gives it back; what is then owed, the last
-        # weight part settles. When no backward will come, a forward keeps nothing beyond its own last part.
-        takes, gives = forward * (part == 0), backward * (part == last[back_stage])
-        settles = weight * (part == last_weight[stage])
-        ends = gives if backward.any() else forward * (part == last[stage])
+        forward, backward, weight = (work.among(kinds)[task] for kinds in (FORWARDS, BACKWARDS, WEIGHTS))
+        takes = np.flatnonzero(forward & (part == 0))
+        gives = np.flatnonzero(backward & (part == last[back_stage]))
+        keeps = len(gives) > 0 or bool(backward.any())
+        ends = gives if keeps else np.flatnonzero(forward & (part == last[stage]))
+        settles = np.flatnonzero(weight & (part == last_weight[stage]))
         size, size_owed = (
             costs.per_stage(name, stages=program.placement.stages) for name in ("activation_bytes", "pending_bytes")
         )
-        return _Events(
-            task=np.repeat(task, 2),
-            device=np.repeat(device, 2),
-            held=_both(takes, -ends),
-            owed=_both(0 * takes, gives - settles),
-            size=_both(
-                takes * size[stage],
-                gives * size_owed[back_stage] - ends * size[back_stage] - settles * size_owed[stage],
-            ),
-            change=_both(takes, ends + settles) > 0,
-        )
+        events.add(2 * takes, held=1, size=size[stage[takes]])
+        events.add(2 * ends + 1, held=-1, size=-size[back_stage[ends]])
+        events.add(2 * gives + 1, owed=1, size=size_owed[back_stage[gives]])
+        events.add(2 * settles + 1, owed=-1, size=-size_owed[stage[settles]])
+        if work.among(COPIES).any():
+            events.add_copies(program, costs)
+        if program.recomputes:
+            events.add_recomputing(program, costs)
+        return events
 
+    def add(self, event: Ints, *, held: int = 0, owed: int = 0, size: Floats) -> None:
+        self.held[event] += held
+        self.owed[event] += owed
+        self.size[event] += size
+        self.change[event] = True
 
-def _both(at_start: NDArray[Any], at_end: NDArray[Any]) -> NDArray[Any]:
-    return np.stack((at_start, at_end), axis=1).ravel()
+    def add_copies(self, program: Program, costs: Costs) -> None:
+        """What is copied out is held until it is out; what comes back is held from when it begins to."""
+        size = costs.leaving_bytes(stages=program.placement.stages, recompute=program.recomputes)
+        kind, stage = program.work.kind[self.task], program.work.stage[self.task]
+        ends = np.arange(len(self.task)) % 2 == 1
+        out, back = np.flatnonzero((kind == Kind.OFFLOAD) & ends), np.flatnonzero((kind == Kind.ONLOAD) & ~ends)
+        self.add(out, held=-1, size=-size[stage[out]])
+        self.add(back, held=1, size=size[stage[back]])
+        waits = np.full(len(program), len(program))
+        np.minimum.at(waits, program.need, program.needing)
+        self.known[out] = waits[self.task[out]]
+
+    def add_recomputing(self, program: Program, costs: Costs) -> None:
+        """What is recomputed is given up after the forward, and held again part by part during the backward."""
+        if costs.activation_bytes is not None and costs.recompute_bytes is None:
+            raise CostError("the program recomputes; say how much of activation_bytes that spares: recompute_bytes")
+        size = costs.per_stage("recompute_bytes", stages=program.placement.stages)
+        tables = program.tables
+        parts = np.array([len(steps) for steps in program.anatomy.weight_steps])
+        at = np.full(len(program), -1)  # of each task, its first event
+        at[self.task[::2]] = np.arange(0, len(self.task), 2)
+        for table, end in ((tables.recompute, 0), (tables.backward, 1)):
+            task = table[(tables.recompute >= 0) & (table >= 0)]
+            stage = program.work.backward[0][task]
+            self.add(at[task] + end, size=(size / parts)[stage] * (-1 if end else 1))
+        recomputed = tables.first_compute(tables.recompute) >= 0
+        given_up, taken_back = tables.last(tables.forward)[recomputed], tables.last(tables.backward)[recomputed]
+        for task, sign in ((given_up[given_up >= 0], -1), (taken_back[taken_back >= 0], 1)):
+            stage = program.work.stage[task] if sign < 0 else program.work.backward[0][task]
+            self.add(at[task] + 1, size=sign * size[stage])
 
 
 def _fused(program: Program, events: _Events, instant: Bools) -> Bools:
     """The end of a full backward whose WGRAD takes no time: both end at once, with nothing held between."""
     fused = np.zeros(len(events.task), dtype=np.bool_)
     if program.anatomy.is_whole:
+        whole = program.work.among((Kind.B, Kind.PAIR))
+        backward = program.tables.first(program.tables.backward)
         begins = np.arange(len(events.task)) % 2 == 0
-        at = np.flatnonzero(begins & instant & (program.work.kind[events.task] == Kind.WGRAD))
-        fused[at[events.device[at] == events.device[at - 1]] - 1] = True
+        weight = events.task[begins & instant & (program.work.kind[events.task] == Kind.WGRAD)]
+        before = backward[program.work.stage[weight], program.work.microbatch[weight]]
+        before = before[(before >= 0) & whole[before]]
+        at = np.searchsorted(events.task, before)
+        fused[at + 1] = True
     return fused
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from stretto.costs import Costs
 from stretto.program.graph import queue_edges
 from stretto.program.program import Program
-from stretto.program.task import Task
+from stretto.program.task import COPIES, Task
 from stretto.program.work import Bools, grouped
 from stretto.timeline.memory import DeviceMemory, Floats, memory_in_order
 
@@ -35,6 +35,8 @@ class DeviceSummary(msgspec.Struct, frozen=True):
     """Idle time during which a transfer that the next compute task needs was under way."""
     exposed_comm: float
     """The same for expert dispatch and combine."""
+    exposed_copy: float
+    """The same for what leaves for host memory and comes back."""
     peak_activations: int
     peak_pending: int
     peak_live: int
@@ -74,7 +76,10 @@ class Timeline:
         task = np.flatnonzero(program.compute)
         order, bounds = grouped(program.device[task], program.devices)
         task = task[order]
-        transfer, comm = (self._exposed(kind)[task] for kind in (program.moving, ~program.moving & ~program.compute))
+        transfer, comm, copy = (
+            self._exposed(awaited)[task]
+            for awaited in (program.moving, program.on_lane("comm"), program.work.among(COPIES))
+        )
         memory = self.memory(costs)
         devices = []
         for device, (a, b) in enumerate(pairwise(bounds.tolist())):
@@ -87,6 +92,7 @@ class Timeline:
                     bubble=makespan - busy,
                     exposed_transfer=float(transfer[a:b].sum()),
                     exposed_comm=float(comm[a:b].sum()),
+                    exposed_copy=float(copy[a:b].sum()),
                     peak_activations=memory[device].peak_activations,
                     peak_pending=memory[device].peak_pending,
                     peak_live=memory[device].peak_live,
@@ -106,9 +112,7 @@ class Timeline:
         first, here = float(self.start.min()), int(self.end.argmax())
         path = [here]
         while self.start.item(here) > first:
-            waited = [*program.needs(here), previous.item(here)]
-            if (mate := program.mate.item(here)) >= 0:
-                waited += [*program.needs(mate), previous.item(mate)]
+            waited = [task for end in program.ends(here) for task in (*program.needs(end), previous.item(end))]
             if max(waited) < 0:
                 break
             here = max((task for task in waited if task >= 0), key=self.end.item)

@@ -1,0 +1,109 @@
+"""The weight update as a program: host to device, broadcast with each device the source in turn, reload."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from stretto.ir.errors import PlanError
+from stretto.ir.placement import Placement
+from stretto.program.phases import Anatomy
+from stretto.program.program import Program
+from stretto.program.slots import by_bucket, refills
+from stretto.program.tables import Tables
+from stretto.program.task import UPDATES, Kind, Lane
+from stretto.program.work import Ints, Work, grouped
+
+Mode = Literal["serial", "two", "three"]
+MODES: tuple[Mode, ...] = ("serial", "two", "three")
+
+
+def weight_update(*, devices: int, buckets: int, mode: Mode = "two") -> Program:
+    """Every bucket into every device. Bucket k comes from the host memory of device k mod `devices`.
+
+    A round is one bucket from each device: all copy theirs to the device at once, and then each in turn
+    broadcasts its own into one of everybody's two IPC buffers, while the other is being reloaded from.
+
+    - "serial": one thing after the other.
+    - "two": broadcast beside reload; the next round's copies wait for the round's last broadcast. One H2D buffer.
+    - "three": the copies too, a round ahead, into a second H2D buffer.
+
+    One device alone copies straight into the IPC buffers. What a task needs is also what keeps every buffer
+    from being filled before it was emptied.
+
+    >>> from stretto import Costs, simulate
+    >>> from stretto.costs import BucketTimes
+    >>> costs = Costs(bucket=BucketTimes(h2d=2, broadcast=1, reload=1))
+    >>> [simulate(weight_update(devices=4, buckets=8, mode=mode), costs).makespan for mode in MODES]
+    [20.0, 13.0, 11.0]
+    """
+    if mode not in MODES:
+        raise PlanError(f"{mode!r:.40} is no mode of a weight update; there are {', '.join(MODES)}")
+    for name, value in (("devices", devices), ("buckets", buckets)):
+        if not isinstance(value, int) or value < 1:
+            raise PlanError(f"a weight update needs at least 1 of {name} (got {value!r:.40})")
+    device, work = _tasks(devices, buckets, mode)
+    placement, anatomy = Placement((tuple(range(devices)),), buckets), Anatomy.whole(devices)
+    edges = [
+        (task[need >= 0], need[need >= 0])
+        for task, need in (
+            *_needs(work, device, mode),
+            *((fills, empties) for fills, _, empties in refills(Tables(work, anatomy, placement), device)),
+        )
+    ]
+    order, need_start = grouped(np.concatenate([task for task, _ in edges]), len(work))
+    slots = device * len(UPDATES) + work.kind - min(UPDATES)
+    used, lane = np.unique(slots, return_inverse=True)
+    return Program(
+        placement=placement,
+        anatomy=anatomy,
+        lanes=tuple(Lane(slot // len(UPDATES), UPDATES[slot % len(UPDATES)].name.lower()) for slot in used.tolist()),
+        lane=lane,
+        work=work,
+        need_start=need_start,
+        need=np.concatenate([need for _, need in edges])[order],
+        mate=_rings(work, device),
+    )
+
+
+def _tasks(devices: int, buckets: int, mode: Mode) -> tuple[Ints, Work]:
+    """Where, and what: bucket by bucket, all devices' together, copies before the broadcasts they run beside."""
+    h2d = np.arange(buckets)
+    each = np.repeat(h2d, devices)  # what all devices do for each bucket
+    everyone = np.tile(np.arange(devices), buckets)
+    sent = slice(None) if devices > 1 else slice(0)
+    bucket = np.concatenate((h2d, each[sent], each))
+    device = np.concatenate((h2d % devices, everyone[sent], everyone))
+    kind = np.repeat(UPDATES, (len(h2d), len(each[sent]), len(each)))
+    turns = 1 if devices > 1 and mode != "three" else 2  # of H2D buffers; a lone device copies into its IPC buffers
+    slot = np.where(kind == Kind.H2D, bucket // devices % turns, np.where(kind == Kind.BROADCAST, bucket % 2, -1))
+    ahead = 1 if mode == "three" else 0
+    place = np.where(kind == Kind.H2D, np.maximum(0, bucket // devices - ahead) * devices, bucket)
+    order = np.lexsort((device, kind, place))
+    work = Work.simple(kind, bucket % devices, bucket, slot=slot)
+    return device[order], Work.joined((work,), order)
+
+
+def _needs(work: Work, device: Ints, mode: Mode) -> Iterator[tuple[Ints, Ints]]:
+    """A broadcast needs its copy, a reload its broadcast; and what the mode wants to wait for. −1 is nothing."""
+    h2d, broadcast, reload = (np.flatnonzero(work.kind == kind) for kind in UPDATES)
+    copied, sent, loaded = (by_bucket(work, device, kind) for kind in UPDATES)
+    bucket, devices = work.microbatch, len(copied)
+    alone = devices == 1
+    yield broadcast, copied[device[broadcast], bucket[broadcast]]
+    yield reload, (copied if alone else sent)[device[reload], bucket[reload]]
+    before = bucket[h2d] // devices * devices - 1  # the last bucket of the round before a copy's
+    if mode == "serial":
+        yield h2d, np.where(before >= 0, loaded[device[h2d], before], -1)
+        yield broadcast, np.where(bucket[broadcast] > 0, loaded[device[broadcast], bucket[broadcast] - 1], -1)
+    elif mode == "two" and not alone:
+        yield h2d, np.where(before >= 0, sent[device[h2d], before], -1)
+
+
+def _rings(work: Work, device: Ints) -> Ints:
+    """All ends of a broadcast, one after the other in a ring."""
+    mate = np.full(len(work), -1)
+    ends = by_bucket(work, device, Kind.BROADCAST)
+    if len(ends) > 1:
+        mate[ends] = np.roll(ends, -1, axis=0)
+    return mate

@@ -1,0 +1,123 @@
+"""The engine where lanes share what they draw on: tasks slow each other down, so time goes from event to event."""
+
+from heapq import heappop, heappush
+
+import numpy as np
+
+from stretto.costs import Costs
+from stretto.program.graph import Graph
+from stretto.program.program import Program
+from stretto.program.work import grouped
+
+
+def replay_sharing(program: Program, costs: Costs, graph: Graph, time: list[float]) -> tuple[list[float], list[float]]:
+    """The start and end of every node, given how long each takes at full speed."""
+    return _Replay(graph, time, _draws(program, costs, graph)).run()
+
+
+Draws = list[list[tuple["_Resource", float]]]
+
+
+class _Resource:
+    """Who draws on it, and how much each wants."""
+
+    def __init__(self, capacity: float) -> None:
+        self.capacity = capacity
+        self.wants: dict[int, float] = {}
+
+    def level(self) -> float:
+        """What nobody gets more of: those that want less take that, and the others share the rest equally."""
+        left, sharers = self.capacity, len(self.wants)
+        for want in sorted(self.wants.values()):
+            if want * sharers >= left:
+                return left / sharers
+            left -= want
+            sharers -= 1
+        return float("inf")
+
+
+def _draws(program: Program, costs: Costs, graph: Graph) -> Draws:
+    """What each node draws on, and how much; a transfer draws on both sides."""
+    resources: dict[tuple[str, int], _Resource] = {}
+    of_lane: list[list[tuple[_Resource, float]]] = []
+    for lane in program.lanes:
+        of_lane.append([])
+        for name, shared in costs.shared.items():
+            if lane.name in shared.lanes:
+                key = name, lane.device // shared.devices
+                resource = resources.setdefault(key, _Resource(shared.capacity))
+                of_lane[-1].append((resource, shared.lanes[lane.name]))
+    draws: Draws = [[] for _ in range(len(graph.task))]
+    for lane_index, node in zip(program.lane.tolist(), graph.node.tolist(), strict=True):
+        draws[node] += of_lane[lane_index]
+    return draws
+
+
+class _Replay:
+    def __init__(self, graph: Graph, time: list[float], draws: Draws) -> None:
+        count = len(time)
+        self._draws, self._left = draws, time.copy()  # what is left of each node, in time at full speed
+        order, bounds = grouped(graph.source, count)
+        self._followers, self._bounds = graph.target[order].tolist(), bounds.tolist()
+        self._waits = np.bincount(graph.target, minlength=count).tolist()
+        self._start, self._end = [0.0] * count, [0.0] * count
+        self._speed, self._seen = [1.0] * count, [0.0] * count  # when `left` was true
+        self._turn = [0] * count  # counts changes of speed; an older forecast is void
+        self._forecast: list[tuple[float, int, int]] = []
+        self._now = 0.0
+
+    def run(self) -> tuple[list[float], list[float]]:
+        starting = [node for node, waits in enumerate(self._waits) if not waits]
+        while True:
+            self._begin(starting)
+            starting = []
+            while self._forecast and not starting:
+                self._now = max(self._now, self._forecast[0][0])
+                starting = self._finish()
+            if not starting:
+                return self._start, self._end
+
+    def _begin(self, nodes: list[int]) -> None:
+        for node in nodes:
+            self._start[node] = self._seen[node] = self._now
+            for resource, want in self._draws[node]:
+                resource.wants[node] = resource.wants.get(node, 0.0) + want
+        self._adjust(nodes, nodes)
+
+    def _finish(self) -> list[int]:
+        """End all nodes that are due now; those that can then start."""
+        done, ready = [], []
+        while self._forecast and self._forecast[0][0] <= self._now:
+            _, node, turn = heappop(self._forecast)
+            if turn != self._turn[node]:
+                continue
+            self._turn[node] += 1
+            self._end[node] = self._now
+            done.append(node)
+            for resource, _ in self._draws[node]:
+                resource.wants.pop(node, None)
+            for follower in self._followers[self._bounds[node] : self._bounds[node + 1]]:
+                self._waits[follower] -= 1
+                if not self._waits[follower]:
+                    ready.append(follower)
+        self._adjust(done, [])
+        return ready
+
+    def _adjust(self, changed: list[int], fresh: list[int]) -> None:
+        """New speeds for all that draw on what these nodes draw on, and new forecasts."""
+        touched = {id(resource): resource for node in changed for resource, _ in self._draws[node]}
+        affected = dict.fromkeys(fresh)
+        for resource in touched.values():
+            affected.update(dict.fromkeys(resource.wants))
+        levels: dict[int, float] = {}
+        for node in affected:
+            speed = 1.0
+            for resource, _ in self._draws[node]:
+                if id(resource) not in levels:
+                    levels[id(resource)] = resource.level()
+                speed = min(speed, levels[id(resource)] / resource.wants[node])
+            if speed != self._speed[node] or not self._turn[node]:
+                self._left[node] -= (self._now - self._seen[node]) * self._speed[node]
+                self._seen[node], self._speed[node] = self._now, speed
+                self._turn[node] += 1
+                heappush(self._forecast, (self._now + max(0.0, self._left[node]) / speed, node, self._turn[node]))

@@ -1,0 +1,210 @@
+"""Memory traffic: what leaves the device comes back, when and where the rule says, and costs what it should."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stretto
+from strategies import plans
+from stretto import MOE, Costs, Link, PhaseTimes
+from stretto.program.task import BACKWARDS, COMPUTE, FORWARDS, Kind
+from stretto.timeline import memory_in_order
+
+
+def rows(plan: stretto.Plan) -> dict[tuple[str, int, int], tuple[int, int]]:
+    """Device and place in its row of every (F or B, stage, microbatch)."""
+    found = {}
+    for device, row in enumerate(plan.rows):
+        for at, slot in enumerate(row):
+            actions = (slot.forward, slot.backward) if isinstance(slot, stretto.Pair) else (slot,)
+            for action in actions:
+                if action.op.name in "FBI":
+                    found["F" if action.op.name == "F" else "B", action.stage, action.microbatch] = device, at
+    return found
+
+
+@given(plans(), st.integers(1, 3), st.booleans(), st.booleans())
+def test_what_is_used_again_late_enough_leaves_and_comes_back(
+    plan: stretto.Plan, room: int, phases: bool, recompute: bool
+) -> None:
+    layers = [[MOE]] * plan.stages if phases else None
+    program = stretto.lower(plan, layers=layers, offload=room, recompute=recompute)
+    assert stretto.check(program) == []
+    places = rows(plan)
+    expected = {
+        (stage, microbatch)
+        for (op, stage, microbatch), (_, at) in places.items()
+        if op == "F" and places["B", stage, microbatch][1] - at > 2 * room
+    }
+    for kind in (Kind.OFFLOAD, Kind.ONLOAD):
+        moved = [(task.stage, task.microbatch) for task in program.tasks() if task.kind is kind]
+        assert sorted(moved) == sorted(expected)
+
+
+def test_kimi_k2s_rule() -> None:
+    """In the steady state the previous microbatch's forward leaves while the next one's backward comes."""
+    plan = stretto.interleaved(devices=4, virtual=2, microbatches=8, overlap=True)
+    program = stretto.lower(plan, offload=1)
+    costs = Costs(activation_bytes=3, host=Link(bandwidth=1))  # a copy takes as long as a pair
+    timeline = stretto.simulate(program, costs)
+    spans = [span for span in timeline.spans() if span.task.device == 0]
+    pairs = [span for span in spans if span.task.kind is Kind.PAIR]
+    out, back = (
+        {(span.task.stage, span.task.microbatch): span for span in spans if span.task.kind is kind}
+        for kind in (Kind.OFFLOAD, Kind.ONLOAD)
+    )
+    assert len(pairs) > 3
+    for before, now, after in zip(pairs, pairs[1:], pairs[2:], strict=False):
+        leaving, coming = out[before.task.stage, before.task.microbatch], back[after.task.backward]
+        assert (leaving.start, leaving.end) == (coming.start, coming.end) == (now.start, now.end)
+    assert timeline.summary().devices[0].exposed_copy > 0  # warm-up forwards are shorter
+    assert program.work.slot.max() == 3  # four buffers: being filled, leaving, being used, coming
+
+
+def test_copies_that_fit_behind_compute_cost_no_time() -> None:
+    plan = stretto.interleaved(devices=4, virtual=2, microbatches=8, overlap=True)
+    free = Costs(activation_bytes=10, host=Link(bandwidth=10))
+    kept, moved = (stretto.simulate(stretto.lower(plan, offload=room), free) for room in (0, 1))
+    assert moved.makespan == kept.makespan
+    assert sum(device.exposed_copy for device in moved.summary().devices) == 0
+    assert kept.summary(free).devices[0].peak_bytes == 120
+    assert moved.summary(free).devices[0].peak_bytes == 40
+
+
+def test_slow_copies_are_exposed_by_hand() -> None:
+    """Four forwards of 1, four backwards of 1, and copies of 2 through three buffers."""
+    plan = stretto.gpipe(devices=1, microbatches=4)
+    costs = Costs(F=1, B=1, activation_bytes=2, host=Link(bandwidth=1))
+    timeline = stretto.simulate(stretto.lower(plan, offload=1), costs)
+    found = {str(span.task): (span.start, span.end) for span in timeline.spans()}
+    # Buffers 0 and 1 hold the first two; the third forward waits for buffer 0, the fourth takes buffer 2, and what
+    # the first saved comes back into buffer 1.
+    assert [found[f"0F{k}"] for k in range(4)] == [(0, 1), (1, 2), (3, 4), (4, 5)]
+    assert [found[f"0OFFLOAD{k}"] for k in range(4)] == [(1, 3), (3, 5), (5, 7), (7, 9)]
+    assert [found[f"0ONLOAD{k}"] for k in range(4)] == [(5, 7), (7, 9), (9, 11), (11, 13)]
+    assert [found[f"0B{k}"] for k in range(4)] == [(7, 8), (9, 10), (11, 12), (13, 14)]
+    summary = timeline.summary(costs).devices[0]
+    assert summary.exposed_copy == summary.bubble == 6
+
+
+def test_memory_over_time_with_copies() -> None:
+    plan = stretto.parse_plan("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3")
+    costs = Costs(activation_bytes=10, offload_bytes=8, host=Link(bandwidth=8))
+    timeline = stretto.simulate(stretto.lower(plan, offload=1), costs)
+    (held,) = timeline.memory(costs)
+    # A copy takes 1: each forward's 8 of 10 leave during the next action, and come back during the one before use.
+    at = dict(zip(held.time.tolist(), held.bytes.tolist(), strict=True)) if held.bytes is not None else {}
+    assert [at[time] for time in (0, 1, 2, 3, 4)] == [10, 20, 22, 32, 32]
+    assert held.peak_activations == 3
+
+
+@given(plans(), st.integers(0, 2), st.booleans(), st.booleans())
+def test_bytes_in_issue_order_bound_those_over_time(
+    plan: stretto.Plan, room: int, phases: bool, recompute: bool
+) -> None:
+    layers = [[MOE]] * plan.stages if phases else None
+    program = stretto.lower(plan, layers=layers, offload=room, recompute=recompute)
+    costs = Costs(activation_bytes=10, recompute_bytes=4, pending_bytes=3, host=Link(bandwidth=3))
+    bound = memory_in_order(program, costs)
+    for held, worst in zip(stretto.simulate(program, costs).memory(costs), bound, strict=True):
+        assert held.bytes is not None
+        assert held.bytes[-1] == pytest.approx(0)
+        assert held.peak_bytes <= worst.peak_bytes + 1e-9  # type: ignore[operator]
+        if room:
+            assert held.peak_activations <= program.work.slot.max() + 1
+    again = stretto.simulate(program, costs).summary(costs)
+    limit = max(device.peak_bytes or 0 for device in again.devices)
+    assert stretto.check(program, costs=costs, memory_limit=limit / 2)
+
+
+def test_recomputing_takes_time_and_spares_memory() -> None:
+    plan = stretto.one_f_one_b(devices=2, microbatches=4)
+    costs = Costs(R=0.5, activation_bytes=10, recompute_bytes=6)
+    program = stretto.lower(plan, recompute=True)
+    summary = stretto.simulate(program, costs).summary(costs)
+    computed = [str(task) for task in program.tasks() if task.lane.name == "compute" and task.device == 1]
+    assert computed[:4] == ["1F0", "1RECOMPUTE0", "1B0", "1B0.wgrad"]
+    assert summary.makespan == 1 + 4 * 3.5 + 2  # the first device's last recomputing hides in its wait
+    assert [device.peak_bytes for device in summary.devices] == [14, 10]
+    with pytest.raises(stretto.CostError, match="recompute_bytes"):
+        stretto.simulate(program).summary(Costs(activation_bytes=10))
+
+
+def test_phases_are_recomputed_one_by_one() -> None:
+    plan = stretto.one_f_one_b(devices=1, microbatches=1)
+    times = {"attn": PhaseTimes(1, 1, 1, R=0.25), "mlp": PhaseTimes(1, 1, 1), "dispatch": PhaseTimes(1, 1)}
+    costs = Costs(phases={**times, "combine": PhaseTimes(1, 1)}, activation_bytes=10, recompute_bytes=6)
+    program = stretto.lower(plan, layers=[[MOE]], costs=costs, recompute=True)
+    timeline = stretto.simulate(program, costs)
+    found = {str(span.task): (span.start, span.end) for span in timeline.spans()}
+    # What is recomputed does not wait for the gradient: the MLP's is done beside the combine's backward.
+    assert found["0RECOMPUTE0.mlp0"] == (4, 5)
+    assert found["0B0.combine0"] == (4, 5)
+    assert found["0B0.mlp0"] == (5, 6)
+    assert found["0RECOMPUTE0.attn0"] == (6, 6.25)
+    (held,) = timeline.memory(costs)
+    assert held.bytes is not None
+    assert held.bytes.tolist() == [10, 4, 7, 4, 7, 0, 0]
+
+
+@given(plans(), st.booleans(), st.data())
+def test_check_finds_every_dropped_wait_of_a_copy(plan: stretto.Plan, phases: bool, data: st.DataObject) -> None:
+    """Of all waits between lanes that memory traffic brought, each is missed when it is dropped."""
+    layers = [[MOE]] * plan.stages if phases else None
+    program = stretto.lower(plan, layers=layers, offload=1)
+    kind = program.work.kind
+    needing = program.needing
+    copies = np.flatnonzero(program.work.among((Kind.OFFLOAD, Kind.ONLOAD)))
+    entries = np.flatnonzero(np.isin(needing, copies) | np.isin(program.need, copies))
+    # An onload also waits for the compute before it: that is the rule's timing, not its soundness.
+    timing = (kind[needing] == Kind.ONLOAD) & program.work.among(COMPUTE)[program.need]
+    entries = entries[~timing[entries]]
+    if not len(entries):
+        return
+    drop = data.draw(st.sampled_from(entries.tolist()))
+    task, need = int(needing[drop]), int(program.need[drop])
+    kept = (needing != task) | (program.need != need)
+    starts = np.concatenate(([0], np.cumsum(np.bincount(needing[kept], minlength=len(program)))))
+    broken = replace(program, need=program.need[kept], need_start=starts)
+    found = stretto.check(broken)
+    assert any(set(violation.at) >= {task, need} for violation in found), (program.task(task), program.task(need))
+
+
+@given(plans(), st.data())
+def test_check_finds_a_buffer_taken_too_soon(plan: stretto.Plan, data: st.DataObject) -> None:
+    """Put a forward's activations where others still are."""
+    program = stretto.lower(plan, offload=1)
+    work, device = program.work, program.device
+    fills = np.flatnonzero(work.among(FORWARDS))
+    for before, after in pairwise(fills[device[fills] == data.draw(st.integers(0, plan.devices - 1))].tolist()):
+        uses = np.flatnonzero(work.among(BACKWARDS) & (work.backward[0] == work.stage[before]))
+        if (work.backward[1][uses] == work.microbatch[before]).any() and work.slot[before] != work.slot[after]:
+            between = np.flatnonzero((device == device[after]) & work.among((Kind.OFFLOAD, *BACKWARDS)))
+            if ((between > before) & (between < after)).any():
+                continue
+            slot = work.slot.copy()
+            slot[after] = work.slot[before]
+            found = stretto.check(replace(program, work=replace(work, slot=slot)))
+            assert "buffers" in {violation.rule for violation in found}
+            return
+
+
+def test_what_never_comes_back_is_named() -> None:
+    program = stretto.lower(stretto.gpipe(devices=1, microbatches=4), offload=1)
+    tasks = [task for task in program.tasks() if str(task) != "0ONLOAD0"]
+    from stretto.program.link import link_tasks
+
+    (found,) = stretto.check(link_tasks(tasks, program.placement))
+    assert str(found) == (
+        "coverage: what stage 0 saved for microbatch 0 leaves the device 1 times and comes back 0 times"
+    )
+
+
+@pytest.mark.parametrize("room", [-1, -5])
+def test_a_negative_offload_is_refused(room: int) -> None:
+    with pytest.raises(stretto.PlanError, match="offload is a number of actions of at least 0"):
+        stretto.lower(stretto.gpipe(devices=1, microbatches=1), offload=room)
