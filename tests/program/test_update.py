@@ -127,6 +127,16 @@ def test_a_buffer_overwritten_before_it_was_read_is_named() -> None:
     )
 
 
+def test_a_broadcast_that_misses_a_device_is_named() -> None:
+    program = stretto.weight_update(devices=3, buckets=3)
+    ends = [k for k, task in enumerate(program.tasks()) if str(task) == "BROADCAST1"]
+    mate = program.mate.copy()
+    mate[ends] = ends[1], ends[0], -1
+    assert [str(found) for found in stretto.check(replace(program, mate=mate))] == [
+        "transfers: the ends of BROADCAST1 do not meet, one on every device"
+    ]
+
+
 def test_broadcasts_in_different_orders_deadlock() -> None:
     program = stretto.weight_update(devices=2, buckets=4, mode="three")
     first, second = (

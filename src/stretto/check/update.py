@@ -9,14 +9,15 @@ from stretto.check.waits import Waits
 from stretto.program.program import Program
 from stretto.program.slots import by_bucket
 from stretto.program.task import UPDATES, Kind
-from stretto.program.work import Bools
+from stretto.program.work import Bools, Ints
 
 
 def update(program: Program, waits: Waits) -> Iterator[Violation]:
     alone = program.placement.stages == 1  # a stage is a device that buckets come from
     yield from _coverage(program, alone=alone)
-    yield from _meetings(program)
     copied, sent, loaded = (by_bucket(program.work, program.device, kind) for kind in UPDATES)
+    if not alone:
+        yield from _meetings(program, sent)
     yield from waits.missing(sent, copied)
     yield from waits.missing(loaded, copied if alone else sent)
 
@@ -39,14 +40,15 @@ def _coverage(program: Program, *, alone: bool) -> Iterator[Violation]:
             yield Violation("coverage", message)
 
 
-def _meetings(program: Program) -> Iterator[Violation]:
-    """All ends of a broadcast are of the same bucket, one on every device."""
-    devices = set(range(program.placement.stages))
-    for task in np.flatnonzero(program.work.kind == Kind.BROADCAST).tolist():
-        ends = program.ends(task)
-        if task == min(ends):
-            met = sorted(int(program.device[end]) for end in ends)
-            same = len({int(program.work.microbatch[end]) for end in ends}) == 1
-            if not same or met != sorted(devices):
-                message = f"{program.task(task)} on device {program.device[task]} does not meet its own on every device"
-                yield Violation("transfers", message, tuple(ends))
+def _meetings(program: Program, sent: Ints) -> Iterator[Violation]:
+    """The ends of a broadcast are those of its bucket, one on every device."""
+    sent = sent[:, (sent >= 0).all(axis=0)]  # a missing end is reported as such
+    bucket = np.arange(sent.shape[1])
+    met = np.zeros(sent.shape, dtype=np.bool_)
+    end = sent[0]
+    for _ in range(len(sent)):
+        met[program.device[end], bucket] |= sent[program.device[end], bucket] == end
+        end = program.mate[end]
+    for k in np.flatnonzero(~met.all(axis=0) | (end != sent[0])).tolist():
+        message = f"the ends of {program.task(int(sent[0, k]))} do not meet, one on every device"
+        yield Violation("transfers", message, tuple(sent[:, k].tolist()))
