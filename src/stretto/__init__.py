@@ -2,7 +2,7 @@
 
 from stretto.check import Violation, check
 from stretto.costs import BucketTimes, Costs, Link, PhaseTimes, Shared
-from stretto.draw import draw_figure, draw_text, draw_trace
+from stretto.draw import draw_comparison, draw_figure, draw_insets, draw_text, draw_trace, parse_trace
 from stretto.ir.action import Action, Op, Pair
 from stretto.ir.errors import CostError, PlanError, ProgramError, StrettoError, TextError
 from stretto.ir.placement import Placement
@@ -53,7 +53,9 @@ __all__ = [
     "Violation",
     "check",
     "cut_layers",
+    "draw_comparison",
     "draw_figure",
+    "draw_insets",
     "draw_text",
     "draw_trace",
     "dualpipe",
@@ -65,6 +67,7 @@ __all__ = [
     "one_f_one_b",
     "parse_plan",
     "parse_program",
+    "parse_trace",
     "simulate",
     "v_half",
     "v_min",

@@ -1,16 +1,11 @@
 import re
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import stretto
-
-
-def svg_texts(path: Path) -> list[str]:
-    root = ElementTree.fromstring(path.read_text())
-    return ["".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
+from pictures import svg_texts
 
 
 @pytest.fixture(scope="module")

@@ -43,3 +43,17 @@ def test_colour_and_plain_show_the_same_blocks(name: str) -> None:
 def test_nothing_to_draw_is_drawn() -> None:
     timeline = stretto.simulate(stretto.gpipe(devices=1, microbatches=1), stretto.Costs(F=0, I=0, W=0))
     assert draw_text(timeline) == "0 "
+
+
+def test_a_weight_update_is_drawn_by_its_lanes() -> None:
+    costs = stretto.Costs(bucket=stretto.BucketTimes(h2d=2, broadcast=1, reload=1))
+    timeline = stretto.simulate(stretto.weight_update(devices=2, buckets=4), costs)
+    assert draw_text(timeline, width=90).split("\n") == [
+        "0 H2D       H0──────········H2──────············",
+        "0 Broadcast ········S0──D1──········S2──D3──····",
+        "0 Reload    ············R0──R1──········R2──R3──",
+        "1 H2D       H1──────········H3──────············",
+        "1 Broadcast ········D0──S1──········D2──S3──····",
+        "1 Reload    ············R0──R1──········R2──R3──",
+    ]
+    assert "broadcast (source)" in draw_rich(timeline, width=90).plain

@@ -2,9 +2,13 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
@@ -79,3 +83,70 @@ def test_devices_and_lanes_are_named_and_sorted() -> None:
         "thread_sort_index",
     }
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["device 0", "device 1"]
+
+
+def same(a: stretto.Timeline, b: stretto.Timeline) -> bool:
+    columns = [(x.work.columns(), x.need, x.need_start, x.mate) for x in (a.program, b.program)]
+    lanes = [[x.lanes[k] for k in x.lane] for x in (a.program, b.program)]
+    tasks = [list(map(str, x.tasks())) for x in (a.program, b.program)]
+    return (
+        all(np.array_equal(p, q) for p, q in zip(columns[0][0], columns[1][0], strict=True))
+        and all(np.array_equal(p, q) for p, q in zip(columns[0][1:], columns[1][1:], strict=True))
+        and lanes[0] == lanes[1]
+        and tasks[0] == tasks[1]
+        and a.program.placement == b.program.placement
+        and np.array_equal(a.start, b.start)
+        and np.array_equal(a.end, b.end)
+    )
+
+
+@given(plans(), st.booleans(), st.integers(0, 1), st.booleans())
+def test_a_trace_is_read_back_as_it_was(plan: stretto.Plan, phases: bool, offload: int, recompute: bool) -> None:
+    layers = [[stretto.MOE, stretto.DENSE]] * plan.stages if phases else None
+    costs = Costs(link=Link(latency=1 / 3), activation_bytes=1, recompute_bytes=0, host=Link(bandwidth=0.7))
+    program = stretto.lower(plan, layers=layers, offload=offload, recompute=recompute)
+    timeline = stretto.simulate(program, costs)
+    again = stretto.parse_trace(stretto.draw_trace(timeline, costs=costs))
+    assert same(timeline, again)
+    assert stretto.check(again.program) == []
+    assert again.summary(costs) == timeline.summary(costs)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_an_update_is_read_back_with_an_arrow_to_every_destination(devices: int) -> None:
+    timeline = stretto.simulate(stretto.weight_update(devices=devices, buckets=5, mode="three"))
+    assert same(timeline, stretto.parse_trace(stretto.draw_trace(timeline)))
+    events = events_of(timeline)
+    assert len(events["s"]) == len(events["f"]) == 5 * (devices - 1)
+    assert {event["id"] for event in events["s"]} == {event["id"] for event in events["f"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda trace: trace.pop("otherData"), "not a trace of Stretto's"),
+        (lambda trace: trace["otherData"].pop("stretto"), "does not say which program it shows"),
+        (lambda trace: trace.update(traceEvents=[]), "shows no tasks"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(kind="DREAM"), "'DREAM' is no kind of task"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(needs=[999]), "refers to one that is not there"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(mate=0), "refers to one that is not there"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(stage=7), "stage 7 does not exist"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(part=3), "a part that its stage does not have"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(lane="fast"), "on a lane that no program has"),
+        (lambda trace: trace["traceEvents"][-1].update(pid=10**9), "on a lane that no program has"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(end=-1), "ends before it starts"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(stage="x"), "Expected `int`"),
+    ],
+)
+def test_a_broken_trace_is_refused(change: Callable[[dict[str, Any]], Any], says: str) -> None:
+    trace = json.loads(stretto.draw_trace(stretto.simulate(stretto.gpipe(devices=2, microbatches=1))))
+    trace["traceEvents"] = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    change(trace)
+    with pytest.raises(stretto.TextError) as caught:
+        stretto.parse_trace(json.dumps(trace))
+    assert says in str(caught.value)
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(stretto.TextError, match="not a trace of Stretto's"):
+        stretto.parse_trace("0F0,0B0")

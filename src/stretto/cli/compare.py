@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -14,19 +15,23 @@ from stretto.cli.inputs import (
     Devices,
     Json,
     Layers,
+    Making,
     Microbatches,
+    Offload,
     Overlap,
+    Recompute,
     Sizes,
     Virtual,
     is_file,
+    is_trace,
     read_costs,
-    sound_program,
+    timeline_of,
 )
 from stretto.costs import Costs
+from stretto.draw import draw_comparison
 from stretto.ir.errors import PlanError, StrettoError
-from stretto.program.program import Program
 from stretto.schedules.catalogue import SCHEDULES, schedule_named
-from stretto.simulate import simulate
+from stretto.timeline import Timeline
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -39,6 +44,7 @@ class Comparison(msgspec.Struct, frozen=True):
     """Idle time within a device's own span."""
     exposed_transfer: float
     exposed_comm: float
+    exposed_copy: float
     peak_activations: float
     peak_pending: float
     parameters: float
@@ -54,6 +60,11 @@ def compare(
     cost: Cost = None,
     costs: CostFile = None,
     layers: Layers = None,
+    offload: Offload = 0,
+    recompute: Recompute = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Draw them all on one scale, as .svg or .png.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compare schedules at the same sizes and costs.
@@ -62,7 +73,8 @@ def compare(
     slices in order, however many; each schedule's stages take their share. bubble is idle time over
     the step, in span the worst device's within its own first start and last end; activations, I to W
     (between the two), params, exposed (transfer time not hidden), comm (the same of dispatch and
-    combine) and bytes are the worst device's.
+    combine), copy (of copies to and from host memory) and bytes are the worst device's.
+    A .trace.json is compared as it is.
     What cannot be made at these sizes is named below the table.
 
     Examples:
@@ -70,23 +82,36 @@ def compare(
       stretto compare --devices 8 --microbatches 32
 
       stretto compare 1f1b zb_h1 dualpipe mine.csv -d 8 -m 32 --cost F=1,B=2,FB=2.6
+
+      stretto compare -d 8 -m 32 -o compared.png
     """
     table = read_costs(cost, costs)
-    rows, refused = [], []
+    if output is not None and output.suffix.lower() not in (".svg", ".png"):
+        raise PlanError(f"-o draws .svg or .png (got {output})")
+    making = Making(layers, offload, recompute)
+    timelines, refused = {}, []
     for name, sizes in _targets(names or [], Sizes(devices, microbatches, virtual, overlap)):
         label = name + " +overlap" * sizes.overlap
         with working(f"simulating {label}"):
             try:
-                rows.append(_compared(label, sound_program(name, sizes, layers=layers, costs=table), table))
+                made = Making() if is_trace(name) else making
+                timelines[label] = timeline_of(name, sizes, made, table, same_model=True)
             except StrettoError as error:
                 reason = str(error) if str(error).startswith(name) else f"{label}: {error}"
                 if names:
                     raise type(error)(reason) from None
                 refused.append(reason)
+    rows = [_compared(name, timeline, table) for name, timeline in timelines.items()]
+    ranked = sorted(rows, key=lambda row: row.makespan)
+    if output is not None:
+        with working(f"writing {output}"):
+            draw_comparison({row.name: timelines[row.name] for row in ranked}, output)
     if json:
         out.print(msgspec.json.format(msgspec.json.encode(rows)).decode())
     else:
-        _print(rows)
+        _print(ranked)
+        if output is not None:
+            out.print(f"wrote {output}")
     for reason in refused:
         err.print(f"left out: {reason}")
 
@@ -111,10 +136,10 @@ def _targets(names: list[str], sizes: Sizes) -> list[tuple[str, Sizes]]:
     return targets
 
 
-def _compared(name: str, program: Program, costs: Costs) -> Comparison:
+def _compared(name: str, timeline: Timeline, costs: Costs) -> Comparison:
+    program = timeline.program
     stages, devices = program.placement.stages, program.devices
-    costs = costs.for_stages(stages, devices=devices)
-    summary = simulate(program, costs).summary(costs)
+    summary = timeline.summary(costs.for_stages(stages, devices=devices))
     homes = {(device, stage) for route in program.placement.routes for stage, device in enumerate(route)}
     share = devices / stages  # of a p-th of the model, that a stage is
     return Comparison(
@@ -124,6 +149,7 @@ def _compared(name: str, program: Program, costs: Costs) -> Comparison:
         span_bubble=max(device.span - device.busy for device in summary.devices),
         exposed_transfer=max(device.exposed_transfer for device in summary.devices),
         exposed_comm=max(device.exposed_comm for device in summary.devices),
+        exposed_copy=max(device.exposed_copy for device in summary.devices),
         peak_activations=max(device.peak_activations for device in summary.devices) * share,
         peak_pending=max(device.peak_pending for device in summary.devices) * share,
         parameters=max(Counter(device for device, _ in homes).values()) * share,
@@ -136,10 +162,11 @@ def _compared(name: str, program: Program, costs: Costs) -> Comparison:
 def _print(rows: list[Comparison]) -> None:
     # Columns that say nothing here are left out.
     exposed, comm = any(row.exposed_transfer for row in rows), any(row.exposed_comm for row in rows)
+    copy = any(row.exposed_copy for row in rows)
     sized = any(row.peak_bytes is not None for row in rows)
     headings = ["schedule", "makespan", "bubble", "in span", "activations", "I to W", "params"]
     print_table(
-        [*headings, *["exposed"] * exposed, *["comm"] * comm, *["bytes"] * sized],
+        [*headings, *["exposed"] * exposed, *["comm"] * comm, *["copy"] * copy, *["bytes"] * sized],
         [
             [
                 row.name,
@@ -151,8 +178,9 @@ def _print(rows: list[Comparison]) -> None:
                 f"{row.parameters:g}×",
                 *[number(row.exposed_transfer)] * exposed,
                 *[number(row.exposed_comm)] * comm,
+                *[number(row.exposed_copy)] * copy,
                 *[number(row.peak_bytes)] * sized,
             ]
-            for row in sorted(rows, key=lambda row: row.makespan)
+            for row in rows
         ],
     )

@@ -8,6 +8,7 @@ import typer
 
 from stretto.check import check
 from stretto.costs import Costs, parse_costs, parse_costs_toml
+from stretto.draw import draw_figure, draw_trace, parse_trace
 from stretto.ir.errors import CostError, PlanError, ProgramError, TextError
 from stretto.ir.plan import Plan
 from stretto.ir.text import parse_plan_json
@@ -16,6 +17,8 @@ from stretto.program.phases import cut_layers, parse_layers
 from stretto.program.program import Program
 from stretto.program.text import parse_program
 from stretto.schedules.catalogue import schedule_named
+from stretto.simulate import simulate
+from stretto.timeline import Timeline
 
 LARGEST = 20_000_000  # actions; beyond this a machine runs out of memory before it runs out of time
 LARGEST_FILE = 256 * 2**20
@@ -41,6 +44,19 @@ Layers = Annotated[
         "pairs woven. Times from [phases.attn] and the like in --costs; without, phases share their stage's."
     ),
 ]
+Offload = Annotated[
+    int,
+    typer.Option(
+        help="Send what forwards saved to host memory and back, each copy beside this many actions; 1 is "
+        "Kimi K2's rule. Bytes from activation_bytes or offload_bytes, speed from [host] in --costs."
+    ),
+]
+Recompute = Annotated[
+    bool,
+    typer.Option(
+        "--recompute", help="Compute again what forwards discarded, right before the backward, in R (F unless given)."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
@@ -55,6 +71,18 @@ class Sizes:
 
     def given(self) -> bool:
         return self != Sizes()
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How a plan is to be lowered, as given on the command line."""
+
+    layers: str | None = None
+    offload: int = 0
+    recompute: bool = False
+
+    def given(self) -> bool:
+        return self != Making()
 
 
 def read_costs(text: str | None, path: Path | None) -> Costs:
@@ -85,8 +113,21 @@ def is_file(target: str) -> bool:
     return target.lower().endswith((".csv", ".json")) or "/" in target
 
 
+def is_trace(target: str) -> bool:
+    return target.lower().endswith(".trace.json")
+
+
+def read_trace(path: Path) -> Timeline:
+    try:
+        return parse_trace(read_text(path))
+    except TextError as error:
+        raise error if str(path) in str(error) else TextError(f"{path}: {error}") from None
+
+
 def read_program(path: Path) -> Program:
     """A program from a file, not yet checked."""
+    if is_trace(path.name):
+        return read_trace(path).program
     text = read_text(path)
     try:
         if path.suffix.lower() == ".json":
@@ -110,15 +151,16 @@ def make_plan(name: str, sizes: Sizes) -> Plan:
     return schedule.make(devices=devices, microbatches=microbatches)
 
 
-def sound_program(target: str, sizes: Sizes, *, layers: str | None = None, costs: Costs | None = None) -> Program:
+def sound_program(target: str, sizes: Sizes, making: Making, costs: Costs) -> Program:
     """A schedule or file as a program that has passed `check`."""
     if not is_file(target):
         plan = make_plan(target, sizes)
-        if layers is None:
-            return lower(plan)
-        return lower(plan, layers=cut_layers(parse_layers(layers), stages=plan.stages), costs=costs)
-    if layers is not None:
-        raise PlanError(f"--layers goes with a schedule's name, not with a file such as {target}")
+        layers = None if making.layers is None else cut_layers(parse_layers(making.layers), stages=plan.stages)
+        return lower(plan, layers=layers, costs=costs, offload=making.offload, recompute=making.recompute)
+    if making.given():
+        raise PlanError(
+            f"--layers, --offload and --recompute go with a schedule's name, not with a file such as {target}"
+        )
     if sizes.given():
         raise PlanError(f"{target} has its own sizes; --devices and the like go with a schedule's name")
     program = read_program(Path(target))
@@ -126,3 +168,40 @@ def sound_program(target: str, sizes: Sizes, *, layers: str | None = None, costs
         more = f" (and {len(found) - 1} more; see stretto check {target})" if len(found) > 1 else ""
         raise ProgramError(f"{target} is not sound: {found[0]}{more}")
     return program
+
+
+def timeline_of(target: str, sizes: Sizes, making: Making, costs: Costs, *, same_model: bool = False) -> Timeline:
+    """What a trace shows, or what the simulation of a schedule or file gives.
+
+    With `same_model`, costs are a p-th of the model's, and each schedule's stages take their share.
+    """
+    if is_trace(target):
+        if making.given() or sizes.given():
+            raise PlanError(f"{target} is a timeline: sizes, --layers and the like go with a schedule's name")
+        return read_trace(Path(target))
+    program = sound_program(target, sizes, making, costs)
+    if same_model:
+        costs = costs.for_stages(program.placement.stages, devices=program.devices)
+    return simulate(program, costs)
+
+
+def figure_kind(path: Path) -> str:
+    """The ending of a path that says what to draw: .svg, .png, .trace.json, or whatever it is."""
+    return ".trace.json" if is_trace(path.name) else path.suffix.lower()
+
+
+def write_figure(timeline: Timeline, path: Path, *, costs: Costs | None = None, lanes: bool = False) -> None:
+    match figure_kind(path):
+        case ".trace.json":
+            write_text(path, draw_trace(timeline, costs=costs))
+        case ".svg" | ".png":
+            draw_figure(timeline, path, lanes=lanes)
+        case _:
+            raise PlanError(f"-o draws .svg, .png or .trace.json (got {path})")
+
+
+def write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TextError(f"cannot write {path}: {error.strerror}") from None

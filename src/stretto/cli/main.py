@@ -13,10 +13,11 @@ from stretto.cli.compare import compare
 from stretto.cli.console import err, out
 from stretto.cli.show import show
 from stretto.cli.simulate import simulate
+from stretto.cli.update import update
 from stretto.ir.errors import StrettoError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-for command in (show, simulate, check, compare):
+for command in (show, simulate, check, compare, update):
     app.command()(command)
 
 # The base of what typer raises for a bad command line: click's, of which typer carries a copy whose
@@ -39,7 +40,7 @@ def stretto(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Plan, check, simulate and compare pipeline schedules. Start with: stretto show
+    """Plan, check, simulate and compare pipeline schedules and weight updates. Start with: stretto show
 
     Exit code 0: fine. 1: a checked schedule has violations. 2: bad input, one line on stderr says why.
     """

@@ -12,21 +12,26 @@ from stretto.cli.inputs import (
     CostFile,
     Devices,
     Layers,
+    Making,
     Microbatches,
+    Offload,
     Overlap,
+    Recompute,
     Sizes,
     Virtual,
+    figure_kind,
     is_file,
     make_plan,
     read_costs,
-    sound_program,
+    timeline_of,
+    write_figure,
+    write_text,
 )
-from stretto.draw import draw_figure, draw_rich, draw_text, draw_trace
-from stretto.ir.errors import PlanError, TextError
+from stretto.draw import draw_rich, draw_text
+from stretto.ir.errors import PlanError
 from stretto.ir.text import plan_to_json
 from stretto.program.lower import lower
 from stretto.schedules.catalogue import SCHEDULES
-from stretto.simulate import simulate
 
 
 def show(
@@ -38,6 +43,11 @@ def show(
     cost: Cost = None,
     costs: CostFile = None,
     layers: Layers = None,
+    offload: Offload = 0,
+    recompute: Recompute = False,
+    lanes: Annotated[
+        bool, typer.Option("--lanes", help="A row each for computation, communication and offload.")
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -60,24 +70,26 @@ def show(
       stretto show interleaved --overlap -o k2.csv
 
       stretto show dualpipe -d 8 -m 20 -o dualpipe.svg
+
+      stretto show interleaved --overlap --layers 'moe*8' --costs examples/phases.toml --offload 1 --lanes
     """
-    sizes = Sizes(devices, microbatches, virtual, overlap)
+    sizes, making = Sizes(devices, microbatches, virtual, overlap), Making(layers, offload, recompute)
     if name is None:
-        if sizes.given() or output is not None:
+        if sizes.given() or making.given() or output is not None:
             raise PlanError("name a schedule to draw or write; stretto show alone lists them")
         _list()
     elif output is not None:
         with working(f"writing {output}"):
-            _write(name, sizes, output, transfers=transfers, cost=cost, costs=costs, layers=layers)
+            _write(name, sizes, making, output, transfers=transfers, cost=cost, costs=costs, lanes=lanes)
         out.print(f"wrote {output}")
     else:
         if width is not None and width < 20:
             raise PlanError(f"--width needs at least 20 columns (got {width})")
         with working(f"simulating {name}"):
             table = read_costs(cost, costs)
-            timeline = simulate(sound_program(name, sizes, layers=layers, costs=table), table)
+            timeline = timeline_of(name, sizes, making, table)
             coloured = out.is_terminal and not out.no_color
-            drawing = (draw_rich if coloured else draw_text)(timeline, width=width or out.width)
+            drawing = (draw_rich if coloured else draw_text)(timeline, width=width or out.width, lanes=lanes)
         out.print(drawing)
         out.print(f"time {timeline.makespan:g} →")
 
@@ -97,41 +109,31 @@ def _list() -> None:
 def _write(
     name: str,
     sizes: Sizes,
+    making: Making,
     path: Path,
     *,
     transfers: bool,
     cost: str | None,
     costs: Path | None,
-    layers: str | None,
+    lanes: bool,
 ) -> None:
     """An order as CSV or JSON, or a timeline as a figure or trace."""
-    suffix = ".trace.json" if path.name.lower().endswith(".trace.json") else path.suffix.lower()
-    if suffix in (".svg", ".png", ".trace.json"):
+    kind = figure_kind(path)
+    if kind in (".svg", ".png", ".trace.json"):
         table = read_costs(cost, costs)
-        timeline = simulate(sound_program(name, sizes, layers=layers, costs=table), table)
-        if suffix == ".trace.json":
-            _write_text(path, draw_trace(timeline, costs=table))
-        else:
-            draw_figure(timeline, path)
+        write_figure(timeline_of(name, sizes, making, table), path, costs=table, lanes=lanes)
         return
     if is_file(name):
         raise PlanError("-o writes a schedule's order; name one")
-    if any(option is not None for option in (cost, costs, layers)):
-        raise PlanError(f"{path} holds the order of a schedule, which costs and layers do not change; leave them out")
-    match suffix:
+    if cost is not None or costs is not None or making.given() or lanes:
+        raise PlanError(f"{path} holds the order of a schedule's actions: leave costs, layers, offload and lanes out")
+    match kind:
         case ".csv":
             plan = make_plan(name, sizes)
-            _write_text(path, str(lower(plan) if transfers else plan) + "\n")
+            write_text(path, str(lower(plan) if transfers else plan) + "\n")
         case ".json" if not transfers:
-            _write_text(path, plan_to_json(make_plan(name, sizes)) + "\n")
+            write_text(path, plan_to_json(make_plan(name, sizes)) + "\n")
         case _:
             raise PlanError(
                 f"-o writes .csv, with or without --transfers, .json, .svg, .png or .trace.json (got {path})"
             )
-
-
-def _write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise TextError(f"cannot write {path}: {error.strerror}") from None

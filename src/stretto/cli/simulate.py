@@ -12,14 +12,16 @@ from stretto.cli.inputs import (
     Devices,
     Json,
     Layers,
+    Making,
     Microbatches,
+    Offload,
     Overlap,
+    Recompute,
     Sizes,
     Virtual,
     read_costs,
-    sound_program,
+    timeline_of,
 )
-from stretto.simulate import simulate as run
 from stretto.timeline import Span, Summary
 
 
@@ -32,13 +34,16 @@ def simulate(
     cost: Cost = None,
     costs: CostFile = None,
     layers: Layers = None,
+    offload: Offload = 0,
+    recompute: Recompute = False,
     json: Json = False,
 ) -> None:
     """Simulate a schedule: time, bubbles and memory of each device.
 
     Costs are per stage: with two stages per device, halve them to compare with one. bubble is the
     makespan less busy; exposed is idle time with an awaited transfer under way, comm with an awaited
-    dispatch or combine; activations, those between I and W, and bytes are peaks.
+    dispatch or combine, copy with an awaited copy to or from host memory; activations, those between
+    I and W, and bytes are peaks.
 
     Examples:
 
@@ -50,8 +55,8 @@ def simulate(
     """
     table = read_costs(cost, costs)
     with working(f"simulating {name}"):
-        sizes = Sizes(devices, microbatches, virtual, overlap)
-        timeline = run(sound_program(name, sizes, layers=layers, costs=table), table)
+        sizes, making = Sizes(devices, microbatches, virtual, overlap), Making(layers, offload, recompute)
+        timeline = timeline_of(name, sizes, making, table)
         summary = timeline.summary(table)
     if json:
         out.print(msgspec.json.format(msgspec.json.encode(summary)).decode())
@@ -68,13 +73,14 @@ def _print(summary: Summary, path: list[Span]) -> None:
             number(device.bubble),
             number(device.exposed_transfer),
             number(device.exposed_comm),
+            number(device.exposed_copy),
             str(device.peak_activations),
             str(device.peak_pending),
             number(device.peak_bytes),
         ]
         for index, device in enumerate(summary.devices)
     ]
-    print_table(["device", "busy", "span", "bubble", "exposed", "comm", "activations", "I to W", "bytes"], rows)
+    print_table(["device", "busy", "span", "bubble", "exposed", "comm", "copy", "activations", "I to W", "bytes"], rows)
     out.print(f"\nmakespan {summary.makespan:g}, bubble {summary.bubble_ratio:.1%}")
     names = [str(span.task).removesuffix("OVERLAP_F_B") for span in path if span.end > span.start]
     shown = names if len(names) <= 24 else [*names[:12], "…", *names[-11:]]

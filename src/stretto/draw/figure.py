@@ -1,146 +1,118 @@
-"""A timeline as a figure, in SVG or PNG: a row per device, a cell per pass, as in the papers."""
+"""A timeline as a figure, in SVG or PNG: a row per device, a cell per pass, as in the papers; or a row per lane."""
 
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stretto.draw.canvas import Box, bare, legend, new_figure, paint, save, write_labels
+from stretto.draw.lanes import Shown, is_update, rows_of, shown
+from stretto.draw.update import draw_update
 from stretto.ir.errors import StrettoError
-from stretto.program.task import Kind, Task
+from stretto.program.task import Kind
 from stretto.timeline import Timeline
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _FORWARD, _BACKWARD, _INPUT, _WEIGHTS = "#f5a742", "#2e8b57", "#a3dca7", "#7fb2e5"
-_COLOUR = {Kind.F: _FORWARD, Kind.B: _BACKWARD, Kind.I: _INPUT, Kind.W: _WEIGHTS, Kind.WGRAD: _WEIGHTS}
+_RECOMPUTE, _EXPERTS, _TRANSFER, _OUT, _IN = "#c9b18a", "#ffe070", "#9bd0c4", "#c3b1e1", "#8f79c2"
+_COLOUR = {
+    Kind.F: _FORWARD,
+    Kind.B: _BACKWARD,
+    Kind.I: _INPUT,
+    Kind.W: _WEIGHTS,
+    Kind.WGRAD: _WEIGHTS,
+    Kind.RECOMPUTE: _RECOMPUTE,
+    Kind.OFFLOAD: _OUT,
+    Kind.ONLOAD: _IN,
+}
 _LEGEND = {
     "Forward": _FORWARD,
     "Backward": _BACKWARD,
     "Backward for input": _INPUT,
     "Backward for weights": _WEIGHTS,
+    "Recompute": _RECOMPUTE,
+    "Expert dispatch and combine": _EXPERTS,
+    "Pipeline transfer": _TRANSFER,
+    "Offload": _OUT,
+    "Onload": _IN,
 }
 _PAIR = "Overlapped forward & Backward"
 _ROW = 0.3  # inches
-_WIDTH = (6.0, 24.0)  # inches
-_FONT = 8.0  # points
-_READABLE = 5.0
+_THIN = 0.2  # of a row in a figure with one for each lane
+_WIDTH = (6.0, 24.0)
 
 
-def draw_figure(timeline: Timeline, path: Path, *, number_up_flow: bool = False) -> None:
+def draw_figure(timeline: Timeline, path: Path, *, number_up_flow: bool = False, lanes: bool = False) -> None:
     """Write an SVG or PNG, by the path's ending.
 
     Cells carry their microbatch where there is room for it; a plan too large for that shows colours
-    only. Of a bidirectional plan only the first route is numbered, unless `number_up_flow`.
+    only. Of a bidirectional plan only the first route is numbered, unless `number_up_flow`. With `lanes`,
+    each device has a row for computation, one for communication and one for what is offloaded. A weight
+    update has a row for each buffer.
     """
-    pyplot = _pyplot()
-    program = timeline.program
     if timeline.makespan <= 0:
         raise StrettoError("there is nothing to draw: nothing takes any time")
-    width = float(np.clip(timeline.makespan * 0.17, *_WIDTH))
-    figure, axes = pyplot.subplots(figsize=(width, _ROW * program.devices + 1.0), layout="constrained")
-    cells = list(_cells(timeline))
-    _paint(axes, cells)
-    routes = program.placement.routes
-    first_route = program.placement.microbatches // (1 if number_up_flow else len(routes))
-    _number(axes, [cell for cell in cells if cell.microbatch < first_route], 72 * width / timeline.makespan)
-    axes.set_xlim(0, timeline.makespan)
-    axes.set_ylim(program.devices, 0)
-    axes.set_yticks(np.arange(program.devices) + 0.5, [f"Device {device}" for device in range(program.devices)])
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
-    axes.set_xlabel("Time →", loc="left")
-    for side in axes.spines.values():
-        side.set_visible(False)
-    _legend(pyplot, figure, cells)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise StrettoError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        pyplot.close(figure)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    device: int
-    start: float
-    width: float
-    colour: str
-    microbatch: int
-    task: Task
-
-
-def _cells(timeline: Timeline) -> Iterator[_Cell]:
-    """What each compute task paints; a pair is a third forward and two thirds backward."""
-    begin = float(timeline.start.min())
-    for span in timeline.spans():
-        task, start, length = span.task, span.start - begin, span.end - span.start
-        if length <= 0 or task.lane.name != "compute":
-            continue
-        if task.backward is None:
-            yield _Cell(task.device, start, length, _COLOUR[task.kind], task.microbatch, task)
-        else:
-            yield _Cell(task.device, start, length / 3, _FORWARD, task.microbatch, task)
-            yield _Cell(task.device, start + length / 3, length * 2 / 3, _BACKWARD, task.backward[1], task)
-
-
-def _paint(axes: "Axes", cells: list[_Cell]) -> None:
-    rows: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
-    for cell in cells:
-        rows[cell.device, cell.colour].append((cell.start, cell.width))
-    edge = 0.5 if len(cells) < 3000 else 0.1
-    for (device, colour), spans in rows.items():
-        axes.broken_barh(spans, (device + 0.06, 0.88), facecolors=colour, edgecolor="white", linewidth=edge)
-
-
-def _number(axes: "Axes", cells: list[_Cell], points: float) -> None:
-    """Microbatch numbers, if even the narrowest cell has room for them; `points` are those of a unit of time."""
-    size = min((1.4 * cell.width * points / len(str(cell.microbatch)) for cell in cells), default=_FONT)
-    if size < _READABLE:
+    if is_update(timeline.program):
+        draw_update(timeline, path)
         return
-    for cell in cells:
-        axes.text(
-            cell.start + cell.width / 2,
-            cell.device + 0.52,
-            str(cell.microbatch),
-            ha="center",
-            va="center",
-            fontsize=min(size, _FONT),
-            color="white" if cell.colour == _BACKWARD else "black",
-        )
-
-
-def _legend(pyplot: Any, figure: Any, cells: list[_Cell]) -> None:
-    from matplotlib.legend_handler import HandlerTuple
-
-    def patch(colour: str) -> Any:
-        return pyplot.Rectangle((0, 0), 1, 1, color=colour)
-
-    used = {cell.colour for cell in cells}
-    entries = {label: patch(colour) for label, colour in _LEGEND.items() if colour in used}
-    if any(cell.task.kind is Kind.PAIR for cell in cells):
-        entries[_PAIR] = (patch(_FORWARD), patch(_BACKWARD))
-    figure.legend(
-        list(entries.values()),
-        list(entries),
-        loc="outside lower left",
-        ncols=max(1, len(entries)),
-        frameon=False,
-        handlelength=1.6,
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    program = timeline.program
+    rows = rows_of(timeline) if lanes else [""]
+    count = program.devices * len(rows)
+    width = float(np.clip(timeline.makespan * 0.17, *_WIDTH))
+    figure, (axes,) = new_figure(width, (_THIN if lanes else _ROW) * count + 1.0)
+    boxes = list(boxes_of(timeline, lanes=lanes, number_up_flow=number_up_flow))
+    paint(axes, boxes)
+    write_labels(axes, boxes, points=72 * width / timeline.makespan)
+    bare(axes, length=timeline.makespan, rows=count)
+    names = [f"Device {device} {name}".strip() for device in range(program.devices) for name in rows]
+    axes.set_yticks(
+        np.arange(count) + 0.5, [name if k % len(rows) == 0 else rows[k % len(rows)] for k, name in enumerate(names)]
     )
+    if lanes:
+        axes.hlines(np.arange(1, program.devices) * len(rows), 0, timeline.makespan, color="#888888", linewidth=0.5)
+    axes.set_xlabel("Time →", loc="left")
+    legend(figure, legend_entries(boxes, pairs=bool((program.work.kind == Kind.PAIR).any())))
+    save(figure, path)
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise StrettoError("figures need matplotlib: pip install 'stretto[draw]'") from None
-    matplotlib.use("agg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "font.size": _FONT, "svg.hashsalt": "stretto"})
-    from matplotlib import pyplot
+def legend_entries(boxes: Iterable[Box], *, pairs: bool) -> dict[str, str | tuple[str, ...]]:
+    """What the colours of these boxes mean."""
+    used = {box.colour for box in boxes}
+    entries: dict[str, str | tuple[str, ...]] = {name: colour for name, colour in _LEGEND.items() if colour in used}
+    if pairs:
+        entries[_PAIR] = (_FORWARD, _BACKWARD)
+    return entries
 
-    return pyplot
+
+def boxes_of(timeline: Timeline, *, lanes: bool = False, number_up_flow: bool = False) -> Iterator[Box]:
+    """What each task paints: in its device's row or, with `lanes`, in one of them."""
+    placement = timeline.program.placement
+    numbered = placement.microbatches // (1 if number_up_flow else len(placement.routes))
+    rows = len(rows_of(timeline)) if lanes else 1
+    for it in shown(timeline):
+        if lanes or it.task.lane.name == "compute":
+            row = it.task.device * rows + (it.row if lanes else 0)
+            yield from _boxes(it, row, numbered)
+
+
+def _boxes(it: Shown, row: float, numbered: int) -> Iterator[Box]:
+    """One, or a third forward and two thirds backward for a pair. What runs beside each other shares a row's height."""
+    task, length = it.task, it.end - it.start
+
+    def number(microbatch: int) -> str:
+        return str(microbatch) if microbatch < numbered else ""
+
+    if task.backward is not None:
+        yield Box(row, it.start, length / 3, _FORWARD, number(task.microbatch))
+        back = number(task.backward[1])
+        yield Box(row, it.start + length / 3, length * 2 / 3, _BACKWARD, back, dark=True)
+        return
+    match task.lane.name:
+        case "compute":
+            dark = task.kind is Kind.B
+            yield Box(row, it.start, length, _COLOUR[task.kind], number(task.microbatch), dark=dark)
+        case "comm":
+            yield Box(row, it.start, length, _EXPERTS, height=0.5)
+        case "send" | "recv":
+            yield Box(row + (0.5 if task.lane.name == "send" else 0.75), it.start, length, _TRANSFER, height=0.25)
+        case _:
+            yield Box(row + 0.5 * (task.kind is Kind.ONLOAD), it.start, length, _COLOUR[task.kind], height=0.5)

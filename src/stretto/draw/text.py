@@ -1,4 +1,4 @@
-"""A timeline as text: one line per device, in plain characters or in colour."""
+"""A timeline as text: one line per device or lane, in plain characters or in colour."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,32 +6,66 @@ from dataclasses import dataclass
 import numpy as np
 from rich.text import Text
 
+from stretto.draw.lanes import is_update, rows_of, shown
 from stretto.program.task import Kind, Task
 from stretto.timeline import Timeline
 
-_LETTER = {Kind.F: "F", Kind.B: "B", Kind.I: "I", Kind.W: "W", Kind.WGRAD: "W", Kind.PAIR: "&"}
+_LETTER = {
+    Kind.WGRAD: "W",
+    Kind.PAIR: "&",
+    Kind.RECOMPUTE: "R",
+    Kind.OFFLOAD: "O",
+    Kind.ONLOAD: "L",
+    Kind.H2D: "H",
+    Kind.RELOAD: "R",
+}
 _SHADES = {  # two of each, so that neighbours stand apart
     "F": ("on #f5a742", "on #f8c177"),
     "B": ("on #2e8b57", "on #4aa873"),
     "I": ("on #8fd694", "on #b4e5b8"),
     "W": ("on #6fa8dc", "on #9cc4ea"),
+    "R": ("on #d98c5f", "on #e5ab89"),
+    "D": ("on #ffe070", "on #fff0b3"),
+    "C": ("on #e6c84d", "on #f0dc8c"),
+    "S": ("on #fdbe85", "on #fdd0a2"),
+    ">": ("on #9bd0c4", "on #b9e0d8"),
+    "<": ("on #9bd0c4", "on #b9e0d8"),
+    "O": ("on #c3b1e1", "on #d8cbed"),
+    "L": ("on #a48fd0", "on #bdadde"),
+    "H": ("on #9ecae1", "on #c6dbef"),
 }
-_MEANING = {"F": "forward", "B": "backward", "I": "backward for input", "W": "backward for weights"}
+_MEANING = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for input",
+    "W": "backward for weights",
+    "R": "recompute",
+    "D": "dispatch",
+    "C": "combine",
+    ">": "send",
+    "<": "receive",
+    "O": "offload",
+    "L": "onload",
+}
+_UPDATE_MEANING = {"H": "host to device", "S": "broadcast (source)", "D": "broadcast (destination)", "R": "reload"}
 _WIDEST = 4  # columns for the shortest task; more adds nothing
 
 
-def draw_text(timeline: Timeline, *, width: int = 100) -> str:
+def draw_text(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> str:
     """One line per device. Where a task is wide enough it says which microbatch, otherwise which op.
+
+    With `lanes`, and for a weight update always, a line for each of computation, communication and offload; of what
+    runs beside each other in one line, the first is shown.
 
     >>> from stretto import one_f_one_b, simulate
     >>> print(draw_text(simulate(one_f_one_b(devices=2, microbatches=2)), width=60))
     0 F0──F1──········B0──────····B1──────
     1 ····F0──B0──────F1──B1──────········
     """
-    grid = _Grid.of(timeline, width)
+    grid = _Grid.of(timeline, width, lanes=lanes)
     lines = []
-    for device, blocks in enumerate(grid.rows):
-        line = [grid.label(device)]
+    for label, blocks in grid.lines:
+        line = [label]
         column = 0
         for block in blocks:
             line.append("·" * (block.start - column) + _plain(block))
@@ -40,24 +74,27 @@ def draw_text(timeline: Timeline, *, width: int = 100) -> str:
     return "\n".join(lines)
 
 
-def draw_rich(timeline: Timeline, *, width: int = 100) -> Text:
-    """The same in colour: orange forward, green backward, light green for input, blue for weights."""
-    grid = _Grid.of(timeline, width)
+def draw_rich(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> Text:
+    """The same in colour, with a legend: orange forward, green backward, light green for input, blue for weights."""
+    grid = _Grid.of(timeline, width, lanes=lanes)
     text = Text(no_wrap=True, overflow="crop")
-    for device, blocks in enumerate(grid.rows):
-        text.append(grid.label(device), style="bold")
+    used = set("FBIW") if not is_update(timeline.program) else set()
+    for label, blocks in grid.lines:
+        text.append(label, style="bold")
         column = 0
         for block in blocks:
             text.append(" " * (block.start - column))
             for letter, microbatch, columns in _parts(block):
                 labels = (f"{letter}{microbatch}", str(microbatch), "")  # the longest that fits
-                shown = next(label for label in labels if len(label) <= columns).center(columns)
-                text.append(shown, style=f"black {_SHADES[letter][microbatch % 2]}")
+                fits = next(label for label in labels if len(label) <= columns).center(columns)
+                text.append(fits, style=f"black {_SHADES[letter][microbatch % 2]}")
+                used.add(letter)
             column = block.end
         text.append("\n")
-    for letter, meaning in _MEANING.items():
-        text.append(f" {letter} ", style=f"black {_SHADES[letter][0]}")
-        text.append(f" {meaning}   ")
+    for letter, meaning in (_UPDATE_MEANING if is_update(timeline.program) else _MEANING).items():
+        if letter in used:
+            text.append(f" {letter} ", style=f"black {_SHADES[letter][0]}")
+            text.append(f" {meaning}   ")
     return text
 
 
@@ -70,37 +107,51 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Columns of equal time; `rows` holds each device's blocks, left to right."""
+    """Columns of equal time; of each line its label, and its blocks from left to right."""
 
-    rows: list[list[_Block]]
+    lines: list[tuple[str, list[_Block]]]
     columns: int
 
     @staticmethod
-    def of(timeline: Timeline, width: int) -> "_Grid":
+    def of(timeline: Timeline, width: int, *, lanes: bool) -> "_Grid":
         program = timeline.program
-        room = max(10, width - len(str(program.devices - 1)) - 1)
-        length = timeline.end - timeline.start
-        drawn = np.flatnonzero(program.compute & (length > 0))
-        if not len(drawn) or timeline.makespan <= 0:
-            return _Grid([[] for _ in range(program.devices)], 0)
-        shortest = float(length[drawn].min())
+        lanes = lanes or is_update(program)
+        names = [f" {name}" for name in rows_of(timeline)] if lanes and timeline.makespan > 0 else [""]
+        digits, longest = len(str(program.devices - 1)), max(map(len, names))
+        labels = [f"{device:>{digits}}{name:<{longest}} " for device in range(program.devices) for name in names]
+        found = [it for it in shown(timeline) if lanes or it.task.lane.name == "compute"]
+        if not found or timeline.makespan <= 0:
+            return _Grid([(label, []) for label in labels], 0)
+        room = max(10, width - len(labels[0]))
+        shortest = min(it.end - it.start for it in found)
         per_shortest = min(_WIDEST, int(room * shortest / timeline.makespan))
         scale = per_shortest / shortest if per_shortest else room / timeline.makespan
-        start = np.rint((timeline.start - timeline.start.min()) * scale).astype(int)
-        end = np.rint((timeline.end - timeline.start.min()) * scale).astype(int)
-        rows: list[list[_Block]] = [[] for _ in range(program.devices)]
-        for index in drawn[end[drawn] > start[drawn]].tolist():
-            task = program.task(index)
-            rows[task.device].append(_Block(int(start[index]), int(end[index]), task))
-        return _Grid(rows, int(end[drawn].max()))
+        lines: list[list[_Block]] = [[] for _ in labels]
+        for it in sorted(found, key=lambda it: it.start):
+            line = lines[it.task.device * len(names) + (it.row if lanes else 0)]
+            start = max(int(np.rint(it.start * scale)), line[-1].end if line else 0)
+            end = int(np.rint(it.end * scale))
+            if end > start:
+                line.append(_Block(start, end, it.task))
+        columns = max((line[-1].end for line in lines if line), default=0)
+        return _Grid(list(zip(labels, lines, strict=True)), columns)
 
-    def label(self, device: int) -> str:
-        return f"{device:>{len(str(len(self.rows) - 1))}} "
+
+def _letter(task: Task) -> str:
+    match task.lane.name:
+        case "comm":
+            return "C" if task.phase.startswith("combine") else "D"
+        case "send" | "recv":
+            return ">" if task.lane.name == "send" else "<"
+        case "broadcast":
+            return "S" if task.device == task.stage else "D"
+        case _:
+            return _LETTER.get(task.kind, task.kind.name)
 
 
 def _plain(block: _Block) -> str:
     columns, task = block.end - block.start, block.task
-    letter = _LETTER[task.kind]
+    letter = _letter(task)
     label = f"{letter}{task.microbatch}"
     if task.backward is not None:
         label = f"F{task.microbatch}&B{task.backward[1]}"
@@ -111,7 +162,7 @@ def _parts(block: _Block) -> Iterator[tuple[str, int, int]]:
     """The coloured parts of a block: letter, microbatch, columns. A pair is a third forward, two thirds backward."""
     columns, task = block.end - block.start, block.task
     if task.backward is None:
-        yield _LETTER[task.kind], task.microbatch, columns
+        yield _letter(task), task.microbatch, columns
     else:
         forward = max(1, columns // 3)
         yield "F", task.microbatch, forward

@@ -10,7 +10,7 @@ from stretto.program.program import Program
 from stretto.program.slots import refills
 from stretto.program.tables import Tables
 from stretto.program.task import COMPUTE, COPIES, RECEIVES, SENDS, Kind, Lane, Task
-from stretto.program.work import Ints, Work, grouped, stable_order
+from stretto.program.work import Ints, Work, stable_order
 
 
 def link_tasks(tasks: Iterable[Task], placement: Placement, anatomy: Anatomy | None = None) -> Program:
@@ -18,9 +18,7 @@ def link_tasks(tasks: Iterable[Task], placement: Placement, anatomy: Anatomy | N
     tasks = list(tasks)
     lanes = tuple(sorted({task.lane for task in tasks}))
     index = {lane: k for k, lane in enumerate(lanes)}
-    work = Work.of(
-        (task.kind, task.stage, task.microbatch, *(task.backward or (-1, -1)), task.part, task.slot) for task in tasks
-    )
+    work = Work.of_tasks(tasks)
     lane = np.array([index[task.lane] for task in tasks])
     anatomy = anatomy or Anatomy.whole(placement.stages)
     return link(lanes, lane, work, _mates(lanes, lane, work), placement, anatomy)
@@ -36,22 +34,11 @@ def link(
     work.demand(placement)
     device = np.array([lane.device for lane in lanes])[lane]
     tables = Tables(work, anatomy, placement)
-    edges = [
-        (task[there], need[there])
+    needs = (
+        (task, np.where(device[task] == device[need], need, -1))  # the rest is what transfers are for
         for task, need in (*_needs(tables, device), *_memory_needs(tables, device))
-        for there in [(task >= 0) & (need >= 0) & (device[task] == device[need])]
-    ]
-    order, need_start = grouped(np.concatenate([task for task, _ in edges]), len(work))
-    return Program(
-        placement=placement,
-        anatomy=anatomy,
-        lanes=lanes,
-        lane=lane,
-        work=work,
-        need_start=need_start,
-        need=np.concatenate([need for _, need in edges])[order],
-        mate=mate,
     )
+    return Program.of(lanes, lane, work, needs, mate, placement, anatomy)
 
 
 def _needs(tables: Tables, device: Ints) -> Iterator[tuple[Ints, Ints]]:

@@ -59,6 +59,7 @@ class Anatomy:
     """
 
     def __init__(self, layers: Sequence[Sequence[Layer]], *, is_whole: bool = False) -> None:
+        self.layers = tuple(map(tuple, layers))
         self.is_whole = is_whole
         self.forward = tuple(
             tuple(Part(n, layer.name, phase) for n, layer in enumerate(stage) for phase in layer.phases)

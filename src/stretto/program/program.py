@@ -1,6 +1,6 @@
 """A program: tasks on lanes, what each needs, and the order each device issues them in."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +9,7 @@ from stretto.ir.placement import Placement
 from stretto.program.phases import Anatomy
 from stretto.program.tables import Tables
 from stretto.program.task import RECEIVES, SENDS, Kind, Lane, Task
-from stretto.program.work import Bools, Ints, Work
+from stretto.program.work import Bools, Ints, Work, grouped
 
 _KINDS = tuple(Kind)
 
@@ -35,6 +35,22 @@ class Program:
     mate: Ints
     """The next end of the transfer or broadcast that a task is an end of, the first following the last; else −1.
     All ends take place as one."""
+
+    @staticmethod
+    def of(
+        lanes: tuple[Lane, ...],
+        lane: Ints,
+        work: Work,
+        needs: Iterable[tuple[Ints, Ints]],
+        mate: Ints,
+        placement: Placement,
+        anatomy: Anatomy,
+    ) -> "Program":
+        """From needs in pairs of columns, tasks and what they need; −1 where either is not there."""
+        edges = [(task[there], need[there]) for task, need in needs for there in [(task >= 0) & (need >= 0)]]
+        order, need_start = grouped(np.concatenate([task for task, _ in edges]), len(work))
+        need = np.concatenate([need for _, need in edges])[order]
+        return Program(placement, anatomy, lanes, lane, work, need_start, need, mate)
 
     def __len__(self) -> int:
         return len(self.work)

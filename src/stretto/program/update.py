@@ -12,7 +12,7 @@ from stretto.program.program import Program
 from stretto.program.slots import by_bucket, refills
 from stretto.program.tables import Tables
 from stretto.program.task import UPDATES, Kind, Lane
-from stretto.program.work import Ints, Work, grouped
+from stretto.program.work import Ints, Work
 
 Mode = Literal["serial", "two", "three"]
 MODES: tuple[Mode, ...] = ("serial", "two", "three")
@@ -44,26 +44,11 @@ def weight_update(*, devices: int, buckets: int, mode: Mode = "two") -> Program:
             raise PlanError(f"a weight update needs at least 1 of {name} (got {value!r:.40})")
     device, work = _tasks(devices, buckets, mode)
     placement, anatomy = Placement((tuple(range(devices)),), buckets), Anatomy.whole(devices)
-    edges = [
-        (task[need >= 0], need[need >= 0])
-        for task, need in (
-            *_needs(work, device, mode),
-            *((fills, empties) for fills, _, empties in refills(Tables(work, anatomy, placement), device)),
-        )
-    ]
-    order, need_start = grouped(np.concatenate([task for task, _ in edges]), len(work))
-    slots = device * len(UPDATES) + work.kind - min(UPDATES)
-    used, lane = np.unique(slots, return_inverse=True)
-    return Program(
-        placement=placement,
-        anatomy=anatomy,
-        lanes=tuple(Lane(slot // len(UPDATES), UPDATES[slot % len(UPDATES)].name.lower()) for slot in used.tolist()),
-        lane=lane,
-        work=work,
-        need_start=need_start,
-        need=np.concatenate([need for _, need in edges])[order],
-        mate=_rings(work, device),
-    )
+    refilled = ((fills, empties) for fills, _, empties in refills(Tables(work, anatomy, placement), device))
+    used, lane = np.unique(device * len(UPDATES) + work.kind - min(UPDATES), return_inverse=True)
+    lanes = tuple(Lane(code // len(UPDATES), UPDATES[code % len(UPDATES)].name.lower()) for code in used.tolist())
+    needs = (*_needs(work, device, mode), *refilled)
+    return Program.of(lanes, lane, work, needs, _rings(work, device), placement, anatomy)
 
 
 def _tasks(devices: int, buckets: int, mode: Mode) -> tuple[Ints, Work]:

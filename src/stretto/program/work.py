@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from stretto.ir.errors import ProgramError
 from stretto.ir.placement import Placement
-from stretto.program.task import Kind
+from stretto.program.task import Kind, Task
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -33,8 +33,12 @@ class Work:
     """Which of its device's buffers a task fills, −1 for none or one of its own."""
 
     @staticmethod
-    def of(rows: Iterable[tuple[int, int, int, int, int, int, int]]) -> "Work":
-        table = np.array(list(rows), dtype=np.int64).reshape(-1, 7)
+    def of_tasks(tasks: Iterable[Task]) -> "Work":
+        rows = [
+            (task.kind, task.stage, task.microbatch, *(task.backward or (-1, -1)), task.part, task.slot)
+            for task in tasks
+        ]
+        table = np.array(rows, dtype=np.int64).reshape(-1, 7)
         return Work(*(np.ascontiguousarray(column) for column in table.T))
 
     @staticmethod

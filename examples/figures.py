@@ -1,0 +1,51 @@
+"""Draws the three figures that Stretto started from, out of its own programs: python examples/figures.py FOLDER
+
+dualpipe.*       DeepSeek-V3's: two opposite pipelines over eight devices, twenty microbatches
+overlap.*        Kimi K2's: interleaved 1F1B with one more warm-up forward, and three of its cells in phases
+weight_update.*  Kimi K2's: two rounds of host to device, broadcast and reload over four devices
+
+Each as SVG and PNG.
+"""
+
+import sys
+from pathlib import Path
+
+import stretto
+from stretto import BucketTimes, Costs, Link, PhaseTimes
+
+
+def dualpipe(path: Path) -> None:
+    stretto.draw_figure(stretto.simulate(stretto.dualpipe(devices=8, microbatches=20)), path)
+
+
+def overlap(path: Path) -> None:
+    """Communication takes a little less than what hides it; sending on takes as long as the weight gradients."""
+    compute, experts = PhaseTimes(F=1, I=1, W=0.7), PhaseTimes(F=0.85, I=0.85)
+    costs = Costs(
+        phases={"attn": compute, "mlp": compute, "dispatch": experts, "combine": experts},
+        link=Link(latency=1.4),
+        activation_bytes=2e9,
+        host=Link(bandwidth=1e9),
+    )
+    plan = stretto.interleaved(devices=4, virtual=2, microbatches=8, overlap=True)
+    program = stretto.lower(plan, layers=[[stretto.MOE]] * plan.stages, costs=costs, offload=1)
+    stretto.draw_insets(stretto.simulate(plan), stretto.simulate(program, costs), path)
+
+
+def weight_update(path: Path) -> None:
+    costs = Costs(bucket=BucketTimes(h2d=3, broadcast=1.2, reload=1))
+    stretto.draw_figure(stretto.simulate(stretto.weight_update(devices=4, buckets=8), costs), path)
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for draw in (dualpipe, overlap, weight_update):
+        for ending in ("svg", "png"):
+            draw(folder / f"{draw.__name__}.{ending}")
+
+
+if __name__ == "__main__":
+    main()

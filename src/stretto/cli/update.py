@@ -1,0 +1,119 @@
+"""`stretto update`: how long a weight update takes, in each of its modes."""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from stretto.cli.console import number, out, print_table, working
+from stretto.cli.inputs import CostFile, Json, read_costs, write_figure
+from stretto.costs import BucketTimes, Costs
+from stretto.draw import draw_rich, draw_text
+from stretto.ir.errors import CostError, PlanError
+from stretto.program.program import Program
+from stretto.program.update import MODES, Mode, weight_update
+from stretto.simulate import simulate
+from stretto.timeline import Timeline
+
+LARGEST = 2_000_000  # tasks
+_DRAWN = 160  # tasks; more of them do not fit a terminal
+
+
+class Update(msgspec.Struct, frozen=True):
+    """One mode's figures."""
+
+    mode: str
+    seconds: float
+    gb_per_second: float
+    """Of the whole model into every device."""
+    busy: dict[str, float]
+    """The share of the time that each step is under way, on the first device."""
+
+
+def update(
+    devices: Annotated[int, typer.Option("--devices", "-d", help="Devices, each with its shard in host memory.")] = 4,
+    size: Annotated[float, typer.Option(help="The model, in GB.")] = 16.0,
+    bucket: Annotated[float, typer.Option(help="A bucket, and so each buffer, in GB.")] = 2.0,
+    h2d: Annotated[float, typer.Option(help="Host to device, in GB/s, for each device.")] = 50.0,
+    broadcast: Annotated[float, typer.Option(help="A broadcast to all devices, in GB/s.")] = 100.0,
+    reload: Annotated[float, typer.Option(help="Reading a buffer into the engine's weights, in GB/s.")] = 200.0,
+    mode: Annotated[str, typer.Option(help="The mode to draw: serial, two or three (stages overlapped).")] = "two",
+    costs: CostFile = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Draw FILE: .svg, .png, or .trace.json for Perfetto.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Simulate a weight update: host to device, broadcast, reload, in buckets.
+
+    All three modes are compared, and one is drawn. serial does one thing after the other; two
+    overlaps broadcast and reload (Kimi K2's figure); three copies from the host beside them, and
+    needs a second H2D buffer. From --costs only what is shared is taken, e.g. a PCIe link.
+
+    Examples:
+
+      stretto update --devices 8 --size 1000 --bucket 4 --h2d 50 --broadcast 100 --reload 200
+
+      stretto update --mode three -o update.svg
+    """
+    if mode not in MODES:
+        raise PlanError(f"--mode is one of {', '.join(MODES)} (got {mode!r:.40})")
+    for name, value in {"size": size, "bucket": bucket, "h2d": h2d, "broadcast": broadcast, "reload": reload}.items():
+        if not 0 < value < math.inf:
+            raise CostError(f"--{name} must be above 0 (got {value:g})")
+    if devices < 1 or math.ceil(size / bucket) * (2 * devices + 1) > LARGEST:
+        raise PlanError(f"{devices} devices × {size / bucket:.0f} buckets: stay between 1 device and {LARGEST:,} tasks")
+    buckets = math.ceil(size / bucket)
+    times = BucketTimes(h2d=bucket / h2d, broadcast=bucket / broadcast, reload=bucket / reload)
+    table = Costs(bucket=times, shared=read_costs(None, costs).shared)
+    with working("simulating the update"):
+        timelines = {
+            name: simulate(weight_update(devices=devices, buckets=buckets, mode=name), table) for name in MODES
+        }
+    rows = [_update(name, timeline, buckets * bucket) for name, timeline in timelines.items()]
+    drawn = timelines[_mode(mode)]
+    if output is not None:
+        with working(f"writing {output}"):
+            write_figure(drawn, output)
+    if json:
+        out.print(msgspec.json.format(msgspec.json.encode(rows)).decode())
+        return
+    print_table(
+        ["mode", "seconds", "GB/s", *rows[-1].busy],
+        [
+            [
+                row.mode,
+                number(row.seconds),
+                f"{row.gb_per_second:.1f}",
+                *(f"{row.busy.get(k, 0):.0%}" for k in rows[-1].busy),
+            ]
+            for row in rows
+        ],
+    )
+    out.print(
+        f"\n{buckets} buckets in {math.ceil(buckets / devices)} rounds; columns: how much of the time each step runs"
+    )
+    if output is not None:
+        out.print(f"wrote {output}")
+    elif len(drawn.program) <= _DRAWN:
+        coloured = out.is_terminal and not out.no_color
+        out.print((draw_rich if coloured else draw_text)(drawn, width=out.width))
+
+
+def _mode(name: str) -> Mode:
+    return next(mode for mode in MODES if mode == name)
+
+
+def _update(name: str, timeline: Timeline, gigabytes: float) -> Update:
+    return Update(name, timeline.makespan, gigabytes / timeline.makespan, _busy(timeline.program, timeline))
+
+
+def _busy(program: Program, timeline: Timeline) -> dict[str, float]:
+    length = timeline.end - timeline.start
+    return {
+        lane.name: float(length[program.lane == index].sum()) / timeline.makespan
+        for index, lane in enumerate(program.lanes)
+        if lane.device == 0
+    }

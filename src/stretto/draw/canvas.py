@@ -1,0 +1,126 @@
+"""What all figures are made of: boxes in rows, labels that fit, a legend, an SVG or PNG file."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.ir.errors import StrettoError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FONT = 8.0  # points
+READABLE = 5.0
+_WIDE = 0.72  # the width of a character over its height, with some room
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A coloured stretch of time. Rows are counted downwards, and a box may fill a part of its row's height."""
+
+    row: float
+    start: float
+    width: float
+    colour: str
+    label: str = ""
+    height: float = 1.0
+    dark: bool = False
+    """Whether its label is better white."""
+
+
+def new_figure(width: float, height: float, rows: Sequence[float] = (1.0,)) -> "tuple[Figure, list[Axes]]":
+    """A figure in inches, with axes one below the other of these relative heights."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(
+        len(rows), figsize=(width, height), layout="constrained", squeeze=False, gridspec_kw={"height_ratios": rows}
+    )
+    return figure, list(axes[:, 0])
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write the figure, as what the path's ending says, and let go of it."""
+    try:
+        undated = {"Date": None} if path.suffix.lower() == ".svg" else None  # the same figure is the same file
+        figure.savefig(path, dpi=150, metadata=undated)
+    except OSError as error:
+        raise StrettoError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        _pyplot().close(figure)
+
+
+def bare(axes: "Axes", *, length: float, rows: float) -> None:
+    """No frame, no ticks: only rows, the first at the top, over a length of time."""
+    axes.set_xlim(0, length)
+    axes.set_ylim(rows, 0)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def paint(axes: "Axes", boxes: Sequence[Box], *, edge: str = "white") -> None:
+    alike: dict[tuple[float, float, str], list[tuple[float, float]]] = defaultdict(list)
+    for box in boxes:
+        alike[box.row, box.height, box.colour].append((box.start, box.width))
+    line = 0.5 if len(boxes) < 3000 else 0.1
+    for (row, height, colour), spans in alike.items():
+        place = (row + 0.06 * height, 0.88 * height)
+        axes.broken_barh(spans, place, facecolors=colour, edgecolor=edge, linewidth=line)
+
+
+def write_labels(axes: "Axes", boxes: Iterable[Box], *, points: float, alike: bool = True) -> None:
+    """Labels where there is room for them; `points` are those of a unit of time.
+
+    `alike`: all in one size, or, where the narrowest box has no room, none.
+    """
+    sizes = [(box, box.width * points / (_WIDE * len(box.label))) for box in boxes if box.label]
+    if alike:
+        least = min((size for _, size in sizes), default=FONT)
+        sizes = [(box, least) for box, _ in sizes]
+    for box, size in sizes:
+        if size >= READABLE:
+            axes.text(
+                box.start + box.width / 2,
+                box.row + 0.52 * box.height,
+                box.label,
+                ha="center",
+                va="center",
+                fontsize=min(size, FONT),
+                color="white" if box.dark else "black",
+            )
+
+
+def legend(figure: "Figure", entries: Mapping[str, str | tuple[str, ...]], *, edge: str | None = None) -> None:
+    """Labels with their colours, below everything; a tuple is a split swatch."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Rectangle
+
+    def swatch(colour: str) -> Any:
+        return Rectangle((0, 0), 1, 1, facecolor=colour, edgecolor=edge or colour, linewidth=0.5)
+
+    handles: list[Any] = [
+        tuple(map(swatch, colours)) if isinstance(colours, tuple) else swatch(colours) for colours in entries.values()
+    ]
+    figure.legend(
+        handles,
+        list(entries),
+        loc="outside lower left",
+        ncols=max(1, len(entries)),
+        frameon=False,
+        handlelength=1.6,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise StrettoError("figures need matplotlib: pip install 'stretto[draw]'") from None
+    matplotlib.use("agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "font.size": FONT, "svg.hashsalt": "stretto"})
+    from matplotlib import pyplot
+
+    return pyplot

@@ -1,0 +1,65 @@
+"""What is shown of each task, and in which of its device's rows: computation, communication, offload."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from stretto.program.program import Program
+from stretto.program.task import BACKWARDS, COPIES, WEIGHTS, Kind, Task
+from stretto.timeline import Timeline
+
+ROWS = ("Computation", "Communication", "Offload")
+_ROWS = {"compute": ROWS[0], "comm": ROWS[1], "send": ROWS[1], "recv": ROWS[1], "d2h": ROWS[2], "h2d": ROWS[2]}
+_UPDATE_ROWS = {"h2d": "H2D", "broadcast": "Broadcast", "reload": "Reload"}
+_SHORT = {"attn": "Attn", "mlp": "MLP", "dispatch": "EP-D", "combine": "EP-C"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A task that takes time, from the timeline's start on."""
+
+    task: Task
+    row: int
+    start: float
+    end: float
+
+
+def is_update(program: Program) -> bool:
+    return any(lane.name == "reload" for lane in program.lanes)
+
+
+def rows_of(timeline: Timeline) -> list[str]:
+    """The names of the rows in which a device shows anything, top to bottom."""
+    program = timeline.program
+    rows = _UPDATE_ROWS if is_update(program) else _ROWS
+    busy = np.bincount(program.lane, timeline.end - timeline.start, minlength=len(program.lanes)) > 0
+    used = {rows[lane.name] for lane, there in zip(program.lanes, busy, strict=True) if there}
+    return [name for name in dict.fromkeys(rows.values()) if name in used]
+
+
+def shown(timeline: Timeline) -> Iterator[Shown]:
+    """Everything that takes time, with its row among its device's."""
+    names = rows_of(timeline)
+    every = _UPDATE_ROWS if is_update(timeline.program) else _ROWS
+    rows = {lane: names.index(row) for lane, row in every.items() if row in names}
+    begin = float(timeline.start.min())
+    for span in timeline.spans():
+        if span.end > span.start:
+            yield Shown(span.task, rows[span.task.lane.name], span.start - begin, span.end - begin)
+
+
+def short_name(task: Task) -> str:
+    """What a task is called in the papers' figures."""
+    if task.kind is Kind.WGRAD or (task.kind is Kind.W and task.phase):
+        return "WGrad"
+    if task.kind in COPIES:
+        return task.kind.name.capitalize()
+    if task.lane.name in ("send", "recv"):
+        return "PP"
+    phase = task.phase.rstrip("0123456789")
+    return _SHORT.get(phase, phase)
+
+
+def is_backward(task: Task) -> bool:
+    return task.kind in (*BACKWARDS, *WEIGHTS, Kind.RECOMPUTE, Kind.ONLOAD, Kind.SEND_B, Kind.RECV_B)
