@@ -138,7 +138,7 @@ def test_layers_show_hidden_and_exposed_communication(tmp_path: Path) -> None:
     assert rows["interleaved +overlap"]["exposed_comm"] < rows["one_f_one_b"]["exposed_comm"]
     assert rows["dualpipe"]["exposed_comm"] < rows["one_f_one_b"]["exposed_comm"]
     table = run("compare", "1f1b", *given, cwd=tmp_path).stdout
-    assert table.splitlines()[0].split()[-1] == "comm"
+    assert table.splitlines()[0].split()[-2:] == ["comm", "bytes"]
     simulated = json.loads(run("simulate", "interleaved", "--overlap", *given, "--json", cwd=tmp_path).stdout)
     assert simulated["makespan"] == rows["interleaved +overlap"]["makespan"]
     traced = run("show", "dualpipe", *given, "-o", "x.trace.json", cwd=tmp_path)
@@ -217,6 +217,24 @@ BAD = {
         ["show", "gpipe", "-o", "x.csv", "--cost", "F=1"],
         "leave costs, layers, offload and lanes out",
     ),
+    "no figure": (["compare", "gpipe", "-o", "x.pdf"], "-o draws .svg or .png (got x.pdf)"),
+    "update as what": (["update", "-o", "x.csv"], "-o draws .svg, .png or .trace.json (got x.csv)"),
+    "update of nothing": (["update", "--size", "0"], "--size must be above 0 (got 0)"),
+    "update in no mode": (["update", "--mode", "four"], "--mode is one of serial, two, three (got 'four')"),
+    "huge update": (["update", "--size", "1e9", "--bucket", "1"], "stay between 1 device and 2,000,000 tasks"),
+    "negative offload": (["simulate", "gpipe", "--offload", "-1"], "offload is a number of actions of at least 0"),
+    "recompute of unknown size": (
+        ["simulate", "gpipe", "--recompute", "--cost", "activation_bytes=1"],
+        "say how much of activation_bytes that spares: recompute_bytes",
+    ),
+    "too many parts": (
+        ["simulate", "gpipe", "--cost", "activation_bytes=1,offload_bytes=2"],
+        "offload_bytes and recompute_bytes are parts of activation_bytes, but exceed them on stage 0 (2 > 1)",
+    ),
+    "no trace": (["show", "bad.trace.json"], "bad.trace.json: not a trace of Stretto's"),
+    "missing trace": (["show", "none.trace.json"], "cannot read none.trace.json: No such file or directory"),
+    "layers of a trace": (["show", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),
+    "simulated update": (["simulate", "update.trace.json"], "update.trace.json shows a weight update; stretto show"),
     "size of a file": (["simulate", "good.csv", "-d", "2"], "good.csv has its own sizes"),
     "sizes of files": (["compare", "good.csv", "-d", "2"], "files have their own sizes"),
     "overlap of none": (["compare", "gpipe", "--overlap"], "--virtual and --overlap go with interleaved"),
@@ -274,6 +292,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "odd.toml").write_text("G = 1")
     (path / "long.toml").write_text("F = [1, 2, 3]")
     (path / "wide.toml").write_text("message_bytes = [1, 2, 3, 4]")
+    (path / "bad.trace.json").write_text('{"traceEvents": 3}')
+    step, update = stretto.gpipe(devices=2, microbatches=2), stretto.weight_update(devices=2, buckets=2)
+    (path / "plan.trace.json").write_text(stretto.draw_trace(stretto.simulate(step)))
+    (path / "update.trace.json").write_text(stretto.draw_trace(stretto.simulate(update)))
     (path / "digits.toml").write_text("F = " + "9" * 5000)
     return path
 
@@ -286,6 +308,63 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(case: str, folder: Path) ->
     assert done.stderr.startswith("stretto: ")
     assert done.stderr.count("\n") == 1
     assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_update_compares_the_modes_and_draws_one(tmp_path: Path) -> None:
+    sizes = ("--devices", "2", "--size", "8", "--bucket", "2", "--h2d", "1", "--broadcast", "2", "--reload", "2")
+    done = run("update", *sizes)
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["mode", "seconds", "GB/s", "h2d", "broadcast", "reload"]
+    # Two rounds of two buckets; a copy takes 2, a broadcast and a reload 1 each.
+    assert [line.split()[:2] for line in lines[1:4]] == [["serial", "12"], ["two", "9"], ["three", "7"]]
+    assert lines[6].startswith("0 H2D       H0──────····")
+    found = json.loads(run("update", *sizes, "--json").stdout)
+    assert [row["seconds"] for row in found] == [12, 9, 7]
+    assert found[0]["busy"] == {"h2d": 4 / 12, "broadcast": 4 / 12, "reload": 4 / 12}
+    done = run("update", *sizes, "--mode", "three", "-o", "x.trace.json", cwd=tmp_path)
+    assert "wrote x.trace.json" in done.stdout
+    assert run("show", "x.trace.json", cwd=tmp_path).stdout.startswith("0 H2D")
+    assert run("check", "x.trace.json", cwd=tmp_path).stdout == "sound: 2 devices, 4 buckets, 20 tasks\n"
+
+
+def test_an_update_over_a_shared_link_takes_longer(tmp_path: Path) -> None:
+    (tmp_path / "pcie.toml").write_text("[shared.pcie]\ncapacity = 1\nlanes = { h2d = 1, broadcast = 1 }\n")
+    alone, shared = (
+        json.loads(run("update", "--size", "32", "--json", *more, cwd=tmp_path).stdout)
+        for more in ((), ("--costs", "pcie.toml"))
+    )
+    assert alone[1]["seconds"] == pytest.approx(shared[1]["seconds"])  # two stages never copy beside a broadcast
+    assert shared[2]["seconds"] > alone[2]["seconds"]
+
+
+def test_offload_and_recompute_from_the_command_line() -> None:
+    schedule = ("simulate", "interleaved", "--overlap", "-m", "16", "--json")
+    cost = ("--cost", "R=0.2,activation_bytes=10,recompute_bytes=3")
+    kept, moved, both = (
+        json.loads(run(*schedule, *cost, *more).stdout)
+        for more in ((), ("--offload", "1"), ("--offload", "1", "--recompute"))
+    )
+    assert kept["makespan"] == moved["makespan"] < both["makespan"]
+    assert [found["devices"][0]["peak_bytes"] for found in (kept, moved, both)] == [120, 30, 27]
+    assert moved["devices"][0]["exposed_copy"] == 0
+
+
+def test_compare_draws_and_takes_traces(tmp_path: Path) -> None:
+    run("show", "dualpipe", "-o", "mine.trace.json", cwd=tmp_path)
+    done = run("compare", "mine.trace.json", "1f1b", "-o", "both.svg", cwd=tmp_path)
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:3]] == [
+        ["mine.trace.json", "26"],
+        ["one_f_one_b", "33"],
+    ]
+    assert "mine.trace.json: 26, 7.7% idle" in (tmp_path / "both.svg").read_text()
+
+
+def test_compare_shows_exposed_copies(tmp_path: Path) -> None:
+    (tmp_path / "slow.toml").write_text("activation_bytes = 30\n[host]\nbandwidth = 10\n")
+    done = run("compare", "gpipe", "--costs", "slow.toml", "--offload", "1", cwd=tmp_path)
+    headings, figures = (line.split() for line in done.stdout.splitlines())
+    assert headings[-2:] == ["copy", "bytes"]
+    assert float(figures[-2]) > 0
 
 
 def test_a_closed_pipe_is_no_error() -> None:

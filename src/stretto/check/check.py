@@ -14,7 +14,6 @@ from stretto.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.program.lower import lower
 from stretto.program.program import Program
-from stretto.program.task import UPDATES
 
 
 def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: float | None = None) -> list[Violation]:
@@ -36,7 +35,7 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
     if isinstance(program, Plan):
         program = lower(program)
     waits = Waits(program)
-    if program.work.among(UPDATES).any():
+    if program.is_update:
         found = [*update(program, waits), *buffers(program, waits)]
     else:
         judged = judged_transfers(program)

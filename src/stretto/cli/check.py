@@ -14,7 +14,9 @@ _SHOWN = 20
 
 
 def check(
-    file: Annotated[Path, typer.Argument(help="PyTorch pipelining CSV, with transfers or without, or our JSON.")],
+    file: Annotated[
+        Path, typer.Argument(help="PyTorch pipelining CSV, with transfers or without, our JSON, or a trace.")
+    ],
     memory_limit: Annotated[
         float | None, typer.Option(help="Bytes no device may exceed, by the bytes in the costs.")
     ] = None,
@@ -46,6 +48,9 @@ def check(
     if found:
         raise typer.Exit(1)
     placement = program.placement
+    if program.is_update:
+        out.print(f"sound: {program.devices} devices, {placement.microbatches} buckets, {len(program)} tasks")
+        return
     routes = f" on {len(placement.routes)} routes" if len(placement.routes) > 1 else ""
     out.print(
         f"sound: {program.devices} devices, {placement.stages} stages{routes}, {placement.microbatches} microbatches, "

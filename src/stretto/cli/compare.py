@@ -25,7 +25,7 @@ from stretto.cli.inputs import (
     is_file,
     is_trace,
     read_costs,
-    timeline_of,
+    training_of,
 )
 from stretto.costs import Costs
 from stretto.draw import draw_comparison
@@ -95,7 +95,7 @@ def compare(
         with working(f"simulating {label}"):
             try:
                 made = Making() if is_trace(name) else making
-                timelines[label] = timeline_of(name, sizes, made, table, same_model=True)
+                timelines[label] = training_of(name, sizes, made, table, same_model=True)
             except StrettoError as error:
                 reason = str(error) if str(error).startswith(name) else f"{label}: {error}"
                 if names:

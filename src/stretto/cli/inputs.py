@@ -170,6 +170,14 @@ def sound_program(target: str, sizes: Sizes, making: Making, costs: Costs) -> Pr
     return program
 
 
+def training_of(target: str, sizes: Sizes, making: Making, costs: Costs, *, same_model: bool = False) -> Timeline:
+    """The same of what can only be a training step."""
+    timeline = timeline_of(target, sizes, making, costs, same_model=same_model)
+    if timeline.program.is_update:
+        raise PlanError(f"{target} shows a weight update; stretto show draws it, stretto update simulates one")
+    return timeline
+
+
 def timeline_of(target: str, sizes: Sizes, making: Making, costs: Costs, *, same_model: bool = False) -> Timeline:
     """What a trace shows, or what the simulation of a schedule or file gives.
 

@@ -20,7 +20,7 @@ from stretto.cli.inputs import (
     Sizes,
     Virtual,
     read_costs,
-    timeline_of,
+    training_of,
 )
 from stretto.timeline import Span, Summary
 
@@ -56,7 +56,7 @@ def simulate(
     table = read_costs(cost, costs)
     with working(f"simulating {name}"):
         sizes, making = Sizes(devices, microbatches, virtual, overlap), Making(layers, offload, recompute)
-        timeline = timeline_of(name, sizes, making, table)
+        timeline = training_of(name, sizes, making, table)
         summary = timeline.summary(table)
     if json:
         out.print(msgspec.json.format(msgspec.json.encode(summary)).decode())

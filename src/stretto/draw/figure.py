@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from stretto.draw.canvas import Box, bare, legend, new_figure, paint, save, write_labels
-from stretto.draw.lanes import Shown, is_update, rows_of, shown
+from stretto.draw.lanes import Shown, rows_of, shown
 from stretto.draw.update import draw_update
 from stretto.ir.errors import StrettoError
 from stretto.program.task import Kind
@@ -51,7 +51,7 @@ def draw_figure(timeline: Timeline, path: Path, *, number_up_flow: bool = False,
     """
     if timeline.makespan <= 0:
         raise StrettoError("there is nothing to draw: nothing takes any time")
-    if is_update(timeline.program):
+    if timeline.program.is_update:
         draw_update(timeline, path)
         return
     program = timeline.program

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stretto.program.program import Program
 from stretto.program.task import BACKWARDS, COPIES, WEIGHTS, Kind, Task
 from stretto.timeline import Timeline
 
@@ -25,14 +24,10 @@ class Shown:
     end: float
 
 
-def is_update(program: Program) -> bool:
-    return any(lane.name == "reload" for lane in program.lanes)
-
-
 def rows_of(timeline: Timeline) -> list[str]:
     """The names of the rows in which a device shows anything, top to bottom."""
     program = timeline.program
-    rows = _UPDATE_ROWS if is_update(program) else _ROWS
+    rows = _UPDATE_ROWS if program.is_update else _ROWS
     busy = np.bincount(program.lane, timeline.end - timeline.start, minlength=len(program.lanes)) > 0
     used = {rows[lane.name] for lane, there in zip(program.lanes, busy, strict=True) if there}
     return [name for name in dict.fromkeys(rows.values()) if name in used]
@@ -41,7 +36,7 @@ def rows_of(timeline: Timeline) -> list[str]:
 def shown(timeline: Timeline) -> Iterator[Shown]:
     """Everything that takes time, with its row among its device's."""
     names = rows_of(timeline)
-    every = _UPDATE_ROWS if is_update(timeline.program) else _ROWS
+    every = _UPDATE_ROWS if timeline.program.is_update else _ROWS
     rows = {lane: names.index(row) for lane, row in every.items() if row in names}
     begin = float(timeline.start.min())
     for span in timeline.spans():

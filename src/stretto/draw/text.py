@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.text import Text
 
-from stretto.draw.lanes import is_update, rows_of, shown
+from stretto.draw.lanes import rows_of, shown
 from stretto.program.task import Kind, Task
 from stretto.timeline import Timeline
 
@@ -78,7 +78,7 @@ def draw_rich(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> T
     """The same in colour, with a legend: orange forward, green backward, light green for input, blue for weights."""
     grid = _Grid.of(timeline, width, lanes=lanes)
     text = Text(no_wrap=True, overflow="crop")
-    used = set("FBIW") if not is_update(timeline.program) else set()
+    used = set("FBIW") if not timeline.program.is_update else set()
     for label, blocks in grid.lines:
         text.append(label, style="bold")
         column = 0
@@ -91,7 +91,7 @@ def draw_rich(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> T
                 used.add(letter)
             column = block.end
         text.append("\n")
-    for letter, meaning in (_UPDATE_MEANING if is_update(timeline.program) else _MEANING).items():
+    for letter, meaning in (_UPDATE_MEANING if timeline.program.is_update else _MEANING).items():
         if letter in used:
             text.append(f" {letter} ", style=f"black {_SHADES[letter][0]}")
             text.append(f" {meaning}   ")
@@ -115,7 +115,7 @@ class _Grid:
     @staticmethod
     def of(timeline: Timeline, width: int, *, lanes: bool) -> "_Grid":
         program = timeline.program
-        lanes = lanes or is_update(program)
+        lanes = lanes or program.is_update
         names = [f" {name}" for name in rows_of(timeline)] if lanes and timeline.makespan > 0 else [""]
         digits, longest = len(str(program.devices - 1)), max(map(len, names))
         labels = [f"{device:>{digits}}{name:<{longest}} " for device in range(program.devices) for name in names]

@@ -8,7 +8,7 @@ import numpy as np
 from stretto.ir.placement import Placement
 from stretto.program.phases import Anatomy
 from stretto.program.tables import Tables
-from stretto.program.task import RECEIVES, SENDS, Kind, Lane, Task
+from stretto.program.task import RECEIVES, SENDS, UPDATES, Kind, Lane, Task
 from stretto.program.work import Bools, Ints, Work, grouped
 
 _KINDS = tuple(Kind)
@@ -77,6 +77,11 @@ class Program:
     def moving(self) -> Bools:
         """Which tasks are an end of a transfer."""
         return self.work.among((*SENDS, *RECEIVES))
+
+    @property
+    def is_update(self) -> bool:
+        """Whether this is a weight update, and no training step."""
+        return bool(self.work.among(UPDATES).any())
 
     @property
     def recomputes(self) -> bool:
