@@ -3,10 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check figures bench clean
 
 demo: .venv/core
-	@PATH=$(BIN):$$PATH sh examples/demo.sh
+	@$(BIN)/python examples/demo.py
+
+figures: .venv/core
+	$(BIN)/python examples/figures.py docs/figures
 
 test: .venv/test
 	$(BIN)/python -m pytest
@@ -26,7 +29,7 @@ clean:
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(PIP) -e .
+	$(PIP) -e '.[draw]'
 	@touch $@
 
 .venv/test: .venv/core

@@ -3,6 +3,8 @@
 import contextlib
 import io
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import stretto
@@ -61,13 +63,32 @@ def test_the_woven_figures_are_simulated() -> None:
     assert list(said.groups()) == figures
 
 
-def test_the_layers_example_of_the_docs_prints_what_it_says() -> None:
+def test_the_examples_of_the_docs_print_what_they_say() -> None:
     text = (Path(__file__).parent.parent / "docs" / "schedules.md").read_text()
-    code, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL).groups()  # type: ignore[union-attr]
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(code, {})
-    assert output.getvalue() == printed
+    examples = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 2
+    for code, printed in examples:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            exec(code, {})
+        assert output.getvalue() == printed
+
+
+def test_the_costs_of_the_docs_can_be_read() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "schedules.md").read_text()
+    (table,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    costs = parse_costs_toml(table)
+    assert set(costs.shared) == {"pcie", "cores"}
+
+
+def test_the_demo_draws_four_pictures_and_says_ten_lines(tmp_path: Path) -> None:
+    demo = Path(__file__).parent.parent / "examples" / "demo.py"
+    done = subprocess.run([sys.executable, str(demo)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 10
+    drawn = {f"out/{path.name}" for path in (tmp_path / "out").iterdir()}
+    assert len(drawn) == 4
+    assert drawn <= {line.split()[0] for line in done.stdout.splitlines()}
 
 
 def test_every_linked_file_exists() -> None:

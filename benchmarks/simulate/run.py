@@ -7,6 +7,7 @@ import argparse
 import platform
 import resource
 import time
+import tracemalloc
 from collections.abc import Callable
 from datetime import date
 from typing import Any
@@ -104,23 +105,51 @@ def measure(devices: int, virtual: int, microbatches: int, repeat: int) -> dict[
 
 
 def measure_phases(devices: int, virtual: int, microbatches: int, repeat: int) -> str:
-    """The same with every pass in phases: one MoE layer per stage."""
+    """The same with every pass in phases, one MoE layer per stage, recomputed, its activations sent to host memory."""
     plan = stretto.interleaved(devices=devices, virtual=virtual, microbatches=microbatches, overlap=True)
     layers = [[stretto.MOE]] * plan.stages
     times = {name: stretto.PhaseTimes(1, 1, 1) for name in ("attn", "mlp")}
     times |= {name: stretto.PhaseTimes(0.6, 0.6) for name in ("dispatch", "combine")}
-    costs = stretto.Costs(phases=times)
-    program = stretto.lower(plan, layers=layers, costs=costs)
+    costs = stretto.Costs(phases=times, activation_bytes=1, recompute_bytes=0.2, host=stretto.Link(bandwidth=1))
+
+    def lower() -> stretto.Program:
+        return stretto.lower(plan, layers=layers, costs=costs, offload=1, recompute=True)
+
+    program = lower()
     tasks = len(program)
     figures = {
-        "lower": least(lambda: stretto.lower(plan, layers=layers, costs=costs), repeat),
+        "lower": least(lower, repeat),
         "check": least(lambda: stretto.check(program), repeat),
         "simulate": least(lambda: stretto.simulate(program, costs), repeat),
     }
     cells = " | ".join(f"{seconds:.3f}" for seconds in figures.values())
+    held, peak = memory(lambda: (program := lower(), stretto.check(program), stretto.simulate(program, costs)))
+    per = 1e5 / tasks
+    size = f"{devices} × {virtual} × {microbatches}"
     return (
-        f"| {devices} × {virtual} × {microbatches} | {tasks:,} | {cells} | {sum(figures.values()) / tasks * 1e5:.2f} |"
+        f"| {size} | {tasks:,} | {cells} | {sum(figures.values()) * per:.2f} "
+        f"| {held * per / 2**20:.0f} | {peak * per / 2**20:.0f} |"
     )
+
+
+def memory(make: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that what is made holds, and that making it took at most."""
+    tracemalloc.start()
+    made = make()
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    del made
+    return held, peak
+
+
+def measure_weave(layers: int, repeat: int) -> str:
+    """A pair of stages with this many MoE layers each: lowering a plan that has nothing else to weave."""
+    plan = stretto.interleaved(devices=1, virtual=1, microbatches=3, overlap=True)
+    times = {name: stretto.PhaseTimes(1.0, 1.1, 0.9) for name in ("attn", "mlp")}
+    times |= {name: stretto.PhaseTimes(0.7, 0.8) for name in ("dispatch", "combine")}
+    costs = stretto.Costs(phases=times)
+    seconds = least(lambda: stretto.lower(plan, layers=[[stretto.MOE] * layers], costs=costs), repeat)
+    return f"| {layers} | {seconds * 1e3:.1f} |"
 
 
 def table_row(sizes: tuple[int, int, int], row: dict[str, float], names: list[str]) -> str:
@@ -144,10 +173,14 @@ def main() -> None:
         row["µs per action"] = row["all four"] / row["actions"] * 1e6
         row["ratio"] = row["torch lowered"] / (row["plan"] + row["lower"])
         print(table_row(sizes, row, names), flush=True)
-    print("\nIn phases, one MoE layer per stage, woven:\n")
-    print("| p × v × m | tasks | lower | check | simulate | s per 100k tasks |\n|---|---|---|---|---|---|")
+    print("\nIn phases, one MoE layer per stage, woven, offloaded and recomputed; MiB kept, and at most on the way:\n")
+    print("| p × v × m | tasks | lower | check | simulate | s per 100k | MiB per 100k | at most |")
+    print("|---|---|---|---|---|---|---|---|")
     for sizes in PHASE_SIZES:
         print(measure_phases(*sizes, min(repeat, 5)), flush=True)
+    print("\nWeaving one pair, milliseconds:\n\n| MoE layers in each pass | ms |\n|---|---|")
+    for layers in (1, 2, 4, 8):
+        print(measure_weave(layers, min(repeat, 5)), flush=True)
     print(f"\npeak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 
 

@@ -13,7 +13,7 @@ class Waits:
     """What a program's tasks are said to wait for, and what lanes make them wait for."""
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self._program, self._device = program, program.device
         self._stated = np.sort(program.needing * len(program) + program.need)
 
     def hold(self, task: Ints, need: Ints) -> Bools:
@@ -26,7 +26,7 @@ class Waits:
 
     def missing(self, task: Ints, need: Ints) -> Iterator[Violation]:
         """Where a task needs another's result and does not wait for it; −1 where either is not there."""
-        program, device = self._program, self._program.device
+        program, device = self._program, self._device
         there = (task >= 0) & (need >= 0)
         task, need = task[there], need[there]
         here = device[task] == device[need]  # on different devices: reported as misplaced, or by transfers
