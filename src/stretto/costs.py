@@ -139,10 +139,21 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 raise CostError(f"phases.{key} must be PhaseTimes (got {times!r:.40})")
             for name in ("F", "I", "W", "recompute"):
                 _demand(f"phases.{key}.{name}", getattr(times, name))
+        if not isinstance(self.bucket, BucketTimes):
+            raise CostError(f"bucket must be BucketTimes (got {self.bucket!r:.40})")
         for name in BucketTimes.__struct_fields__:
             _demand(f"bucket.{name}", getattr(self.bucket, name))
         for key, shared in self.shared.items():
             _demand_shared(f"shared.{key}", shared)
+
+    def times_given(self) -> list[str]:
+        """The fields besides bytes that differ from their defaults."""
+        usual = Costs()
+        return [
+            name
+            for name in self.__struct_fields__
+            if name not in _BYTES and getattr(self, name) != getattr(usual, name)
+        ]
 
     def per_stage(self, name: str, *, stages: int) -> NDArray[np.float64]:
         """A time such as F, or bytes, for each stage."""
@@ -186,15 +197,15 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 changed[name] = value * devices / stages
         return msgspec.structs.replace(self, **changed)
 
-    def validate(self, *, stages: int, devices: int) -> None:
+    def validate(self, *, stages: int, devices: int, recompute: bool = False) -> None:
         """Refuse a table whose lists do not fit, or whose parts exceed the whole."""
         sizes = {name: self.per_stage(name, stages=stages) for name in _BYTES}
-        parts = sizes["offload_bytes"] + sizes["recompute_bytes"]
-        if self.activation_bytes is not None and (parts > sizes["activation_bytes"]).any():
-            stage = int((parts > sizes["activation_bytes"]).argmax())
+        parts, whole = sizes["offload_bytes"] + sizes["recompute_bytes"] * recompute, sizes["activation_bytes"]
+        if (parts > whole * (1 + 1e-9)).any():
+            stage = int((parts > whole).argmax())
             raise CostError(
                 "offload_bytes and recompute_bytes are parts of activation_bytes, but exceed them on stage "
-                f"{stage} ({parts[stage]:g} > {sizes['activation_bytes'][stage]:g})"
+                f"{stage} ({parts[stage]:g} > {whole[stage]:g})"
             )
         self.device_factors(devices=devices)
         late = self.per_stage("BW", stages=stages)

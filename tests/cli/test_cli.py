@@ -219,7 +219,7 @@ BAD = {
     ),
     "no figure": (["compare", "gpipe", "-o", "x.pdf"], "-o draws .svg or .png (got x.pdf)"),
     "update as what": (["update", "-o", "x.csv"], "-o draws .svg, .png or .trace.json (got x.csv)"),
-    "update of nothing": (["update", "--size", "0"], "--size must be above 0 (got 0)"),
+    "update of nothing": (["update", "--size", "0"], "--size must be above 0 and at most 1e12 (got 0)"),
     "update in no mode": (["update", "--mode", "four"], "--mode is one of serial, two, three (got 'four')"),
     "huge update": (["update", "--size", "1e9", "--bucket", "1"], "stay between 1 device and 2,000,000 tasks"),
     "negative offload": (["simulate", "gpipe", "--offload", "-1"], "offload is a number of actions of at least 0"),
@@ -234,6 +234,11 @@ BAD = {
     "no trace": (["show", "bad.trace.json"], "bad.trace.json: not a trace of Stretto's"),
     "missing trace": (["show", "none.trace.json"], "cannot read none.trace.json: No such file or directory"),
     "layers of a trace": (["show", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),
+    "times of a trace": (["simulate", "plan.trace.json", "--cost", "F=9"], "has its own times; leave F out"),
+    "tiny update": (["update", "--size", "1e-300"], "--size must be above 0 and at most 1e12"),
+    "huge offload": (["simulate", "gpipe", "--offload", "x"], "Invalid value for '--offload'"),
+    "transfers of nothing": (["show", "gpipe", "--transfers"], "--transfers goes with -o FILE.csv"),
+    "bytes of nothing": (["simulate", "gpipe", "--cost", "offload_bytes=2"], "exceed them on stage 0 (2 > 0)"),
     "simulated update": (["simulate", "update.trace.json"], "update.trace.json shows a weight update; stretto show"),
     "size of a file": (["simulate", "good.csv", "-d", "2"], "good.csv has its own sizes"),
     "sizes of files": (["compare", "good.csv", "-d", "2"], "files have their own sizes"),
@@ -357,6 +362,26 @@ def test_compare_draws_and_takes_traces(tmp_path: Path) -> None:
         ["one_f_one_b", "33"],
     ]
     assert "mine.trace.json: 26, 7.7% idle" in (tmp_path / "both.svg").read_text()
+
+
+def test_tables_are_whole_when_piped() -> None:
+    command = [sys.executable, "-m", "stretto", "compare", "-d", "4", "-m", "16", "--layers", "embedding,moe*14,loss"]
+    done = subprocess.run([*command, "--costs", PHASES], capture_output=True, text=True, timeout=60)
+    assert "…" not in done.stdout
+
+
+def test_lists_of_slices_fit_schedules_of_any_stages_in_phases(tmp_path: Path) -> None:
+    (tmp_path / "slices.toml").write_text("F = [1, 2, 3, 4]\nI = [1, 2, 3, 4]\nW = [1, 2, 3, 4]\n")
+    done = run("compare", "--layers", "moe*8", "--costs", "slices.toml", cwd=tmp_path)
+    assert done.stderr == ""
+
+
+def test_a_copy_may_have_more_time_than_there_is() -> None:
+    assert run("show", "gpipe", "--offload", "99999999999999999999").returncode == 0
+
+
+def test_times_too_small_to_draw_are_no_error() -> None:
+    assert run("show", "gpipe", "--cost", "F=1e-310,I=1e-310,W=1e-310").returncode == 0
 
 
 def test_compare_shows_exposed_copies(tmp_path: Path) -> None:

@@ -127,24 +127,40 @@ def test_an_update_is_read_back_with_an_arrow_to_every_destination(devices: int)
         (lambda trace: trace.pop("otherData"), "not a trace of Stretto's"),
         (lambda trace: trace["otherData"].pop("stretto"), "does not say which program it shows"),
         (lambda trace: trace.update(traceEvents=[]), "shows no tasks"),
-        (lambda trace: trace["traceEvents"][-1]["args"].update(kind="DREAM"), "'DREAM' is no kind of task"),
-        (lambda trace: trace["traceEvents"][-1]["args"].update(needs=[999]), "refers to one that is not there"),
-        (lambda trace: trace["traceEvents"][-1]["args"].update(mate=0), "refers to one that is not there"),
-        (lambda trace: trace["traceEvents"][-1]["args"].update(stage=7), "stage 7 does not exist"),
-        (lambda trace: trace["traceEvents"][-1]["args"].update(part=3), "a part that its stage does not have"),
-        (lambda trace: trace["traceEvents"][-1]["args"].update(lane="fast"), "on a lane that no program has"),
-        (lambda trace: trace["traceEvents"][-1].update(pid=10**9), "on a lane that no program has"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(kind="DREAM"), "Invalid enum value 'DREAM'"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(kind="RELOAD"), "RELOAD is not done on a lane compute"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(kind="PAIR"), "a pair, and only a pair, has a backward"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(peer=1), "is not done on a lane compute"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(stage=7), "stage 7 does not exist; there are 2"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(stage=2**63), "Expected `int`"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(part=3), "WGRAD of stage 0 has no part 3"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(lane="fast"), "Invalid enum value 'fast'"),
+        (lambda trace: trace["traceEvents"][-1].update(pid=10**9), "device 1000000000 does not exist; there are 2"),
+        (lambda trace: trace["otherData"]["stretto"].update(routes=[[0, 5]]), None),
+        (lambda trace: trace["otherData"]["stretto"].update(microbatches=10**9), "far more tasks than it shows"),
+        (lambda trace: trace["otherData"]["stretto"].update(layers=[[]]), "2 stages, but layers for 1"),
         (lambda trace: trace["traceEvents"][-1]["args"].update(end=-1), "ends before it starts"),
         (lambda trace: trace["traceEvents"][-1]["args"].update(stage="x"), "Expected `int`"),
     ],
 )
-def test_a_broken_trace_is_refused(change: Callable[[dict[str, Any]], Any], says: str) -> None:
+def test_a_broken_trace_is_refused(change: Callable[[dict[str, Any]], Any], says: str | None) -> None:
     trace = json.loads(stretto.draw_trace(stretto.simulate(stretto.gpipe(devices=2, microbatches=1))))
     trace["traceEvents"] = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     change(trace)
+    if says is None:  # it can be read, and is found to be unsound
+        assert stretto.check(stretto.parse_trace(json.dumps(trace)).program)
+        return
     with pytest.raises(stretto.TextError) as caught:
         stretto.parse_trace(json.dumps(trace))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("edit", [{"mate": 0}, {"needs": [0]}, {"mate": 7}])
+def test_a_broken_update_is_refused(edit: dict[str, Any]) -> None:
+    trace = json.loads(stretto.draw_trace(stretto.simulate(stretto.weight_update(devices=2, buckets=2))))
+    next(event for event in trace["traceEvents"] if event["ph"] == "X")["args"].update(edit)
+    with pytest.raises(stretto.TextError, match="refers to one that is not there"):
+        stretto.parse_trace(json.dumps(trace))
 
 
 def test_what_is_no_json_is_refused() -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto import MOE, Costs, Link, PhaseTimes
+from stretto import MOE, Costs, Layer, Link, Phase, PhaseTimes
+from stretto.program.link import link_tasks
 from stretto.program.task import BACKWARDS, COMPUTE, FORWARDS, Kind
 from stretto.timeline import memory_in_order
 
@@ -102,23 +103,46 @@ def test_memory_over_time_with_copies() -> None:
     assert held.peak_activations == 3
 
 
-@given(plans(), st.integers(0, 2), st.booleans(), st.booleans())
-def test_bytes_in_issue_order_bound_those_over_time(
-    plan: stretto.Plan, room: int, phases: bool, recompute: bool
+COMM_FIRST = Layer("odd", (Phase("early", "comm"), Phase("mlp")))
+
+
+@given(plans(), st.integers(0, 2), st.sampled_from([None, MOE, COMM_FIRST]), st.booleans(), st.data())
+def test_bytes_without_a_clock_bound_those_over_time(
+    plan: stretto.Plan, room: int, layer: Layer | None, recompute: bool, data: st.DataObject
 ) -> None:
-    layers = [[MOE]] * plan.stages if phases else None
-    program = stretto.lower(plan, layers=layers, offload=room, recompute=recompute)
-    costs = Costs(activation_bytes=10, recompute_bytes=4, pending_bytes=3, host=Link(bandwidth=3))
+    layers = None if layer is None else [[layer if stage % 2 else MOE] for stage in range(plan.stages)]
+    times = {name: PhaseTimes(1, 1, 1) for name in ("attn", "mlp")}
+    times |= {name: PhaseTimes(*data.draw(st.tuples(*[st.integers(0, 9)] * 2))) for name in ("dispatch", "combine")}
+    times["early"] = PhaseTimes(2, 2)
+    sizes = data.draw(st.lists(st.integers(6, 20), min_size=plan.stages, max_size=plan.stages))
+    costs = Costs(
+        activation_bytes=tuple(sizes),
+        recompute_bytes=4,
+        pending_bytes=3,
+        host=Link(bandwidth=data.draw(st.integers(1, 20))),
+        link=Link(latency=data.draw(st.integers(0, 3))),
+        phases={} if layers is None else times,
+    )
+    program = stretto.lower(plan, layers=layers, costs=costs, offload=room, recompute=recompute)
+    assert stretto.check(program) == []
     bound = memory_in_order(program, costs)
     for held, worst in zip(stretto.simulate(program, costs).memory(costs), bound, strict=True):
         assert held.bytes is not None
         assert held.bytes[-1] == pytest.approx(0)
         assert held.peak_bytes <= worst.peak_bytes + 1e-9  # type: ignore[operator]
-        if room:
+        if (program.work.slot >= 0).any():
             assert held.peak_activations <= program.work.slot.max() + 1
     again = stretto.simulate(program, costs).summary(costs)
     limit = max(device.peak_bytes or 0 for device in again.devices)
     assert stretto.check(program, costs=costs, memory_limit=limit / 2)
+
+
+def test_the_bound_is_tight_where_copies_keep_up() -> None:
+    plan = stretto.interleaved(devices=4, virtual=2, microbatches=8, overlap=True)
+    costs = Costs(activation_bytes=10, host=Link(bandwidth=3.5))
+    program = stretto.lower(plan, offload=1)
+    assert [held.peak_bytes for held in memory_in_order(program, costs)] == [40, 40, 40, 40]
+    assert stretto.check(program, costs=costs, memory_limit=40) == []
 
 
 def test_recomputing_takes_time_and_spares_memory() -> None:
@@ -196,8 +220,6 @@ def test_check_finds_a_buffer_taken_too_soon(plan: stretto.Plan, data: st.DataOb
 def test_what_never_comes_back_is_named() -> None:
     program = stretto.lower(stretto.gpipe(devices=1, microbatches=4), offload=1)
     tasks = [task for task in program.tasks() if str(task) != "0ONLOAD0"]
-    from stretto.program.link import link_tasks
-
     (found,) = stretto.check(link_tasks(tasks, program.placement))
     assert str(found) == (
         "coverage: what stage 0 saved for microbatch 0 leaves the device 1 times and comes back 0 times"
@@ -208,3 +230,22 @@ def test_what_never_comes_back_is_named() -> None:
 def test_a_negative_offload_is_refused(room: int) -> None:
     with pytest.raises(stretto.PlanError, match="offload is a number of actions of at least 0"):
         stretto.lower(stretto.gpipe(devices=1, microbatches=1), offload=room)
+
+
+@given(plans(), st.booleans(), st.data())
+def test_check_finds_what_is_recomputed_too_soon(plan: stretto.Plan, offload: bool, data: st.DataObject) -> None:
+    """Move one recomputation before the forward whose results it starts from."""
+    program = stretto.lower(plan, layers=[[MOE]] * plan.stages, offload=int(offload), recompute=True)
+    tasks = list(program.tasks())
+    at = data.draw(st.sampled_from([k for k, task in enumerate(tasks) if task.kind is Kind.RECOMPUTE]))
+    who = (tasks[at].stage, tasks[at].microbatch)
+    result = max(k for k, task in enumerate(tasks) if task.kind is Kind.F and (task.stage, task.microbatch) == who)
+    tasks.insert(result, tasks.pop(at))
+    found = stretto.check(link_tasks(tasks, program.placement, program.anatomy))
+    assert any("RECOMPUTE" in violation.message for violation in found)
+
+
+def test_layers_that_begin_with_communication_have_sound_buffers() -> None:
+    plan = stretto.interleaved(devices=1, virtual=2, microbatches=2)
+    for room in (1, 2, 3):
+        assert stretto.check(stretto.lower(plan, layers=[[COMM_FIRST], [stretto.DENSE]], offload=room)) == []

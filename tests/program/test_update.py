@@ -137,6 +137,14 @@ def test_a_broadcast_that_misses_a_device_is_named() -> None:
     ]
 
 
+def test_a_bucket_from_elsewhere_is_named() -> None:
+    program = stretto.weight_update(devices=2, buckets=2)
+    flipped = replace(program, work=replace(program.work, stage=1 - program.work.stage))
+    assert str(stretto.check(flipped)[0]) == (
+        "placement: H2D0 on device 0 is to come from device 1, but its bucket is not there"
+    )
+
+
 def test_broadcasts_in_different_orders_deadlock() -> None:
     program = stretto.weight_update(devices=2, buckets=4, mode="three")
     first, second = (

@@ -63,6 +63,12 @@ def test_both_ways_over_pcie_are_slower_than_one() -> None:
     assert lengths["shared"] == [1.0, round(110 / 96, 9)]  # alone, or beside a copy the other way
 
 
+def test_what_gets_nothing_never_ends() -> None:
+    hopeless = {"x": Shared(1e-200, {"compute": 1e200})}
+    with pytest.raises(stretto.CostError, match="longer than a number can say"):
+        stretto.simulate(stretto.gpipe(devices=1, microbatches=1), Costs(shared=hopeless))
+
+
 def test_a_transfer_goes_at_the_speed_of_its_slower_side() -> None:
     """Device 0 sends while it also copies out; device 1 does nothing else."""
     costs = Costs(

@@ -9,7 +9,7 @@ from stretto.check.violation import Violation
 from stretto.program.graph import Graph, queue_edges, wait_graph
 from stretto.program.program import Program
 from stretto.program.task import Kind
-from stretto.program.work import Bools, Ints, stable_order
+from stretto.program.work import Bools, Ints, last_before
 
 
 def deadlock(program: Program) -> Iterator[Violation]:
@@ -37,13 +37,9 @@ def deadlock(program: Program) -> Iterator[Violation]:
 
 def _issued_after(compute: Bools, device: Ints) -> tuple[Ints, Ints]:
     """An edge from each device's last compute task to everything else issued after it."""
-    order = stable_order(device, int(device.max()) + 1)
-    last = np.maximum.accumulate(np.where(compute[order], np.arange(len(order)), -1))
-    before, after = order[last], order
-    chosen = (last >= 0) & ~compute[order]
-    before, after = before[chosen], after[chosen]
-    same = device[before] == device[after]
-    return before[same], after[same]
+    before, after = last_before(compute, device), np.arange(len(device))
+    chosen = (before >= 0) & ~compute
+    return before[chosen], after[chosen]
 
 
 def _short_cycle(graph: Graph, stuck: list[int]) -> list[int]:

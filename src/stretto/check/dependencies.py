@@ -32,13 +32,15 @@ def _required(program: Program) -> Iterator[tuple[Ints, Ints]]:
         weights = slice(anatomy.weight_rows[stage], anatomy.weight_rows[stage + 1])
         yield tables.weight[weights], backward[a:b][list(anatomy.weight_steps[stage])]
     if program.work.among((Kind.RECOMPUTE, *COPIES)).any():
-        recompute, offload, onload = tables.recompute, tables.end(Kind.OFFLOAD)[:-1], tables.end(Kind.ONLOAD)[:-1]
-        computes = anatomy.first_compute_rows
-        yield recompute[computes], results
-        yield backward, recompute
+        offload, onload = tables.end(Kind.OFFLOAD)[:-1], tables.end(Kind.ONLOAD)[:-1]
+        yield backward, tables.recompute
         yield offload, results
         yield onload, offload
-        for users in (back_starts, backward[computes], recompute[computes]):
-            yield users, onload
+        yield back_starts, onload
+        yield backward[anatomy.first_compute_rows], onload
+        for stage, (a, b) in enumerate(pairwise(anatomy.pass_rows.tolist())):
+            for part in tables.recompute[a:b]:
+                yield part, results[stage]
+                yield part, onload[stage]
     yield tables.end(Kind.SEND_F)[:-1], results
     yield tables.end(Kind.SEND_B)[:-1], back_results

@@ -15,6 +15,7 @@ from stretto.program.work import Bools, Ints
 def update(program: Program, waits: Waits) -> Iterator[Violation]:
     alone = program.placement.stages == 1  # a stage is a device that buckets come from
     yield from _coverage(program, alone=alone)
+    yield from _sources(program)
     copied, sent, loaded = (by_bucket(program.work, program.device, kind) for kind in UPDATES)
     if not alone:
         yield from _meetings(program, sent)
@@ -38,6 +39,15 @@ def _coverage(program: Program, *, alone: bool) -> Iterator[Violation]:
             if kind is Kind.H2D and not wanted[device, bucket]:
                 message += f", but its bucket comes from device {source[bucket]}"
             yield Violation("coverage", message)
+
+
+def _sources(program: Program) -> Iterator[Violation]:
+    """Bucket k comes from device k mod their number."""
+    wrong = program.work.stage != program.work.microbatch % program.placement.stages
+    for task in np.flatnonzero(wrong).tolist():
+        it = program.task(task)
+        message = f"{it} on device {it.device} is to come from device {it.stage}, but its bucket is not there"
+        yield Violation("placement", message, (task,))
 
 
 def _meetings(program: Program, sent: Ints) -> Iterator[Violation]:

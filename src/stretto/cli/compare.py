@@ -52,7 +52,9 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare(
-    names: Annotated[list[str] | None, typer.Argument(help="Schedules and CSV or JSON files; none is all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Schedules and CSV, JSON or trace files; none is all.")
+    ] = None,
     devices: Devices = None,
     microbatches: Microbatches = None,
     virtual: Virtual = None,
@@ -140,7 +142,6 @@ def _compared(name: str, timeline: Timeline, costs: Costs) -> Comparison:
     program = timeline.program
     stages, devices = program.placement.stages, program.devices
     summary = timeline.summary(costs.for_stages(stages, devices=devices))
-    homes = {(device, stage) for route in program.placement.routes for stage, device in enumerate(route)}
     share = devices / stages  # of a p-th of the model, that a stage is
     return Comparison(
         name=name,
@@ -152,7 +153,7 @@ def _compared(name: str, timeline: Timeline, costs: Costs) -> Comparison:
         exposed_copy=max(device.exposed_copy for device in summary.devices),
         peak_activations=max(device.peak_activations for device in summary.devices) * share,
         peak_pending=max(device.peak_pending for device in summary.devices) * share,
-        parameters=max(Counter(device for device, _ in homes).values()) * share,
+        parameters=max(Counter(device for device, _ in program.placement.homes).values()) * share,
         peak_bytes=max(
             (device.peak_bytes for device in summary.devices if device.peak_bytes is not None), default=None
         ),

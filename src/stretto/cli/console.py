@@ -23,7 +23,10 @@ def print_table(headings: list[str], rows: list[list[str]]) -> None:
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
-    out.print(table, width=None if out.is_terminal else 500)
+    if out.is_terminal:
+        out.print(table)
+    else:
+        Console(width=1000, highlight=False, markup=False, emoji=False).print(table)
 
 
 def number(value: float | None) -> str:

@@ -151,10 +151,12 @@ def make_plan(name: str, sizes: Sizes) -> Plan:
     return schedule.make(devices=devices, microbatches=microbatches)
 
 
-def sound_program(target: str, sizes: Sizes, making: Making, costs: Costs) -> Program:
+def _sound_program(target: str, sizes: Sizes, making: Making, costs: Costs, *, same_model: bool) -> Program:
     """A schedule or file as a program that has passed `check`."""
     if not is_file(target):
         plan = make_plan(target, sizes)
+        if same_model:
+            costs = costs.for_stages(plan.stages, devices=plan.devices)
         layers = None if making.layers is None else cut_layers(parse_layers(making.layers), stages=plan.stages)
         return lower(plan, layers=layers, costs=costs, offload=making.offload, recompute=making.recompute)
     if making.given():
@@ -186,8 +188,10 @@ def timeline_of(target: str, sizes: Sizes, making: Making, costs: Costs, *, same
     if is_trace(target):
         if making.given() or sizes.given():
             raise PlanError(f"{target} is a timeline: sizes, --layers and the like go with a schedule's name")
+        if not same_model and (named := costs.times_given()):
+            raise CostError(f"{target} has its own times; leave {named[0]} out, only bytes matter here")
         return read_trace(Path(target))
-    program = sound_program(target, sizes, making, costs)
+    program = _sound_program(target, sizes, making, costs, same_model=same_model)
     if same_model:
         costs = costs.for_stages(program.placement.stages, devices=program.devices)
     return simulate(program, costs)

@@ -35,7 +35,9 @@ from stretto.schedules.catalogue import SCHEDULES
 
 
 def show(
-    name: Annotated[str | None, typer.Argument(help="A schedule, or a CSV or JSON file; none lists them.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A schedule, or a CSV, JSON or trace file; none lists them.")
+    ] = None,
     devices: Devices = None,
     microbatches: Microbatches = None,
     virtual: Virtual = None,
@@ -83,6 +85,8 @@ def show(
             _write(name, sizes, making, output, transfers=transfers, cost=cost, costs=costs, lanes=lanes)
         out.print(f"wrote {output}")
     else:
+        if transfers:
+            raise PlanError("--transfers goes with -o FILE.csv")
         if width is not None and width < 20:
             raise PlanError(f"--width needs at least 20 columns (got {width})")
         with working(f"simulating {name}"):

@@ -26,7 +26,7 @@ from stretto.timeline import Span, Summary
 
 
 def simulate(
-    name: Annotated[str, typer.Argument(help="A schedule, or a CSV or JSON file.")],
+    name: Annotated[str, typer.Argument(help="A schedule, or a CSV, JSON or trace file.")],
     devices: Devices = None,
     microbatches: Microbatches = None,
     virtual: Virtual = None,

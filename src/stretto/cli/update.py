@@ -12,8 +12,7 @@ from stretto.cli.inputs import CostFile, Json, read_costs, write_figure
 from stretto.costs import BucketTimes, Costs
 from stretto.draw import draw_rich, draw_text
 from stretto.ir.errors import CostError, PlanError
-from stretto.program.program import Program
-from stretto.program.update import MODES, Mode, weight_update
+from stretto.program.update import MODES, weight_update
 from stretto.simulate import simulate
 from stretto.timeline import Timeline
 
@@ -50,7 +49,8 @@ def update(
 
     All three modes are compared, and one is drawn. serial does one thing after the other; two
     overlaps broadcast and reload (Kimi K2's figure); three copies from the host beside them, and
-    needs a second H2D buffer. From --costs only what is shared is taken, e.g. a PCIe link.
+    needs a second H2D buffer. The last bucket is taken as a full one. From --costs only what is
+    shared is taken, e.g. a PCIe link.
 
     Examples:
 
@@ -61,8 +61,8 @@ def update(
     if mode not in MODES:
         raise PlanError(f"--mode is one of {', '.join(MODES)} (got {mode!r:.40})")
     for name, value in {"size": size, "bucket": bucket, "h2d": h2d, "broadcast": broadcast, "reload": reload}.items():
-        if not 0 < value < math.inf:
-            raise CostError(f"--{name} must be above 0 (got {value:g})")
+        if not 1e-9 <= value <= 1e12:
+            raise CostError(f"--{name} must be above 0 and at most 1e12 (got {value:g})")
     if devices < 1 or math.ceil(size / bucket) * (2 * devices + 1) > LARGEST:
         raise PlanError(f"{devices} devices × {size / bucket:.0f} buckets: stay between 1 device and {LARGEST:,} tasks")
     buckets = math.ceil(size / bucket)
@@ -72,8 +72,11 @@ def update(
         timelines = {
             name: simulate(weight_update(devices=devices, buckets=buckets, mode=name), table) for name in MODES
         }
-    rows = [_update(name, timeline, buckets * bucket) for name, timeline in timelines.items()]
-    drawn = timelines[_mode(mode)]
+    rows = [
+        Update(name, timeline.makespan, size / timeline.makespan, _busy(timeline))
+        for name, timeline in timelines.items()
+    ]
+    drawn = timelines[mode]
     if output is not None:
         with working(f"writing {output}"):
             write_figure(drawn, output)
@@ -102,16 +105,8 @@ def update(
         out.print((draw_rich if coloured else draw_text)(drawn, width=out.width))
 
 
-def _mode(name: str) -> Mode:
-    return next(mode for mode in MODES if mode == name)
-
-
-def _update(name: str, timeline: Timeline, gigabytes: float) -> Update:
-    return Update(name, timeline.makespan, gigabytes / timeline.makespan, _busy(timeline.program, timeline))
-
-
-def _busy(program: Program, timeline: Timeline) -> dict[str, float]:
-    length = timeline.end - timeline.start
+def _busy(timeline: Timeline) -> dict[str, float]:
+    program, length = timeline.program, timeline.end - timeline.start
     return {
         lane.name: float(length[program.lane == index].sum()) / timeline.makespan
         for index, lane in enumerate(program.lanes)

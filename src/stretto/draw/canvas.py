@@ -1,7 +1,8 @@
 """What all figures are made of: boxes in rows, labels that fit, a legend, an SVG or PNG file."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,24 +32,28 @@ class Box:
     """Whether its label is better white."""
 
 
-def new_figure(width: float, height: float, rows: Sequence[float] = (1.0,)) -> "tuple[Figure, list[Axes]]":
-    """A figure in inches, with axes one below the other of these relative heights."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(
-        len(rows), figsize=(width, height), layout="constrained", squeeze=False, gridspec_kw={"height_ratios": rows}
-    )
-    return figure, list(axes[:, 0])
+@contextmanager
+def figure_at(
+    path: Path, width: float, height: float, rows: Sequence[float] = (1.0,)
+) -> "Iterator[tuple[Figure, list[Axes]]]":
+    """A figure in inches, with axes one below the other of these relative heights; written to the path in the end.
 
-
-def save(figure: "Figure", path: Path) -> None:
-    """Write the figure, as what the path's ending says, and let go of it."""
+    Nothing of it is left in matplotlib's own state.
+    """
     try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise StrettoError("figures need matplotlib: pip install 'stretto[draw]'") from None
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.size": FONT, "svg.hashsalt": "stretto"}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots(len(rows), squeeze=False, gridspec_kw={"height_ratios": rows})
+        yield figure, list(axes[:, 0])
         undated = {"Date": None} if path.suffix.lower() == ".svg" else None  # the same figure is the same file
-        figure.savefig(path, dpi=150, metadata=undated)
-    except OSError as error:
-        raise StrettoError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        _pyplot().close(figure)
+        try:
+            figure.savefig(path, dpi=150, metadata=undated)
+        except OSError as error:
+            raise StrettoError(f"cannot write {path}: {error.strerror}") from None
 
 
 def bare(axes: "Axes", *, length: float, rows: float) -> None:
@@ -112,15 +117,3 @@ def legend(figure: "Figure", entries: Mapping[str, str | tuple[str, ...]], *, ed
         handlelength=1.6,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
     )
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise StrettoError("figures need matplotlib: pip install 'stretto[draw]'") from None
-    matplotlib.use("agg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "font.size": FONT, "svg.hashsalt": "stretto"})
-    from matplotlib import pyplot
-
-    return pyplot

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from stretto.draw.canvas import FONT, Box, bare, legend, new_figure, paint, save
+from stretto.draw.canvas import FONT, Box, bare, figure_at, legend, paint
 from stretto.draw.figure import boxes_of, legend_entries
 from stretto.ir.errors import StrettoError
 from stretto.program.task import Kind
@@ -23,19 +23,18 @@ def draw_comparison(timelines: Mapping[str, Timeline], path: Path) -> None:
     if longest <= 0:
         raise StrettoError("there is nothing to draw: nothing takes any time")
     heights = [_TITLE + _ROW * timeline.program.devices for timeline in timelines.values()]
-    figure, stack = new_figure(_WIDTH, sum(heights) + 0.5, heights)
     painted: list[Box] = []
-    for axes, (name, timeline) in zip(stack, timelines.items(), strict=True):
-        boxes = list(boxes_of(timeline))
-        paint(axes, boxes)
-        painted += boxes
-        bare(axes, length=longest, rows=timeline.program.devices)
-        axes.set_yticks([])
-        idle = timeline.summary().bubble_ratio
-        axes.set_title(f"{name}: {timeline.makespan:g}, {idle:.1%} idle", loc="left", fontsize=FONT, pad=2)
-        axes.axvline(timeline.makespan, color="#888888", linewidth=0.8)
-    stack[-1].tick_params(bottom=True, labelbottom=True)
-    stack[-1].set_xlabel("Time →", loc="left")
-    pairs = any((timeline.program.work.kind == Kind.PAIR).any() for timeline in timelines.values())
-    legend(figure, legend_entries(painted, pairs=pairs))
-    save(figure, path)
+    with figure_at(path, _WIDTH, sum(heights) + 0.5, heights) as (figure, stack):
+        for axes, (name, timeline) in zip(stack, timelines.items(), strict=True):
+            boxes = list(boxes_of(timeline))
+            paint(axes, boxes)
+            painted += boxes
+            bare(axes, length=longest, rows=timeline.program.devices)
+            axes.set_yticks([])
+            idle = timeline.summary().bubble_ratio
+            axes.set_title(f"{name}: {timeline.makespan:g}, {idle:.1%} idle", loc="left", fontsize=FONT, pad=2)
+            axes.axvline(timeline.makespan, color="#888888", linewidth=0.8)
+        stack[-1].tick_params(bottom=True, labelbottom=True)
+        stack[-1].set_xlabel("Time →", loc="left")
+        pairs = any((timeline.program.work.kind == Kind.PAIR).any() for timeline in timelines.values())
+        legend(figure, legend_entries(painted, pairs=pairs))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.draw.canvas import Box, bare, legend, new_figure, paint, save, write_labels
+from stretto.draw.canvas import Box, bare, figure_at, legend, paint, write_labels
 from stretto.draw.lanes import Shown, rows_of, shown
 from stretto.draw.update import draw_update
 from stretto.ir.errors import StrettoError
@@ -58,20 +58,19 @@ def draw_figure(timeline: Timeline, path: Path, *, number_up_flow: bool = False,
     rows = rows_of(timeline) if lanes else [""]
     count = program.devices * len(rows)
     width = float(np.clip(timeline.makespan * 0.17, *_WIDTH))
-    figure, (axes,) = new_figure(width, (_THIN if lanes else _ROW) * count + 1.0)
     boxes = list(boxes_of(timeline, lanes=lanes, number_up_flow=number_up_flow))
-    paint(axes, boxes)
-    write_labels(axes, boxes, points=72 * width / timeline.makespan)
-    bare(axes, length=timeline.makespan, rows=count)
-    names = [f"Device {device} {name}".strip() for device in range(program.devices) for name in rows]
-    axes.set_yticks(
-        np.arange(count) + 0.5, [name if k % len(rows) == 0 else rows[k % len(rows)] for k, name in enumerate(names)]
-    )
-    if lanes:
-        axes.hlines(np.arange(1, program.devices) * len(rows), 0, timeline.makespan, color="#888888", linewidth=0.5)
-    axes.set_xlabel("Time →", loc="left")
-    legend(figure, legend_entries(boxes, pairs=bool((program.work.kind == Kind.PAIR).any())))
-    save(figure, path)
+    with figure_at(path, width, (_THIN if lanes else _ROW) * count + 1.0) as (figure, (axes,)):
+        paint(axes, boxes)
+        write_labels(axes, boxes, points=72 * width / timeline.makespan)
+        bare(axes, length=timeline.makespan, rows=count)
+        labels = [
+            label for device in range(program.devices) for label in (f"Device {device} {rows[0]}".strip(), *rows[1:])
+        ]
+        axes.set_yticks(np.arange(count) + 0.5, labels)
+        if lanes:
+            axes.hlines(np.arange(1, program.devices) * len(rows), 0, timeline.makespan, color="#888888", linewidth=0.5)
+        axes.set_xlabel("Time →", loc="left")
+        legend(figure, legend_entries(boxes, pairs=bool((program.work.kind == Kind.PAIR).any())))
 
 
 def legend_entries(boxes: Iterable[Box], *, pairs: bool) -> dict[str, str | tuple[str, ...]]:

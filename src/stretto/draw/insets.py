@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stretto.draw.canvas import Box, bare, legend, new_figure, paint, save, write_labels
+from stretto.draw.canvas import Box, bare, figure_at, legend, paint, write_labels
 from stretto.draw.lanes import ROWS, is_backward, short_name
 from stretto.ir.errors import StrettoError
 from stretto.program.task import BACKWARDS, FORWARDS, Kind, Task
@@ -26,6 +26,7 @@ _LEGEND = {
     "EP dispatch and combine": _EXPERTS,
 }
 _OUTLINE = "#222222"
+_GAP = 0.1  # between two insets, of the figure's width
 _COMPUTE, _COMM, _COPY = range(3)
 
 
@@ -46,29 +47,26 @@ def draw_insets(grid: Timeline, detail: Timeline, path: Path, *, label: str = "V
     cells = _chosen(grid)
     length = grid.makespan
     width = float(np.clip(0.16 * length, 9.0, 24.0))
-    figure, (above, below) = new_figure(width, 0.33 * grid.program.devices + 2.6, (1.35, 0.33 * grid.program.devices))
-    begin = float(grid.start.min())
-    boxes = [box for span in grid.spans() for box in _grid_boxes(span, begin, grid.program.devices)]
-    paint(below, boxes)
-    write_labels(below, boxes, points=72 * width / (1.08 * length))
-    bare(below, length=length, rows=grid.program.devices)
-    below.set_yticks(np.arange(grid.program.devices) + 0.5, [f"Device {k}" for k in range(grid.program.devices)])
-    below.set_ylabel(label)
-    below.set_xlabel("Time →", loc="left")
-    above.axis("off")
+    begin, devices = float(grid.start.min()), grid.program.devices
+    boxes = [box for span in grid.spans() for box in _grid_boxes(span, begin, devices)]
     insets = [_lanes_of(detail, cell) for cell in cells]
     lengths = [max(box.start + box.width for box in inset) for inset in insets]
-    gap = 0.1
-    room = 1 - gap * (len(insets) - 1)
-    left = 0.0
-    for cell, inset, time in zip(cells, insets, lengths, strict=True):
-        share = room * time / sum(lengths)
-        axes = above.inset_axes((left, 0.0, share, 1.0))
-        _inset(axes, inset, time, points=72 * 0.9 * width * share / time, names=left == 0)
-        _outline(figure, below, axes, cell, begin)
-        left += share + gap
-    legend(figure, _LEGEND)
-    save(figure, path)
+    with figure_at(path, width, 0.33 * devices + 2.6, (1.35, 0.33 * devices)) as (figure, (above, below)):
+        paint(below, boxes)
+        write_labels(below, boxes, points=72 * width / (1.08 * length))
+        bare(below, length=length, rows=devices)
+        below.set_yticks(np.arange(devices) + 0.5, [f"Device {device}" for device in range(devices)])
+        below.set_ylabel(label)
+        below.set_xlabel("Time →", loc="left")
+        above.axis("off")
+        left, room = 0.0, 1 - _GAP * (len(insets) - 1)
+        for cell, inset, time in zip(cells, insets, lengths, strict=True):
+            share = room * time / sum(lengths)
+            axes = above.inset_axes((left, 0.0, share, 1.0))
+            _inset(axes, inset, time, points=72 * 0.9 * width * share / time, names=left == 0)
+            _outline(figure, below, axes, cell, begin)
+            left += share + _GAP
+        legend(figure, _LEGEND)
 
 
 def _chosen(grid: Timeline) -> list[_Cell]:

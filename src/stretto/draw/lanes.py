@@ -30,7 +30,7 @@ def rows_of(timeline: Timeline) -> list[str]:
     rows = _UPDATE_ROWS if program.is_update else _ROWS
     busy = np.bincount(program.lane, timeline.end - timeline.start, minlength=len(program.lanes)) > 0
     used = {rows[lane.name] for lane, there in zip(program.lanes, busy, strict=True) if there}
-    return [name for name in dict.fromkeys(rows.values()) if name in used]
+    return [name for name in dict.fromkeys(rows.values()) if name in used] or [""]
 
 
 def shown(timeline: Timeline) -> Iterator[Shown]:

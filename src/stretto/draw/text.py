@@ -1,5 +1,6 @@
 """A timeline as text: one line per device or lane, in plain characters or in colour."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -116,7 +117,7 @@ class _Grid:
     def of(timeline: Timeline, width: int, *, lanes: bool) -> "_Grid":
         program = timeline.program
         lanes = lanes or program.is_update
-        names = [f" {name}" for name in rows_of(timeline)] if lanes and timeline.makespan > 0 else [""]
+        names = [f" {name}" for name in rows_of(timeline)] if lanes else [""]
         digits, longest = len(str(program.devices - 1)), max(map(len, names))
         labels = [f"{device:>{digits}}{name:<{longest}} " for device in range(program.devices) for name in names]
         found = [it for it in shown(timeline) if lanes or it.task.lane.name == "compute"]
@@ -126,6 +127,8 @@ class _Grid:
         shortest = min(it.end - it.start for it in found)
         per_shortest = min(_WIDEST, int(room * shortest / timeline.makespan))
         scale = per_shortest / shortest if per_shortest else room / timeline.makespan
+        if not math.isfinite(scale):  # times too small for any scale
+            return _Grid([(label, []) for label in labels], 0)
         lines: list[list[_Block]] = [[] for _ in labels]
         for it in sorted(found, key=lambda it: it.start):
             line = lines[it.task.device * len(names) + (it.row if lanes else 0)]

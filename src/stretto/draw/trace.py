@@ -1,7 +1,7 @@
 """A timeline as Chrome trace JSON, for Perfetto: a process per device, a thread per lane. It can be read back."""
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 import numpy as np
@@ -9,10 +9,11 @@ import numpy as np
 from stretto.costs import LANES, Costs
 from stretto.ir.errors import StrettoError, TextError
 from stretto.ir.placement import Placement
+from stretto.program.link import lanes_of, link_tasks
 from stretto.program.phases import Anatomy, Layer
 from stretto.program.program import Program
-from stretto.program.task import SENDS, WEIGHTS, Kind, Lane, Task
-from stretto.program.work import Ints, Work
+from stretto.program.task import RECEIVES, SENDS, UPDATES, WEIGHTS, Kind, Lane, Task
+from stretto.program.work import Work
 from stretto.timeline import Timeline
 
 _UNIT = 1000.0  # microseconds shown for one unit of time
@@ -21,8 +22,8 @@ _UNIT = 1000.0  # microseconds shown for one unit of time
 class _Origin(msgspec.Struct):
     """What the slices do not say of their program."""
 
-    routes: list[list[int]]
-    microbatches: int
+    routes: list[list[Annotated[int, msgspec.Meta(ge=0, lt=2**20)]]]
+    microbatches: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
     layers: list[list[Layer]] | None
     """None where actions are whole."""
 
@@ -62,7 +63,7 @@ def parse_trace(text: str) -> Timeline:
         raise TextError("this trace shows no tasks")
     try:
         program = _program(origin, slices)
-    except (StrettoError, ValueError, IndexError) as error:
+    except StrettoError as error:
         raise TextError(f"not a sound trace of Stretto's: {error}") from None
     start, end = (np.array([getattr(slice_.args, name) for slice_ in slices]) for name in ("start", "end"))
     if not (np.isfinite(start).all() and np.isfinite(end).all() and (start <= end).all()):
@@ -70,21 +71,25 @@ def parse_trace(text: str) -> Timeline:
     return Timeline(program, start, end)
 
 
-class _Args(msgspec.Struct):
+_Index = Annotated[int, msgspec.Meta(ge=-1, lt=2**40)]
+
+
+class _Args(msgspec.Struct, omit_defaults=True):
     """All there is to know of a task; Perfetto shows it with the slice."""
 
-    kind: str
-    stage: int
-    microbatch: int
-    lane: str
+    kind: Literal[tuple(Kind.__members__)]  # type: ignore[valid-type]
+    stage: _Index
+    microbatch: _Index
+    lane: Literal[LANES]  # type: ignore[valid-type]
     start: float
     end: float
-    needs: list[int]
-    peer: int | None = None
-    backward: tuple[int, int] | None = None
-    part: int = 0
-    slot: int = -1
-    mate: int = -1
+    peer: _Index | None = None
+    backward: tuple[_Index, _Index] | None = None
+    part: _Index = 0
+    slot: _Index = -1
+    needs: list[_Index] | None = None
+    """Of a weight update, as its mode decides; in training needs and ends follow from the tasks."""
+    mate: _Index = -1
 
 
 class _Slice(msgspec.Struct):
@@ -99,47 +104,56 @@ class _Trace(msgspec.Struct):
 
 def _program(origin: _Origin, slices: list[_Slice]) -> Program:
     placement = Placement(tuple(map(tuple, origin.routes)), origin.microbatches)
+    if placement.stages * placement.microbatches > 4 * len(slices) + 64:
+        _refuse("it has room for far more tasks than it shows")
+    if origin.layers is not None and len(origin.layers) != placement.stages:
+        _refuse(f"it has {placement.stages} stages, but layers for {len(origin.layers)}")
     anatomy = Anatomy.whole(placement.stages) if origin.layers is None else Anatomy(origin.layers)
-    tasks = [
-        Task(
-            Lane(slice_.pid, args.lane, args.peer),
-            Kind[args.kind] if args.kind in Kind.__members__ else _refuse(f"{args.kind!r:.40} is no kind of task"),
-            args.stage,
-            args.microbatch,
-            args.backward,
-            args.part,
-            slot=args.slot,
-        )
-        for slice_ in slices
-        for args in [slice_.args]
-    ]
-    lanes = tuple(sorted({task.lane for task in tasks}))
-    index = {lane: k for k, lane in enumerate(lanes)}
-    work = Work.of_tasks(tasks)
-    needs = [(task, need) for task, slice_ in enumerate(slices) for need in slice_.args.needs]
+    tasks = [_task(slice_, placement, anatomy) for slice_ in slices]
+    if not any(task.kind in UPDATES for task in tasks):
+        return link_tasks(tasks, placement, anatomy)
+    needs = [(task, need) for task, slice_ in enumerate(slices) for need in slice_.args.needs or ()]
     needing, need = np.array(needs, dtype=np.int64).reshape(-1, 2).T
     mate = np.array([slice_.args.mate for slice_ in slices])
-    _demand(work, placement, anatomy, lanes, need, mate)
-    return Program.of(
-        lanes, np.array([index[task.lane] for task in tasks]), work, [(needing, need)], mate, placement, anatomy
-    )
-
-
-def _demand(
-    work: Work, placement: Placement, anatomy: Anatomy, lanes: tuple[Lane, ...], need: Ints, mate: Ints
-) -> None:
-    """What every program of ours keeps to, and what reads it relies on."""
-    work.demand(placement)
-    parts, weights = np.diff(anatomy.pass_rows), np.diff(anatomy.weight_rows)
-    limit = np.where(work.among(WEIGHTS), weights[work.stage], parts[work.stage])
     ends = np.flatnonzero(mate >= 0)
-    if ((work.part < 0) | (work.part >= limit)).any():
-        _refuse("a task is a part that its stage does not have")
-    if ((need < 0) | (need >= len(work))).any() or not np.array_equal(np.sort(mate[ends]), ends):
+    if (need >= needing).any() or not np.array_equal(np.sort(mate[ends]), ends) or (mate == np.arange(len(mate))).any():
         _refuse("a task refers to one that is not there")
-    devices = 1 + max(max(route) for route in placement.routes)
-    if any(lane.name not in LANES or not 0 <= lane.device < devices for lane in lanes):
-        _refuse("a task is on a lane that no program has")
+    lanes, lane = lanes_of(tasks)
+    return Program.of(lanes, lane, Work.of_tasks(tasks), [(needing, need)], mate, placement, anatomy)
+
+
+def _task(slice_: _Slice, placement: Placement, anatomy: Anatomy) -> Task:
+    args = slice_.args
+    kind = Kind[args.kind]
+    lane = Lane(slice_.pid, args.lane, args.peer)
+    stages = [args.stage] if args.backward is None else [args.stage, args.backward[0]]
+    microbatches = [args.microbatch] if args.backward is None else [args.microbatch, args.backward[1]]
+    for name, values, limit in (
+        ("stage", stages, placement.stages),
+        ("microbatch", microbatches, placement.microbatches),
+        ("device", [lane.device, args.peer or 0], placement.devices),
+    ):
+        if not all(0 <= value < limit for value in values):
+            _refuse(f"{name} {max(values)} does not exist; there are {limit}")
+    parts = anatomy.weight_steps[args.stage] if kind in WEIGHTS else anatomy.forward[args.stage]
+    if not 0 <= args.part < len(parts):
+        _refuse(f"{args.kind} of stage {args.stage} has no part {args.part}")
+    if (args.backward is not None) != (kind is Kind.PAIR):
+        _refuse("a pair, and only a pair, has a backward")
+    if lane.name not in _LANES.get(kind, ("compute", "comm")) or (args.peer is not None) != (
+        lane.name in ("send", "recv")
+    ):
+        _refuse(f"{args.kind} is not done on a lane {lane.name}")
+    return Task(lane, kind, args.stage, args.microbatch, args.backward, args.part, slot=args.slot)
+
+
+_LANES: dict[Kind, tuple[str, ...]] = {
+    **dict.fromkeys(SENDS, ("send",)),
+    **dict.fromkeys(RECEIVES, ("recv",)),
+    Kind.OFFLOAD: ("d2h",),
+    Kind.ONLOAD: ("h2d",),
+    **{kind: (kind.name.lower(),) for kind in UPDATES},
+}
 
 
 def _refuse(message: str) -> NoReturn:
@@ -176,12 +190,12 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 lane=task.lane.name,
                 start=span.start,
                 end=span.end,
-                needs=program.needs(index),
+                needs=program.needs(index) if program.is_update else None,
                 peer=task.lane.peer,
                 backward=task.backward,
                 part=task.part,
                 slot=task.slot,
-                mate=mates[index],
+                mate=mates[index] if program.is_update else -1,
             ),
         }
         # An arrow from where something is sent to each place where it arrives, numbered by the latter.

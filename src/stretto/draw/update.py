@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.draw.canvas import Box, bare, legend, new_figure, paint, save, write_labels
+from stretto.draw.canvas import Box, bare, figure_at, legend, paint, write_labels
 from stretto.draw.lanes import shown
 from stretto.program.program import Program
 from stretto.program.task import Kind, Task
@@ -34,7 +34,6 @@ def draw_update(timeline: Timeline, path: Path) -> None:
     buffers = _buffers(program)
     rows = len(buffers) + _GAP
     width = float(np.clip(0.5 * timeline.makespan, *_WIDTH))
-    figure, (axes,) = new_figure(width, _ROW * rows * program.devices + 0.9)
     length = timeline.makespan
     stack = [
         Box(device * rows + row, -1.6 * _STACK * length, _STACK * length, _H2D_BUFFER if name == "H2D" else _IPC_BUFFER)
@@ -42,18 +41,18 @@ def draw_update(timeline: Timeline, path: Path) -> None:
         for row, name in enumerate(buffers)
     ]
     boxes = list(_boxes(timeline, buffers, rows))
-    paint(axes, [*stack, *boxes], edge=_EDGE)
-    write_labels(axes, boxes, points=72 * width / (1.1 * length))
-    bare(axes, length=length, rows=rows * program.devices - _GAP)
-    axes.set_xlim(-2 * _STACK * length, 1.01 * length)
-    axes.axvline(-0.3 * _STACK * length, color=_EDGE, linestyle="--", linewidth=1.0)
-    for device in range(1, program.devices):
-        axes.axhline(device * rows - _GAP / 2, color="#cccccc", linewidth=0.5)
-    middle = np.arange(program.devices) * rows + len(buffers) / 2
-    axes.set_yticks(middle, [f"Device {device}" for device in range(program.devices)])
-    axes.set_xlabel("Time →", loc="left")
-    legend(figure, _LEGEND, edge=_EDGE)
-    save(figure, path)
+    with figure_at(path, width, _ROW * rows * program.devices + 0.9) as (figure, (axes,)):
+        paint(axes, [*stack, *boxes], edge=_EDGE)
+        write_labels(axes, boxes, points=72 * width / (1.1 * length))
+        bare(axes, length=length, rows=rows * program.devices - _GAP)
+        axes.set_xlim(-2 * _STACK * length, 1.01 * length)
+        axes.axvline(-0.3 * _STACK * length, color=_EDGE, linestyle="--", linewidth=1.0)
+        for device in range(1, program.devices):
+            axes.axhline(device * rows - _GAP / 2, color="#cccccc", linewidth=0.5)
+        middle = np.arange(program.devices) * rows + len(buffers) / 2
+        axes.set_yticks(middle, [f"Device {device}" for device in range(program.devices)])
+        axes.set_xlabel("Time →", loc="left")
+        legend(figure, _LEGEND, edge=_EDGE)
 
 
 def _buffers(program: Program) -> list[str]:

@@ -31,6 +31,15 @@ class Placement:
     def stages(self) -> int:
         return len(self.routes[0])
 
+    @property
+    def devices(self) -> int:
+        return 1 + max(max(route) for route in self.routes)
+
+    @property
+    def homes(self) -> set[tuple[int, int]]:
+        """Every (device, stage) such that the stage lives on the device."""
+        return {(device, stage) for route in self.routes for stage, device in enumerate(route)}
+
     def route(self, microbatch: int) -> int:
         return microbatch * len(self.routes) // self.microbatches
 

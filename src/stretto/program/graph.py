@@ -57,7 +57,7 @@ def wait_graph(program: Program, *edges: tuple[Ints, Ints]) -> Graph:
     leads = program.mate < index  # the last end stands for all
     leader = np.where(leads, index, program.mate)
     while not leads[leader].all():
-        leader = np.where(leads[leader], leader, program.mate[leader])
+        leader = leader[leader]
     node = (np.cumsum(leads) - 1)[leader]
     need, task = program.need, program.needing
     across = (program.lane[need] != program.lane[task]) | (need >= task)  # a lane's own order says the rest

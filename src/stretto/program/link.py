@@ -1,6 +1,6 @@
 """Gives tasks their needs and joins the two ends of each transfer."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -10,18 +10,23 @@ from stretto.program.program import Program
 from stretto.program.slots import refills
 from stretto.program.tables import Tables
 from stretto.program.task import COMPUTE, COPIES, RECEIVES, SENDS, Kind, Lane, Task
-from stretto.program.work import Ints, Work, stable_order
+from stretto.program.work import Ints, Work, last_before
 
 
 def link_tasks(tasks: Iterable[Task], placement: Placement, anatomy: Anatomy | None = None) -> Program:
     """A program of these tasks in this order."""
     tasks = list(tasks)
-    lanes = tuple(sorted({task.lane for task in tasks}))
-    index = {lane: k for k, lane in enumerate(lanes)}
+    lanes, lane = lanes_of(tasks)
     work = Work.of_tasks(tasks)
-    lane = np.array([index[task.lane] for task in tasks])
     anatomy = anatomy or Anatomy.whole(placement.stages)
     return link(lanes, lane, work, _mates(lanes, lane, work), placement, anatomy)
+
+
+def lanes_of(tasks: Sequence[Task]) -> tuple[tuple[Lane, ...], Ints]:
+    """The lanes that tasks use, and the one of each as an index into them."""
+    lanes = tuple(sorted({task.lane for task in tasks}))
+    index = {lane: k for k, lane in enumerate(lanes)}
+    return lanes, np.array([index[task.lane] for task in tasks])
 
 
 def link(
@@ -64,8 +69,10 @@ def _needs(tables: Tables, device: Ints) -> Iterator[tuple[Ints, Ints]]:
 def _memory_needs(tables: Tables, device: Ints) -> Iterator[tuple[Ints, Ints]]:
     """The same for what is recomputed, and for what leaves the device and comes back."""
     work = tables.work
+    for fills, _, empties in refills(tables, device):
+        yield fills, empties
     if work.among((Kind.RECOMPUTE,)).any():
-        yield tables.first_compute(tables.recompute), tables.last(tables.forward)
+        yield tables.recompute, tables.per_part(tables.last(tables.forward))
         yield tables.backward, tables.recompute
     if not work.among(COPIES).any():
         return
@@ -73,26 +80,11 @@ def _memory_needs(tables: Tables, device: Ints) -> Iterator[tuple[Ints, Ints]]:
     yield offload, tables.last(tables.forward)
     yield onload, offload
     # Communication may come first in a backward, and recomputing before it all: each waits.
-    for first in (
-        tables.first(tables.backward),
-        tables.first_compute(tables.backward),
-        tables.first_compute(tables.recompute),
-    ):
-        yield first, onload
+    yield tables.first(tables.backward), onload
+    yield tables.first_compute(tables.backward), onload
+    yield tables.recompute, tables.per_part(onload)
     comes = np.flatnonzero(work.kind == Kind.ONLOAD)
-    yield comes, _last_compute(work, device)[comes]  # not before the action beside which it is to come
-    for fills, _, empties in refills(tables, device):
-        yield fills, empties
-
-
-def _last_compute(work: Work, device: Ints) -> Ints:
-    """The last task of each task's device before it that computes or is a phase, −1 if there is none."""
-    order = stable_order(device, int(device.max()) + 1)
-    computes = work.among(COMPUTE)[order]
-    last = np.maximum.accumulate(np.where(computes, np.arange(len(order)), -1))
-    found = np.empty_like(order)
-    found[order] = np.where(last >= 0, order[last], -1)
-    return np.where((found >= 0) & (device[found] == device), found, -1)
+    yield comes, last_before(work.among(COMPUTE), device)[comes]  # not before the action beside which it is to come
 
 
 def _mates(lanes: tuple[Lane, ...], lane: Ints, work: Work) -> Ints:

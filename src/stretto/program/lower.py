@@ -53,8 +53,8 @@ def lower(
     """
     if layers is not None and len(layers) != plan.stages:
         raise PlanError(f"the plan has {plan.stages} stages, but layers are given for {len(layers)}")
-    if offload < 0:
-        raise PlanError(f"offload is a number of actions of at least 0 (got {offload})")
+    if not isinstance(offload, int) or offload < 0:
+        raise PlanError(f"offload is a number of actions of at least 0 (got {offload!r:.40})")
     device, actions = _actions(plan)
     actions.demand(plan.placement)
     whole = Anatomy.whole(plan.stages)
@@ -64,7 +64,7 @@ def lower(
     result = start + RESULT[actions.kind]
     source, target, gradient = _transfers(device, forward[:-1], backward[:-1])
     anatomy = whole if layers is None else Anatomy(layers)
-    copies = plan_copies(device, actions, backward, offload) if offload else no_copies(len(actions))
+    copies = plan_copies(device, actions, backward, min(offload, len(actions))) if offload else no_copies(len(actions))
     actions = replace(actions, slot=copies.forward_slot)
     parts = expand(actions, anatomy, costs, recompute=recompute)
 

@@ -48,6 +48,8 @@ def plan_copies(device: Ints, actions: Work, backward: Ints, room: int) -> Copie
     sound = (uses >= 0) & (device[uses] == device) & (uses > np.arange(count))
     uses[~sound] = -1
     first = np.flatnonzero(sound & (uses - np.arange(count) > 2 * room))
+    if not len(first):
+        return no_copies(count)
     slots, back = _share_out(device, runs, uses, first, room)
     return Copies(first, uses[first], uses[first] - room, back[first], slots)
 

@@ -57,7 +57,7 @@ class Program:
 
     @property
     def devices(self) -> int:
-        return 1 + max(lane.device for lane in self.lanes)
+        return max(self.placement.devices, 1 + max(lane.device for lane in self.lanes))
 
     @property
     def device(self) -> Ints:

@@ -50,6 +50,10 @@ class Tables:
         """The first part of each stage's backward, or of its recomputation, that is on the compute lane."""
         return np.concatenate((table[self.anatomy.first_compute_rows], self._spare()))
 
+    def per_part(self, table: Ints) -> Ints:
+        """A table with a row per stage, repeated for each part of the stage's pass."""
+        return np.repeat(table[: self.placement.stages], np.diff(self.anatomy.pass_rows), axis=0)
+
     def end(self, kind: Kind) -> Ints:
         """The sends, receives or copies of a kind."""
         rows = np.arange(self.placement.stages + 1)

@@ -16,6 +16,8 @@ def part_times(anatomy: Anatomy, costs: Costs) -> Times:
     communication takes none. A full backward's parts are those of its I and W, and a pair's those
     of its passes, so B, FB and BW have no place here.
     """
+    if costs.phases and costs.R is not None:
+        raise CostError("R is a time of whole passes; with times of phases, give each phase its own R")
     if costs.B is not None or costs.FB is not None or costs.BW:
         raise CostError(
             "B, FB and BW are times of whole passes; with layers they follow from the phases, so leave them out"

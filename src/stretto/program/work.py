@@ -101,3 +101,12 @@ def grouped(keys: Ints, count: int) -> tuple[Ints, Ints]:
 def stable_order(keys: Ints, count: int) -> Ints:
     """Indexes sorted by key, stably; keys are −1 or below `count`."""
     return np.argsort(keys.astype(np.int16) if count < 2**15 else keys, kind="stable")  # small keys sort by radix
+
+
+def last_before(chosen: Bools, device: Ints) -> Ints:
+    """For each task, the last of the chosen ones on its device up to it, −1 if there is none."""
+    order = stable_order(device, int(device.max()) + 1)
+    last = np.maximum.accumulate(np.where(chosen[order], np.arange(len(order)), -1))
+    found = np.empty_like(order)
+    found[order] = np.where(last >= 0, order[last], -1)
+    return np.where((found >= 0) & (device[found] == device), found, -1)

@@ -15,7 +15,7 @@ from stretto.timeline.memory import Floats
 def durations(program: Program, costs: Costs) -> Floats:
     """By task index; all ends of a transfer or broadcast take the same time."""
     stages, devices = program.placement.stages, program.devices
-    costs.validate(stages=stages, devices=devices)
+    costs.validate(stages=stages, devices=devices, recompute=program.recomputes)
     if costs.phases and program.anatomy.is_whole:
         raise CostError("the costs have times of phases, but the program has none; give its layers (--layers)")
     forward, whole, late, woven, of_input, of_weight, again = (
@@ -42,7 +42,8 @@ def durations(program: Program, costs: Costs) -> Floats:
     time += _transfer_times(program, costs)
     if (copies := np.flatnonzero(work.among(COPIES))).size:
         size = costs.leaving_bytes(stages=stages, recompute=program.recomputes)
-        time[copies] = costs.host.latency + size[work.stage[copies]] * _rate(costs.host)
+        with np.errstate(over="ignore"):
+            time[copies] = costs.host.latency + size[work.stage[copies]] * _rate(costs.host)
     for kind in UPDATES:
         time[work.kind == kind] = getattr(costs.bucket, kind.name.lower())
     return time

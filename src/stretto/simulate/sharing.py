@@ -115,9 +115,12 @@ class _Replay:
             for resource, _ in self._draws[node]:
                 if id(resource) not in levels:
                     levels[id(resource)] = resource.level()
-                speed = min(speed, levels[id(resource)] / resource.wants[node])
+                if levels[id(resource)] < resource.wants[node]:
+                    speed = min(speed, levels[id(resource)] / resource.wants[node])
             if speed != self._speed[node] or not self._turn[node]:
                 self._left[node] -= (self._now - self._seen[node]) * self._speed[node]
                 self._seen[node], self._speed[node] = self._now, speed
                 self._turn[node] += 1
-                heappush(self._forecast, (self._now + max(0.0, self._left[node]) / speed, node, self._turn[node]))
+                left = max(0.0, self._left[node])
+                due = self._now + (left / speed if speed else float("inf") if left else 0.0)
+                heappush(self._forecast, (due, node, self._turn[node]))

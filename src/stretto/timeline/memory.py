@@ -1,6 +1,7 @@
 """What each device holds, from a stage's forward to its weight part."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +10,7 @@ from stretto.costs import Costs
 from stretto.ir.errors import CostError
 from stretto.program.program import Program
 from stretto.program.task import BACKWARDS, COPIES, FORWARDS, WEIGHTS, Kind
-from stretto.program.work import Bools, Ints
+from stretto.program.work import Bools, Ints, grouped
 
 Floats = NDArray[np.float64]
 
@@ -53,11 +54,7 @@ class DeviceMemory:
 def memory_in_order(
     program: Program, costs: Costs, start: Floats | None = None, end: Floats | None = None
 ) -> list[DeviceMemory]:
-    """What every device holds.
-
-    The order of issue alone tells; without times they are all 0, and what is copied out is taken to be
-    gone only where something waits for that.
-    """
+    """What every device holds. Without times, a bound of it, from what waits for what; times are then all 0."""
     events = _Events.of(program, costs)
     fixed = _parameters(program, costs)
     counts_bytes = costs.activation_bytes is not None or bool(costs.pending_bytes) or bool(fixed.any())
@@ -65,7 +62,7 @@ def memory_in_order(
         when = np.zeros(len(events.task))
         late = costs.per_stage("BW", stages=program.placement.stages)
         instant = late[program.work.stage[events.task]] == 0
-        order = np.lexsort((events.known, events.device))
+        order = np.lexsort((_known(program, costs, events), events.device))
     else:
         when = np.where(np.arange(len(events.task)) % 2, end[events.task], start[events.task])
         instant = start[events.task] == end[events.task]
@@ -94,8 +91,6 @@ class _Events:
 
     task: Ints
     device: Ints
-    known: Ints
-    """Where in the program it is known to have happened."""
     held: Ints
     """The change in activations, in what waits for a weight part, and in bytes."""
     owed: Ints
@@ -114,7 +109,6 @@ class _Events:
         events = _Events(
             task=np.repeat(task, 2),
             device=np.repeat(program.device[task], 2),
-            known=np.repeat(task, 2),
             held=np.zeros(2 * count, dtype=np.int64),
             owed=np.zeros(2 * count, dtype=np.int64),
             size=np.zeros(2 * count),
@@ -125,8 +119,7 @@ class _Events:
         forward, backward, weight = (work.among(kinds)[task] for kinds in (FORWARDS, BACKWARDS, WEIGHTS))
         takes = np.flatnonzero(forward & (part == 0))
         gives = np.flatnonzero(backward & (part == last[back_stage]))
-        keeps = len(gives) > 0 or bool(backward.any())
-        ends = gives if keeps else np.flatnonzero(forward & (part == last[stage]))
+        ends = gives if backward.any() else np.flatnonzero(forward & (part == last[stage]))
         settles = np.flatnonzero(weight & (part == last_weight[stage]))
         size, size_owed = (
             costs.per_stage(name, stages=program.placement.stages) for name in ("activation_bytes", "pending_bytes")
@@ -155,9 +148,6 @@ class _Events:
         out, back = np.flatnonzero((kind == Kind.OFFLOAD) & ends), np.flatnonzero((kind == Kind.ONLOAD) & ~ends)
         self.add(out, held=-1, size=-size[stage[out]])
         self.add(back, held=1, size=size[stage[back]])
-        waits = np.full(len(program), len(program))
-        np.minimum.at(waits, program.need, program.needing)
-        self.known[out] = waits[self.task[out]]
 
     def add_recomputing(self, program: Program, costs: Costs) -> None:
         """What is recomputed is given up after the forward, and held again part by part during the backward."""
@@ -194,10 +184,48 @@ def _fused(program: Program, events: _Events, instant: Bools) -> Bools:
     return fused
 
 
+def _known(program: Program, costs: Costs, events: _Events) -> Ints:
+    """When each event is taken to happen if only the order of compute is known: never too soon for what is given
+    back, never too late for what is taken.
+
+    The compute task t starts at 4t and ends at 4t + 1. What another lane takes, it may take once the compute that
+    it waits for has ended; what it gives back is gone when compute starts that waits for it, or for what comes
+    later on that lane.
+    """
+    compute = program.compute
+    need, task, index = program.need, program.needing, np.arange(len(program))
+    after = np.full(len(program), len(program))
+    np.minimum.at(after, need[compute[task]], task[compute[task]])
+    before, known = np.where(compute, index, -1), np.empty(0)
+    order, bounds = grouped(program.lane, len(program.lanes))
+    lanes = [
+        order[a:b]
+        for lane, (a, b) in zip(program.lanes, pairwise(bounds.tolist()), strict=True)
+        if lane.name != "compute"
+    ]
+    for lane in lanes:
+        after[lane] = np.minimum.accumulate(after[lane][::-1])[::-1]
+    others = ~compute[task]
+    while not np.array_equal(before, known):  # waits lead from lane to lane; a few turns find them all
+        known = before.copy()
+        np.maximum.at(before, task[others], known[need[others]])
+        for lane in lanes:
+            before[lane] = np.maximum.accumulate(before[lane])
+    starts, ends = np.where(compute, 4 * index, 4 * before + 3), np.where(compute, 4 * index + 1, 4 * after - 1)
+    # What leaves makes room for what comes into its buffer; if that is no smaller, the one is gone as the other begins.
+    size = costs.leaving_bytes(stages=program.placement.stages, recompute=program.recomputes)[program.work.stage]
+    swaps = (
+        (program.work.kind[need] == Kind.OFFLOAD)
+        & (program.work.kind[task] == Kind.ONLOAD)
+        & (size[need] <= size[task])
+    )
+    np.minimum.at(ends, need[swaps], 4 * before[task[swaps]] + 2)
+    return np.where(np.arange(len(events.task)) % 2, ends[events.task], starts[events.task])
+
+
 def _parameters(program: Program, costs: Costs) -> Floats:
     size = costs.per_stage("parameter_bytes", stages=program.placement.stages)
-    homes = {(device, stage) for route in program.placement.routes for stage, device in enumerate(route)}
     total = np.zeros(program.devices)
-    for device, stage in sorted(homes):
+    for device, stage in sorted(program.placement.homes):
         total[device] += size[stage]
     return total
