@@ -3,6 +3,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import stretto
 
 BLOCKED = """
@@ -30,10 +32,18 @@ def test_all_names_exist_once_and_are_documented() -> None:
         assert getattr(stretto, name).__doc__, f"{name} has no docstring"
 
 
+def test_what_is_not_there_is_said_so() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Pipelines'"):
+        _ = stretto.Pipelines
+
+
 def test_nothing_else_is_public() -> None:
     tree = ast.parse(Path(stretto.__file__).read_text())
     imported = {
-        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stretto")
+        for alias in node.names
     }
     assert imported == set(stretto.__all__)
 

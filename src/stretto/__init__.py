@@ -1,10 +1,12 @@
 """Stretto: pipeline schedules that are planned, checked, simulated and drawn as one and the same thing."""
 
+from typing import TYPE_CHECKING, Any
+
 from stretto.check import Violation, check
 from stretto.costs import BucketTimes, Costs, Link, PhaseTimes, Shared
 from stretto.draw import draw_comparison, draw_figure, draw_insets, draw_text, draw_trace, parse_trace
 from stretto.ir.action import Action, Op, Pair
-from stretto.ir.errors import CostError, PlanError, ProgramError, StrettoError, TextError
+from stretto.ir.errors import CostError, PipelineError, PlanError, ProgramError, StrettoError, TextError
 from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan
 from stretto.ir.text import parse_plan
@@ -22,6 +24,9 @@ from stretto.schedules.vshape import v_half, v_min, zb_v
 from stretto.schedules.zero_bubble import zb_h1, zb_h2
 from stretto.simulate import simulate
 from stretto.timeline import Timeline
+
+if TYPE_CHECKING:
+    from stretto.runtime.pipeline import Pipeline
 
 __version__ = "0.1.0"
 
@@ -41,6 +46,8 @@ __all__ = [
     "Pair",
     "Phase",
     "PhaseTimes",
+    "Pipeline",
+    "PipelineError",
     "Placement",
     "Plan",
     "PlanError",
@@ -76,3 +83,12 @@ __all__ = [
     "zb_h2",
     "zb_v",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs PyTorch is imported when it is asked for."""
+    if name == "Pipeline":
+        from stretto.runtime.pipeline import Pipeline
+
+        return Pipeline
+    raise AttributeError(f"module 'stretto' has no attribute {name!r}")

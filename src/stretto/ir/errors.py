@@ -19,3 +19,7 @@ class CostError(StrettoError):
 
 class ProgramError(StrettoError):
     """A program cannot run."""
+
+
+class PipelineError(StrettoError):
+    """A step cannot be run as it was asked for, or failed, here or on another rank."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from stretto.ir.errors import PlanError
 from stretto.program.task import COMPUTE, WEIGHTS, Kind
 from stretto.program.work import Ints
 
+_T = TypeVar("_T")
 PhaseLane = Literal["compute", "comm"]
 
 
@@ -128,8 +129,8 @@ def parse_layers(text: str) -> list[Layer]:
 
 
 def cut_layers(
-    layers: Sequence[Layer], *, stages: int, balance: Sequence[int] | None = None
-) -> tuple[tuple[Layer, ...], ...]:
+    layers: Sequence[_T], *, stages: int, balance: Sequence[int] | None = None
+) -> tuple[tuple[_T, ...], ...]:
     """Share a model's layers out among stages: evenly, the first ones taking one more, or as `balance` says.
 
     >>> [len(stage) for stage in cut_layers([EMBEDDING, *[MOE] * 5, LOSS], stages=3)]

@@ -1,0 +1,1 @@
+"""Runs checked programs on PyTorch: real tensors, real autograd, real process groups."""

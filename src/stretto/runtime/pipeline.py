@@ -1,0 +1,279 @@
+"""A model trained by a plan: each rank runs its part of the checked program."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from stretto.check import check
+from stretto.ir.errors import PipelineError, PlanError, ProgramError
+from stretto.ir.plan import Plan
+from stretto.program.lower import lower
+from stretto.program.phases import Layer, cut_layers
+from stretto.program.program import Program
+from stretto.runtime.groups import Groups
+from stretto.runtime.links import Links
+from stretto.runtime.microbatches import cut
+from stretto.runtime.replicas import Replicas
+from stretto.runtime.stage import Draw, Phased, Stage, anatomy_of
+from stretto.runtime.structure import Value
+from stretto.runtime.walk import Evaluation, Losses, Walk
+from stretto.schedules.forward_only import forward_only
+
+Loss = Callable[[Value, Value], Tensor | tuple[Tensor, Tensor | int]]
+
+
+class StepResult:
+    """What a step gives, on every rank."""
+
+    def __init__(self, loss: float) -> None:
+        self.loss = loss
+        """The mean over the microbatches, or over all that (sum, count) losses counted."""
+
+    def __repr__(self) -> str:
+        return f"StepResult(loss={self.loss:g})"
+
+
+class Pipeline:
+    """Layers cut into stages, the stages placed on the ranks of a mesh, and a plan to run them by.
+
+    `layers` are modules, each taking what the one before it returned, as in `nn.Sequential`; or a function that
+    builds the layer of a number, with `layer_count`, so that no rank ever holds them all. A layer may offer phases.
+    `loss(output, target)` returns its microbatch's mean, or a sum and the count to divide it by.
+
+    Nothing is run that `check` has not proved sound, and all ranks must have been given the same.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module] | nn.ModuleList | Callable[[int], nn.Module],
+        *,
+        plan: Plan,
+        loss: Loss,
+        mesh: DeviceMesh,
+        layer_count: int | None = None,
+        balance: Sequence[int] | None = None,
+        tied: Sequence[Sequence[str]] = (),
+        checkpoint: bool = False,
+        varying_shapes: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.plan, self._loss = plan, loss
+        self._group, self.rank = mesh.get_group(), mesh.get_local_rank()
+        if plan.devices != mesh.size():
+            raise PlanError(f"the plan is for {plan.devices} devices, but the mesh has {mesh.size()} ranks")
+        self._device = torch.device(mesh.device_type)
+        build, count = _builder(layers, layer_count)
+        shares = cut_layers(range(count), stages=plan.stages, balance=balance)
+        here = sorted({stage for device, stage in plan.placement.homes if device == self.rank})
+        self._layers = {number: build(number).to(self._device) for stage in here for number in shares[stage]}
+        self._anatomy = self._phases(build, shares)
+        self.program = self._lowered(plan)
+        self._agree(shares, checkpoint)
+        self._stages = {
+            stage: Stage(
+                {number: self._layers[number] for number in shares[stage]},
+                self.program.anatomy,
+                stage,
+                checkpointed=checkpoint,
+            )
+            for stage in here
+        }
+        self._groups = Groups(self._group, self._device)
+        self._links = Links(self._groups, self.program, self.rank, self._device, varying=varying_shapes)
+        ties = [*tied, *(_ties(layers) if isinstance(layers, Sequence | nn.ModuleList) else [])]
+        self._replicas = self._shared(shares, ties)
+        self._replicas.start_equal()
+        self._walk = Walk(self.program, self.rank, self._stages, self._links)
+        self._evaluation: Evaluation | None = None
+        self._draw = Draw(run=seed)
+
+    def step(self, inputs: Any = None, targets: Any = None, *, accumulate: bool = False) -> StepResult:
+        """Run one step: forwards, backwards, gradients in the parameters' `.grad`.
+
+        Inputs and targets are given whole (a tensor, tuple or dict, cut along the first dimension) or as a list or
+        iterator of microbatches, on the ranks that need them: inputs where the first stage lives, targets where the
+        last one does. Gradients replace those of the step before, or are added to them with `accumulate`.
+        """
+        before = {} if not accumulate else {p: p.grad for p in self._trained() if p.grad is not None}
+        for parameter in self._trained():
+            parameter.grad = None
+            _accumulate_in(parameter, torch.float32 if parameter.dtype == torch.bfloat16 else None)
+        for stage in self._stages.values():
+            stage.draw = self._draw
+        losses = self._losses(targets)
+        self._walk.run(self._given(inputs, "inputs", 0), losses)
+        self._links.settle()
+        self._replicas.sum_gradients()
+        total, count = self._total(losses)
+        for parameter in self._trained():
+            if parameter.grad is not None and losses.counted:
+                parameter.grad /= count
+            _finish(parameter, before.get(parameter))
+        self._draw = Draw(self._draw.run, self._draw.step + 1, self._draw.replica)
+        return StepResult(total / count)
+
+    @torch.no_grad()
+    def eval_step(self, inputs: Any = None, targets: Any = None) -> StepResult:
+        """The loss of a batch, without gradients."""
+        if self._evaluation is None:
+            program = self._lowered(forward_only(self.plan))
+            self._evaluation = Evaluation(program, self.rank, self._stages, self._links)
+        losses = self._losses(targets)
+        self._evaluation.run(self._given(inputs, "inputs", 0), losses)
+        self._links.settle()
+        total, count = self._total(losses)
+        return StepResult(total / count)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's, under the names that `nn.Sequential(*layers)` would give them."""
+        for number, layer in self._layers.items():
+            yield from layer.named_parameters(prefix=str(number), remove_duplicate=False)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return iter(self._trained())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's part, under the names that `nn.Sequential(*layers)` would give it."""
+        return {
+            f"{number}.{name}": value
+            for number, layer in self._layers.items()
+            for name, value in layer.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's part from a state dict, which may hold more."""
+        for number, layer in self._layers.items():
+            prefix = f"{number}."
+            layer.load_state_dict(
+                {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            )
+
+    def split_report(self) -> dict[str, bool]:
+        """This rank's parameters, and whether their gradients are put off into the weight part of the backward."""
+        late = {
+            id(parameter)
+            for stage in self._stages.values()
+            for layer in stage.deferral.layers
+            for parameter in layer.parameters()
+        }
+        return {name: id(parameter) in late for name, parameter in self.named_parameters()}
+
+    def _trained(self) -> list[nn.Parameter]:
+        return list(
+            {id(parameter): parameter for _, parameter in self.named_parameters() if parameter.requires_grad}.values()
+        )
+
+    def _phases(self, build: Callable[[int], nn.Module], shares: Sequence[Sequence[int]]) -> list[list[Layer]] | None:
+        """The phases of all stages, None if no layer offers any; otherwise other ranks' layers are asked too."""
+        if not self._any(any(isinstance(layer, Phased) for layer in self._layers.values())):
+            return None
+        return [anatomy_of([self._layers.get(number) or build(number) for number in share]) for share in shares]
+
+    def _lowered(self, plan: Plan) -> Program:
+        program = lower(plan, layers=self._anatomy)
+        if found := check(program):
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise ProgramError(f"the plan is not sound: {found[0]}{more}")
+        return program
+
+    def _any(self, here: bool) -> bool:
+        flag = torch.tensor([int(here)], device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
+
+    def _agree(self, shares: Sequence[Sequence[int]], checkpoint: bool) -> None:
+        """All ranks have the same program and the same cut, or none goes on."""
+        text = f"{self.program} {self.plan.placement} {[tuple(share) for share in shares]} {checkpoint}"
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+        mine = torch.tensor([digest], device=self._device)
+        all_of = [torch.zeros_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(all_of, mine, group=self._group)
+        different = [rank for rank, other in enumerate(all_of) if int(other) != int(all_of[0])]
+        if different:
+            raise PipelineError(f"rank {different[0]} was given another plan, cut or checkpointing than rank 0")
+
+    def _shared(self, shares: Sequence[Sequence[int]], ties: Sequence[Sequence[str]]) -> Replicas:
+        """What several ranks hold: stages on two devices, and parameters that layers on different devices share."""
+        ranks: dict[int, set[int]] = defaultdict(set)
+        for device, stage in self.plan.placement.homes:
+            for number in shares[stage]:
+                ranks[number].add(device)
+        together: dict[str, set[str]] = {}
+        for names in ties:
+            joined = set(names).union(*(together.get(name, set()) for name in names))
+            together.update(dict.fromkeys(joined, joined))
+
+        def held_by(names: Iterable[str]) -> tuple[int, ...]:
+            return tuple(sorted(set().union(*(ranks[int(name.split(".")[0])] for name in names))))
+
+        holders, mine = {}, {}
+        for name, parameter in self.named_parameters():
+            same = together.get(name, {name})
+            holders[min(same)], mine[min(same)] = held_by(same), parameter
+        sets = {*map(held_by, together.values()), *(tuple(sorted(of)) for of in ranks.values())}
+        return Replicas(self._groups, holders, mine, (ranks for ranks in sets if len(ranks) > 1))
+
+    def _given(self, batch: Any, name: str, stage: int) -> list[Value] | None:
+        """The microbatches, demanded where they are needed."""
+        if stage not in self._stages:
+            return None
+        made = cut(batch, self.plan.microbatches, name)
+        if made is None:
+            raise PipelineError(f"rank {self.rank} runs stage {stage} and needs {name}")
+        return made
+
+    def _losses(self, targets: Any) -> Losses:
+        return Losses(self._loss, self._given(targets, "targets", self.plan.stages - 1), self.plan.microbatches)
+
+    def _total(self, losses: Losses) -> tuple[float, float]:
+        """The loss's sum and what to divide it by, over all ranks; a loss that is not finite is an error."""
+        bad = losses.not_finite()
+        sums = torch.tensor([losses.total, losses.count], dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums, group=self._group)
+        worst = torch.tensor([bad, int(losses.counted)], device=self._device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group)
+        losses.counted = bool(worst[1])
+        if int(worst[0]) >= 0:
+            raise PipelineError(f"the loss of microbatch {int(worst[0])} is not finite")
+        return float(sums[0]), float(sums[1])
+
+
+def _builder(
+    layers: Sequence[nn.Module] | nn.ModuleList | Callable[[int], nn.Module], count: int | None
+) -> tuple[Callable[[int], nn.Module], int]:
+    if isinstance(layers, Sequence | nn.ModuleList):
+        return layers.__getitem__, len(layers)
+    if count is None:
+        raise PlanError("layers are given as a function that builds one, so layer_count is needed")
+    return layers, count
+
+
+def _ties(layers: Sequence[nn.Module] | nn.ModuleList) -> list[list[str]]:
+    """The names of parameters that several layers share."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters(prefix=str(number), remove_duplicate=False):
+            names[id(parameter)].append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def _accumulate_in(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:
+    if dtype is not None and hasattr(parameter, "grad_dtype"):
+        parameter.grad_dtype = dtype
+
+
+def _finish(parameter: nn.Parameter, before: Tensor | None) -> None:
+    """Give the gradient the parameter's own type, and add what was there before."""
+    grad = parameter.grad
+    if grad is not None and grad.dtype != parameter.dtype:
+        parameter.grad = None
+        parameter.grad_dtype = parameter.dtype
+        parameter.grad = grad.to(parameter.dtype)
+    if before is not None:
+        parameter.grad = before if parameter.grad is None else before + parameter.grad

@@ -1,0 +1,73 @@
+"""A piece of a forward whose backward is run by itself."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from stretto.runtime.structure import Value, leaves_of, rebuilt
+
+Grads = Sequence[Tensor | None]
+"""One for each leaf of a value, None for leaves without."""
+
+
+class Segment:
+    """The graph of one run of a function, from its inputs to its outputs.
+
+    Inputs enter through a function whose only differentiable input is a dummy scalar and which saves nothing, and
+    outputs are remembered as edges of the graph: a segment keeps no tensor alive that its operations did not save.
+    """
+
+    __slots__ = ("_arrived", "_edges")
+
+    def __init__(self, arrived: list[Tensor | None], edges: list[GradientEdge | None]) -> None:
+        self._arrived, self._edges = arrived, edges
+
+    def backward(self, grads: Grads) -> list[Tensor | None]:
+        """The gradients of the inputs' leaves, from those of the outputs' leaves; parameters get theirs. Only once."""
+        pairs = [
+            (edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if edge is not None and grad is not None
+        ]
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+        self._edges = []
+        return self._arrived
+
+
+def run_segment(
+    function: Callable[[Value], Value], value: Value, anchor: Tensor, *, differentiable: bool
+) -> tuple[Value, Segment]:
+    """The function's output, cut off from its graph, and the graph as a segment.
+
+    Without `differentiable`, inputs get no gradients.
+    """
+    leaves = leaves_of(value)
+    arrived: list[Tensor | None] = [None] * len(leaves)
+    if differentiable:
+        leaves = [
+            _enter(anchor, leaf, arrived, k) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            for k, leaf in enumerate(leaves)
+        ]
+        value = rebuilt(value, leaves)
+    out = function(value)
+    outs = leaves_of(out)
+    edges = [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in outs]
+    cut = rebuilt(out, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outs])
+    return cut, Segment(arrived, edges)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, arrived: list[Tensor | None], place: int) -> Tensor:  # noqa: ARG004
+        ctx.arrived, ctx.place = arrived, place
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.arrived[ctx.place] = grad
+        return None, None, None, None
+
+
+_enter: Callable[..., Tensor] = _Enter.apply

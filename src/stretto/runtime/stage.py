@@ -1,0 +1,191 @@
+"""A slice of the model on one device: the forwards, backwards and weight gradients of its microbatches."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stretto.program.phases import Anatomy, Layer, Phase
+from stretto.runtime.segments import Grads, Segment, run_segment
+from stretto.runtime.split_backward import Closure, Deferral
+from stretto.runtime.structure import Room, Value, rooms_of
+
+
+@runtime_checkable
+class Phased(Protocol):
+    """A layer that offers its phases. Run one after the other, each on what the one before returned, they are it."""
+
+    def phases(self) -> Sequence[tuple[Phase, Callable[[Value], Value]]]: ...
+
+
+def anatomy_of(layers: Sequence[nn.Module]) -> list[Layer]:
+    """The phases of each layer; one that offers none is one phase."""
+    return [
+        Layer(type(layer).__name__, tuple(phase for phase, _ in layer.phases()))
+        if isinstance(layer, Phased)
+        else Layer(type(layer).__name__, (Phase(type(layer).__name__.lower()),))
+        for layer in layers
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What the random numbers of a layer depend on, besides the layer and the microbatch."""
+
+    run: int = 0
+    step: int = 0
+    replica: int = 0
+
+    def seed(self, layer: int, microbatch: int) -> int:
+        text = f"{self.run} {self.step} {layer} {microbatch} {self.replica}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What a microbatch leaves in a stage between its forward and its weight gradients."""
+
+    segments: list[Segment | None]
+    closures: list[list[Closure]]
+    inputs: list[Room | None]
+    """What the leaves of its input were, None for those that have no gradient."""
+
+
+class Stage:
+    """Its layers, and what of each microbatch is under way. Parts are those of the program's anatomy."""
+
+    def __init__(self, layers: Mapping[int, nn.Module], anatomy: Anatomy, index: int, *, checkpointed: bool) -> None:
+        self.index = index
+        self.layers = dict(layers)
+        self._checkpointed = checkpointed
+        self._module = nn.ModuleList(layers.values())
+        self.deferral = Deferral(self._module)
+        self.anchor = torch.zeros((), requires_grad=True)
+        """The scalar that all segments hang on."""
+        self._drawing = {number for number, layer in layers.items() if _draws(layer)}
+        self._functions = self._parts(anatomy)
+        self._backward_parts = len(self._functions)
+        self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
+        self._passes: dict[int, _Pass] = {}
+        self.draw = Draw()
+
+    def forward(self, microbatch: int, part: int, value: Value) -> Value:
+        """A part of the forward: of what the part or stage before it returned, what the next one takes."""
+        if part == 0:
+            closures: list[list[Closure]] = [[] for _ in self._weight_of]
+            self._passes[microbatch] = _Pass([None] * len(self._functions), closures, rooms_of(value))
+        going = self._passes[microbatch]
+        differentiable = self.index > 0 or part > 0
+        with self.deferral.into(self._closures(going, part)):
+            function = self._functions[part]
+            out, going.segments[part] = run_segment(
+                lambda value: function(value, microbatch), value, self.anchor, differentiable=differentiable
+            )
+        return out
+
+    def evaluate(self, microbatch: int, part: int, value: Value) -> Value:
+        return self._functions[part](value, microbatch)
+
+    def attach(self, microbatch: int, segment: Segment) -> None:
+        """What follows the stage's last part, its loss, as one more segment."""
+        self._passes[microbatch].segments.append(segment)
+
+    def backward(self, microbatch: int, part: int, grads: Grads) -> list[Tensor | None]:
+        """A part of the backward, counted from the stage's end."""
+        going = self._passes[microbatch]
+        if part == 0 and len(going.segments) > len(self._functions):
+            loss = going.segments.pop()
+            assert loss is not None
+            grads = loss.backward(grads)
+        at = self._backward_parts - 1 - part
+        segment = going.segments[at]
+        assert segment is not None, "a backward that was run before"
+        going.segments[at] = None
+        with self.deferral.into(self._closures(going, at)):
+            out = segment.backward(grads)
+        if at == 0 and self.index > 0:  # what was not used has a gradient too: nothing
+            out = [
+                room.zeros() if grad is None and room else grad for grad, room in zip(out, going.inputs, strict=True)
+            ]
+        return out
+
+    def weight(self, microbatch: int, part: int) -> None:
+        """The weight gradients that a part of the backward put off."""
+        going = self._passes[microbatch]
+        closures, going.closures[part] = going.closures[part], []
+        closures.reverse()
+        with torch.no_grad():
+            while closures:
+                closures.pop()()  # each is dropped, with what it holds, once it has run
+        if part == len(going.closures) - 1 and all(segment is None for segment in going.segments):
+            del self._passes[microbatch]
+
+    def forget(self) -> None:
+        """Drop all that is under way."""
+        self._passes.clear()
+
+    def _closures(self, going: _Pass, at: int) -> list[Closure]:
+        """Where the part of the forward at this place puts its weight gradients off to."""
+        step = self._backward_parts - 1 - at
+        return going.closures[self._weight_of[step]] if step in self._weight_of else []
+
+    def _parts(self, anatomy: Anatomy) -> list[Callable[[Value, int], Value]]:
+        if anatomy.is_whole:
+            return [self._whole]
+        functions: list[Callable[[Value, int], Value]] = []
+        for number, layer in self.layers.items():
+            if isinstance(layer, Phased):
+                functions += [self._phase(number, function) for _, function in layer.phases()]
+            else:
+                functions.append(self._layer(number, layer))
+        return functions
+
+    def _whole(self, value: Value, microbatch: int) -> Value:
+        for number, layer in self.layers.items():
+            value = self._run(number, layer, value, microbatch)
+        return value
+
+    def _layer(self, number: int, layer: nn.Module) -> Callable[[Value, int], Value]:
+        return lambda value, microbatch: self._run(number, layer, value, microbatch)
+
+    def _phase(self, number: int, function: Callable[[Value], Value]) -> Callable[[Value, int], Value]:
+        return lambda value, microbatch: self._run(number, function, value, microbatch)
+
+    def _run(self, number: int, function: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
+        with self._seeded(number, microbatch) if number in self._drawing else nullcontext():
+            if self._checkpointed and torch.is_grad_enabled():
+                return checkpoint(function, value, use_reentrant=False, preserve_rng_state=number in self._drawing)
+            return function(value)
+
+    def _seeded(self, number: int, microbatch: int) -> Any:
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        return _Seeded(self.draw.seed(number, microbatch), devices)
+
+
+class _Seeded:
+    """Random numbers from a seed within, and as if nothing had been drawn after."""
+
+    def __init__(self, seed: int, devices: list[int]) -> None:
+        self._seed, self._fork = seed, torch.random.fork_rng(devices)
+
+    def __enter__(self) -> None:
+        self._fork.__enter__()
+        torch.manual_seed(self._seed)
+
+    def __exit__(self, *error: Any) -> None:
+        self._fork.__exit__(*error)
+
+
+def _draws(layer: nn.Module) -> bool:
+    """Whether a layer draws random numbers in its forward."""
+    return any(
+        (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0)
+        or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+        or getattr(module, "draws", False)
+        for module in layer.modules()
+    )

@@ -1,0 +1,215 @@
+"""Walks a rank's part of a program: every task a callable, made once, run in program order."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.program.program import Program
+from stretto.program.task import WEIGHTS, Kind, Task
+from stretto.runtime.links import Arrival, Links
+from stretto.runtime.segments import Grads, run_segment
+from stretto.runtime.stage import Stage
+from stretto.runtime.structure import Room, Value, rooms_of
+
+Run = Callable[[], None]
+
+
+class Losses:
+    """The losses of a step's microbatches on this rank."""
+
+    def __init__(self, function: Callable[[Value, Value], Any], targets: list[Value] | None, microbatches: int) -> None:
+        self._function, self._targets, self._microbatches = function, targets, microbatches
+        self._sums: dict[int, Tensor] = {}
+        self._counts: dict[int, float] = {}
+        self.counted = False
+        """Whether the loss gives a sum and a count; gradients are then divided by the step's total."""
+
+    def __call__(self, output: Value, microbatch: int) -> Tensor:
+        assert self._targets is not None
+        loss = self._function(output, self._targets[microbatch])
+        if isinstance(loss, tuple):
+            loss, count = loss
+            self.counted = True
+            self._counts[microbatch] = float(count)
+        self._sums[microbatch] = loss.detach()
+        return loss  # type: ignore[no-any-return]
+
+    def seed(self, microbatch: int) -> Tensor:
+        """The gradient that a microbatch's backward begins with."""
+        loss = self._sums[microbatch]
+        return torch.ones_like(loss) if self.counted else torch.full_like(loss, 1 / self._microbatches)
+
+    @property
+    def total(self) -> float:
+        return float(sum(float(loss) for loss in self._sums.values()))
+
+    @property
+    def count(self) -> float:
+        return sum(self._counts.values()) if self.counted else float(len(self._sums))
+
+    def not_finite(self) -> int:
+        """The first microbatch whose loss is not finite, −1 if there is none."""
+        return next((k for k, loss in sorted(self._sums.items()) if not bool(torch.isfinite(loss))), -1)
+
+
+class Walk:
+    """A training step. Values and gradients wait between tasks, by stage and microbatch."""
+
+    def __init__(self, program: Program, rank: int, stages: dict[int, Stage], links: Links) -> None:
+        self._program, self._stages, self._links = program, stages, links
+        self._last = program.placement.stages - 1
+        self._inputs: list[Value] | None = None
+        self._losses: Losses | None = None
+        self._values: dict[tuple[int, int], Value | Arrival] = {}
+        self._grads: dict[tuple[int, int], Grads | Arrival] = {}
+        self._outputs: dict[tuple[int, int], Value] = {}
+        self._rooms: dict[tuple[int, int], list[Room | None]] = {}  # for the gradients of what was sent
+        self.tasks = [task for task in program.tasks() if task.device == rank]
+        self._runs = [self._compiled(task) for task in self.tasks]
+
+    def run(self, inputs: list[Value] | None, losses: Losses) -> None:
+        self._inputs, self._losses = inputs, losses
+        try:
+            for run in self._runs:
+                run()
+        finally:
+            self._values.clear()
+            self._grads.clear()
+            self._outputs.clear()
+            self._rooms.clear()
+            for stage in self._stages.values():
+                stage.forget()
+
+    def _compiled(self, task: Task) -> Run:
+        stage, microbatch, part = task.stage, task.microbatch, task.part
+        match task.kind:
+            case Kind.F:
+                return self._forward(stage, microbatch, part)
+            case Kind.B | Kind.I:
+                return self._backward(stage, microbatch, part)
+            case Kind.PAIR:
+                assert task.backward is not None
+                forward, backward = self._forward(stage, microbatch, 0), self._backward(*task.backward, 0)
+
+                def both() -> None:
+                    forward()
+                    backward()
+
+                return both
+            case kind if kind in WEIGHTS:
+                of = self._stages[stage]
+                return lambda: of.weight(microbatch, part)
+            case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
+                assert task.lane.peer is not None
+                return self._transfer(task.kind, stage, microbatch, task.lane.peer)
+            case _:
+                raise NotImplementedError(f"{task} cannot be run yet")
+
+    def _forward(self, stage: int, microbatch: int, part: int) -> Run:
+        of, here = self._stages[stage], (stage, microbatch)
+        ends = part == len(self._program.anatomy.forward[stage]) - 1
+        local = stage + 1 in self._stages and self._placed(stage + 1, microbatch) == self._placed(stage, microbatch)
+
+        def forward() -> None:
+            if part or stage:
+                value = _there(self._values.pop(here))
+            else:
+                assert self._inputs is not None
+                value = self._inputs[microbatch]
+            out = of.forward(microbatch, part, value)
+            if not ends:
+                self._values[here] = out
+            elif stage == self._last:
+                losses = self._losses
+                assert losses is not None
+                _, segment = run_segment(lambda out: losses(out, microbatch), out, of.anchor, differentiable=True)
+                of.attach(microbatch, segment)
+            elif local:
+                self._values[stage + 1, microbatch] = out
+            else:
+                self._outputs[here] = out
+
+        return forward
+
+    def _backward(self, stage: int, microbatch: int, part: int) -> Run:
+        of, here = self._stages[stage], (stage, microbatch)
+        ends = part == len(self._program.anatomy.forward[stage]) - 1
+
+        def backward() -> None:
+            if part == 0 and stage == self._last:
+                assert self._losses is not None
+                grads: Grads = [self._losses.seed(microbatch)]
+            else:
+                grads = _there(self._grads.pop(here))
+            out = of.backward(microbatch, part, grads)
+            if not ends:
+                self._grads[here] = out
+            elif stage:
+                self._grads[stage - 1, microbatch] = out  # for that stage, or to be sent
+
+        return backward
+
+    def _placed(self, stage: int, microbatch: int) -> int:
+        return self._program.placement.device(stage, microbatch)
+
+    def _transfer(self, kind: Kind, stage: int, microbatch: int, peer: int) -> Run:
+        links, here = self._links, (stage, microbatch)
+
+        def send_value() -> None:
+            value = self._outputs.pop(here)
+            self._rooms[here] = rooms_of(value)
+            links.send(peer, value, stage)
+
+        def receive_value() -> None:
+            self._values[here] = links.receive(peer, stage - 1)
+
+        def send_grads() -> None:
+            grads = self._grads.pop((stage - 1, microbatch))
+            assert not isinstance(grads, Arrival)
+            links.send_tensors(peer, [grad for grad in grads if grad is not None])
+
+        def receive_grads() -> None:
+            grads = [None if room is None else room.empty() for room in self._rooms.pop(here)]
+            self._grads[here] = links.receive_tensors(peer, [grad for grad in grads if grad is not None], grads)
+
+        return {
+            Kind.SEND_F: send_value,
+            Kind.RECV_F: receive_value,
+            Kind.SEND_B: send_grads,
+            Kind.RECV_B: receive_grads,
+        }[kind]
+
+
+class Evaluation(Walk):
+    """A forward pass alone: nothing is kept for a backward."""
+
+    def _forward(self, stage: int, microbatch: int, part: int) -> Run:
+        of, here = self._stages[stage], (stage, microbatch)
+        ends = part == len(self._program.anatomy.forward[stage]) - 1
+        local = stage + 1 in self._stages and self._placed(stage + 1, microbatch) == self._placed(stage, microbatch)
+
+        def forward() -> None:
+            if part or stage:
+                value = _there(self._values.pop(here))
+            else:
+                assert self._inputs is not None
+                value = self._inputs[microbatch]
+            out = of.evaluate(microbatch, part, value)
+            if not ends:
+                self._values[here] = out
+            elif stage == self._last:
+                assert self._losses is not None
+                self._losses(out, microbatch)
+            elif local:
+                self._values[stage + 1, microbatch] = out
+            else:
+                self._outputs[here] = out
+
+        return forward
+
+
+def _there(value: Any) -> Any:
+    """Waits for what was asked for."""
+    return value.take() if isinstance(value, Arrival) else value

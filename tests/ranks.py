@@ -1,0 +1,80 @@
+"""Real processes that run jobs together over gloo on loopback, with deadlines; nothing is left behind."""
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Job = Callable[..., Any]
+
+
+class Ranks:
+    """Processes that wait for jobs. A job is a function of an importable module, run on each with its rank."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._jobs = [context.Queue() for _ in range(count)]
+        self._results: Any = context.Queue()
+        self._folder = tempfile.TemporaryDirectory()
+        self._number = 0
+        self.processes = [
+            context.Process(target=_serve, args=(rank, self._jobs[rank], self._results), daemon=True)
+            for rank in range(count)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, job: Job, count: int, *arguments: Any, timeout: float = 120) -> list[Any]:
+        """The result of each rank; raises if one fails or is not done in time."""
+        self._number += 1
+        meeting = Path(self._folder.name) / str(self._number)
+        for rank in range(count):
+            self._jobs[rank].put((job, rank, count, str(meeting), arguments))
+        results: dict[int, Any] = {}
+        while len(results) < count:
+            try:
+                rank, failed, result = self._results.get(timeout=timeout)
+            except queue.Empty:
+                self.stop()
+                missing = sorted(set(range(count)) - set(results))
+                raise TimeoutError(f"{job.__name__}: ranks {missing} were not done after {timeout} s") from None
+            if failed:
+                self.stop()
+                raise AssertionError(f"rank {rank} failed:\n{result}")
+            results[rank] = result
+        return [results[rank] for rank in range(count)]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, jobs: Any, results: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        job, _, count, meeting, arguments = jobs.get()
+        try:
+            results.put((rank, False, _together(job, rank, count, meeting, arguments)))
+        except BaseException:
+            results.put((rank, True, traceback.format_exc()))
+
+
+def _together(job: Job, rank: int, count: int, meeting: str, arguments: tuple[Any, ...]) -> Any:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=count)
+    try:
+        mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("pp",))
+        return job(mesh["pp"], *arguments)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,276 @@
+"""Weight gradients that are put off: right, complete, nothing computed twice, nothing kept that is not needed."""
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from stretto.runtime.segments import Segment, run_segment
+from stretto.runtime.split_backward import Closure, Deferral
+
+WIDTH = 16
+
+
+class Rotary(nn.Module):
+    """A decoder block as Hugging Face writes them: separate projections, RMSNorm, SwiGLU, residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (part(y).unflatten(-1, (2, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.runs = inner, 0
+
+    def _count(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.inner(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._count, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "linear without bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+    "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, WIDTH)),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True),
+    "encoder layer, sequence first": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0),
+    "encoder layer without bias": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True, bias=False),
+    "decoder block": Rotary,
+    "one layer twice": lambda: (lambda it: nn.Sequential(it, nn.Tanh(), it))(nn.Linear(WIDTH, WIDTH)),
+}
+
+
+def split(module: nn.Module, x: Tensor, grad: Tensor, *, differentiable: bool = True) -> tuple[Any, list[Closure], Any]:
+    """Forward and input part: the output, the closures that are owed, and the input's gradient."""
+    deferral = Deferral(module)
+    closures: list[Closure] = []
+    with deferral.into(closures):
+        anchor = torch.zeros((), requires_grad=True)
+        out, segment = run_segment(module, x, anchor, differentiable=differentiable)
+        (arrived,) = segment.backward([grad])
+    return out, closures, arrived
+
+
+def settle(closures: list[Closure]) -> None:
+    with torch.no_grad():
+        while closures:
+            closures.pop(0)()
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_gradients_are_those_of_plain_autograd(name: str) -> None:
+    torch.manual_seed(0)
+    plain, ours = (MODULES[name]().double() for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    x, grad = torch.randn(3, 4, WIDTH).double(), torch.randn(3, 4, WIDTH).double()
+    leaf = x.clone().requires_grad_()
+    expected = plain(leaf)
+    expected.backward(grad)
+    out, closures, arrived = split(ours, x, grad)
+    late = [p for p in ours.parameters() if p.grad is None]
+    assert late
+    settle(closures)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(arrived, leaf.grad, rtol=1e-12, atol=1e-12)
+    for (key, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12, msg=key)
+        assert not p.grad.requires_grad  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_embeddings(padding: int | None) -> None:
+    plain, ours = (nn.Embedding(10, WIDTH, padding_idx=padding).double() for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    rows, grad = torch.randint(10, (4, 5)), torch.randn(4, 5, WIDTH).double()
+    plain(rows).backward(grad)
+    _, closures, _ = split(ours, rows, grad, differentiable=False)
+    assert ours.weight.grad is None
+    settle(closures)
+    torch.testing.assert_close(ours.weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_first_layer_of_the_first_stage_splits_too() -> None:
+    module, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    _, closures, arrived = split(module, x, torch.ones(2, WIDTH), differentiable=False)
+    assert arrived is None
+    assert module.weight.grad is None
+    settle(closures)
+    torch.testing.assert_close(module.weight.grad, torch.ones(2, WIDTH).T @ x)
+
+
+@pytest.mark.parametrize("name", ["mlp", "encoder layer", "decoder block"])
+def test_under_autocast(name: str) -> None:
+    torch.manual_seed(0)
+    plain, ours = (MODULES[name]() for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    x, grad = torch.randn(3, 4, WIDTH), torch.randn(3, 4, WIDTH)
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(leaf)
+        deferral, closures = Deferral(ours), list[Closure]()
+        with deferral.into(closures):
+            out, segment = run_segment(ours, x, torch.zeros((), requires_grad=True), differentiable=True)
+    assert out.dtype == expected.dtype
+    expected.backward(grad.to(expected.dtype))
+    with deferral.into(closures):
+        (arrived,) = segment.backward([grad.to(out.dtype)])
+    settle(closures)
+    torch.testing.assert_close(arrived, leaf.grad, rtol=0.02, atol=0.02)
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.03, atol=0.06)
+
+
+def test_other_parameters_get_their_gradients_in_the_backward() -> None:
+    module = MODULES["mlp"]()
+    _, closures, _ = split(module, torch.randn(2, WIDTH), torch.ones(2, WIDTH))
+    assert {name for name, p in module.named_parameters() if p.grad is not None} == {"2.weight", "2.bias"}
+    settle(closures)
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_attention_that_is_asked_for_its_weights_runs_as_ever() -> None:
+    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+    deferral = Deferral(attention)
+    x = torch.randn(2, 3, WIDTH)
+    expected = attention(x, x, x)
+    with deferral.into([]):
+        out, weights = attention(x, x, x)
+    torch.testing.assert_close(out, expected[0])
+    assert weights.shape == (2, 3, 3)
+
+
+@pytest.mark.parametrize("masks", [("attn_mask",), ("key_padding_mask",), ("attn_mask", "key_padding_mask")])
+def test_attention_with_masks(masks: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True).double()
+    x, y = torch.randn(2, 3, WIDTH).double(), torch.randn(2, 4, WIDTH).double()
+    made = {
+        "attn_mask": torch.rand(3, 4) > 0.7,
+        "key_padding_mask": torch.tensor([[False] * 4, [False] * 2 + [True] * 2]),
+    }
+    given = {name: made[name] for name in masks}
+    expected = attention(x, y, y, need_weights=False, **given)[0]
+    deferral = Deferral(attention)
+    with deferral.into([]):
+        out = attention(x, y, y, need_weights=False, **given)[0]
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function).split(".")[1]
+        if name in ("mm", "addmm", "bmm"):
+            self.count["matmul"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_matrix_product_is_done_twice() -> None:
+    plain, ours = MODULES["mlp"](), MODULES["mlp"]()
+    x, grad = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    with Matmuls() as usual:
+        plain(x.clone().requires_grad_()).backward(grad)
+    with Matmuls() as forward_and_input:
+        _, closures, _ = split(ours, x, grad)
+    with Matmuls() as weight:
+        settle(closures)
+    assert (forward_and_input.count["matmul"], weight.count["matmul"]) == (4, 2)
+    assert usual.count["matmul"] == 6
+
+
+def test_a_checkpointed_block_is_recomputed_once() -> None:
+    module = nn.Sequential(*(Checkpointed(MODULES["mlp"]()) for _ in range(3)))
+    _, closures, _ = split(module, torch.randn(2, WIDTH), torch.ones(2, WIDTH))
+    settle(closures)
+    assert [block.runs for block in module] == [2, 2, 2]
+    assert all(p.grad is not None for p in module.parameters())
+
+
+class Alive(TorchDispatchMode):
+    """Knows of every tensor that was made within, whoever holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for it in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(it, Tensor):
+                storage = it.untyped_storage()
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    def bytes(self, but: nn.Module | None = None) -> int:
+        """All that is held, but for a module's parameters."""
+        gc.collect()
+        known = set() if but is None else {p.untyped_storage()._cdata for p in but.parameters()}
+        return sum(size for key, (it, size) in self._made.items() if key not in known and not it.expired())
+
+
+@pytest.mark.parametrize("name", ["mlp", "decoder block"])
+def test_after_the_input_part_only_inputs_and_output_gradients_of_layers_live(name: str) -> None:
+    module, x = MODULES[name](), torch.randn(3, 4, WIDTH)
+    given = {x.untyped_storage().data_ptr(): x.nbytes}  # this test itself holds the input
+    grads = 0
+
+    def look(_: nn.Module, inputs: Any, out: Tensor) -> None:
+        nonlocal grads
+        storage = inputs[0].untyped_storage()
+        kept.append(inputs[0])
+        given[storage.data_ptr()] = storage.nbytes()
+        grads += out.numel() * out.element_size()
+
+    kept: list[Tensor] = []
+    hooks = [layer.register_forward_hook(look) for layer in module.modules() if isinstance(layer, nn.Linear)]
+    module(x)
+    for hook in hooks:
+        hook.remove()
+    with Alive() as alive:
+        out, closures, arrived = split(module, x, torch.ones(3, 4, WIDTH))
+        del out, arrived
+    done = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+    anchor = 4
+    assert alive.bytes(but=module) == sum(given.values()) + grads + done + anchor
+    settle(closures)
+    del closures
+    assert alive.bytes(but=module) - anchor <= sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+
+
+def test_segments_keep_no_tensor_alive() -> None:
+    with Alive() as alive:
+        x = torch.randn(4, WIDTH)
+        out, segment = run_segment(lambda x: x + 1, x, torch.zeros((), requires_grad=True), differentiable=True)
+        assert isinstance(segment, Segment)
+        before = alive.bytes()
+        del x, out
+        assert before - alive.bytes() == 2 * 4 * WIDTH * 4
+    (arrived,) = segment.backward([torch.ones(4, WIDTH)])
+    torch.testing.assert_close(arrived, torch.ones(4, WIDTH))
