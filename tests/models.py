@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -117,17 +118,98 @@ def plain(case: Case) -> tuple[float, dict[str, Any]]:
     }
 
 
+def pipeline(mesh: Any, case: Case, **changes: Any) -> Any:
+    given = {"plan": case.plan(), "loss": case.loss, "balance": case.balance, "checkpoint": case.checkpoint, **changes}
+    return stretto.Pipeline(case.modules(), mesh=mesh, **given)
+
+
 def train(mesh: Any, case: Case) -> tuple[float, dict[str, Any]]:
     """The same by a pipeline: the last step's loss, and this rank's gradients."""
-    pipe = stretto.Pipeline(
-        case.modules(),
-        plan=case.plan(),
-        loss=case.loss,
-        mesh=mesh,
-        balance=case.balance,
-        checkpoint=case.checkpoint,
-    )
+    pipe = pipeline(mesh, case)
     inputs, targets = case.batch()
     for _ in range(case.steps):
         result = pipe.step(inputs, targets)
-    return result.loss, {name: p.grad.double().numpy() for name, p in pipe.named_parameters() if p.grad is not None}
+    return result.loss, gradients(pipe)
+
+
+def gradients(pipe: Any) -> dict[str, Any]:
+    return {name: p.grad.double().numpy() for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def accumulate(mesh: Any, case: Case) -> dict[str, Any]:
+    pipe = pipeline(mesh, case)
+    for k in range(3):
+        pipe.step(*case.batch(), accumulate=k > 0)
+    return gradients(pipe)
+
+
+def evaluate(mesh: Any, case: Case) -> tuple[float, bool]:
+    pipe = pipeline(mesh, case)
+    loss = pipe.eval_step(*case.batch()).loss
+    return loss, any(p.grad is not None for p in pipe.parameters())
+
+
+def save(mesh: Any, case: Case, folder: str) -> None:
+    pipe = pipeline(mesh, case)
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter += 1
+    dcp.save(pipe.state_dict(), checkpoint_id=folder)
+
+
+def load(mesh: Any, case: Case, folder: str) -> dict[str, Any]:
+    pipe = pipeline(mesh, case)
+    state = pipe.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    pipe.load_state_dict(state)
+    return {name: value.numpy() for name, value in pipe.state_dict().items()}
+
+
+REFUSED = {
+    "other plans": "rank 1 was given another plan, cut or checkpointing than rank 0",
+    "too few devices": "the plan is for 4 devices, but the mesh has 2 ranks",
+    "unsound": "the plan is not sound: ",
+    "no inputs": "rank 0 runs stage 0 and needs inputs",
+    "odd batch": "inputs cannot be cut into 4 equal microbatches: its tensors' first dimensions are [7]",
+    "too few microbatches": "the plan has 4 microbatches, but inputs has 3",
+    "no layer count": "layer_count is needed",
+    "too few layers": "1 layers on 2 stages need 2 shares of at least 1 that add up",
+    "not finite": "the loss of microbatch 2 is not finite",
+}
+
+
+def refused(mesh: Any, name: str) -> str:
+    """What a rank says to a senseless wish."""
+    case = Case("gpipe", 2, 4)
+    inputs, targets = case.batch()
+    try:
+        match name:
+            case "other plans":
+                pipeline(mesh, Case(("gpipe", "one_f_one_b")[mesh.get_local_rank()], 2, 4))
+            case "too few devices":
+                pipeline(mesh, Case("gpipe", 4, 4, layers=4))
+            case "unsound":
+                pipeline(mesh, case, plan=stretto.parse_plan("0F0,0B0\n1B0,1F0"))
+            case "no inputs":
+                pipe = pipeline(mesh, case)
+                if mesh.get_local_rank() == 0:
+                    pipe.step(None, targets)
+            case "odd batch":
+                pipe = pipeline(mesh, case)
+                if mesh.get_local_rank() == 0:
+                    pipe.step(inputs[:7], targets)
+            case "too few microbatches":
+                pipe = pipeline(mesh, case)
+                if mesh.get_local_rank() == 0:
+                    pipe.step(list(inputs[:3]), targets)
+            case "no layer count":
+                stretto.Pipeline(lambda _: Block(), plan=case.plan(), loss=case.loss, mesh=mesh)
+            case "too few layers":
+                stretto.Pipeline([Block()], plan=case.plan(), loss=case.loss, mesh=mesh)
+            case "not finite":
+                losses = iter([1.0, 1.0, float("nan"), 1.0])
+                pipe = pipeline(mesh, case, loss=lambda out, _: out.mean() * next(losses))
+                pipe.step(inputs, targets)
+    except stretto.StrettoError as error:
+        return str(error)
+    return ""

@@ -1,11 +1,14 @@
 """Losses and gradients of every schedule against a plain single-process run."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from models import Case, plain, train
+from models import REFUSED, Case, accumulate, evaluate, load, plain, refused, save, train
 from ranks import Ranks
 from strategies import SCHEDULES
 
@@ -40,3 +43,89 @@ def test_every_schedule(ranks: Ranks, name: str, devices: int) -> None:
     for dicts in (False, True):
         for checkpoint in (False, True):
             compare(ranks, Case(name, devices, 2 * devices + 2, dicts=dicts, checkpoint=checkpoint))
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_v", "dualpipe", "dualpipev", "interleaved"])
+def test_uneven_cuts(ranks: Ranks, name: str) -> None:
+    stages = Case(name, 2, 6).plan().stages
+    balance = (3, *[1] * (stages - 2), 2)
+    compare(ranks, Case(name, 2, 6, layers=sum(balance), balance=balance))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_h1", "dualpipe"])
+def test_a_loss_of_sums_and_counts_weighs_every_token_alike(ranks: Ranks, name: str) -> None:
+    compare(ranks, Case(name, 4, 8, counted=True))
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_v", "dualpipe", "interleaved"])
+def test_tied_weights_get_both_gradients(ranks: Ranks, name: str) -> None:
+    compare(ranks, Case(name, 2, 6, tied=True))
+    compare(ranks, Case(name, 4, 8, tied=True))
+
+
+def test_float32(ranks: Ranks) -> None:
+    for name in ("one_f_one_b", "zb_h2", "dualpipe"):
+        compare(ranks, Case(name, 4, 8, dtype=torch.float32), 1e-6)
+
+
+def test_bfloat16_is_summed_in_float32(ranks: Ranks) -> None:
+    """Against the same model in float32: many microbatches add no error to that of one."""
+    for microbatches in (4, 32):
+        case = Case("zb_h1", 2, microbatches, dtype=torch.bfloat16)
+        _, gradients = plain(replace(case, dtype=torch.float32))
+        for _, mine in ranks.run(train, 2, case):
+            for name, gradient in mine.items():
+                assert close(gradient, gradients[name], 0.05), name
+
+
+def test_dropout_does_not_depend_on_the_plan(ranks: Ranks) -> None:
+    """Random numbers follow the layer, the microbatch and the step, not who draws them when."""
+    losses = set()
+    for name, devices in (("gpipe", 1), ("gpipe", 2), ("one_f_one_b", 4), ("zb_h1", 4)):
+        for checkpoint in (False, True):
+            case = Case(name, devices, 8, layers=6, dropout=0.3, steps=2, checkpoint=checkpoint)
+            losses.add(round(ranks.run(train, devices, case)[0][0], 12))
+    assert len(losses) == 1
+    (loss,) = losses
+    assert abs(loss - plain(Case("gpipe", 1, 8, layers=6))[0]) > 1e-6
+
+
+def test_replicas_stay_equal_to_the_bit(ranks: Ranks) -> None:
+    found = ranks.run(train, 4, Case("dualpipe", 4, 8, dtype=torch.float32))
+    for rank, (_, mine) in enumerate(found):
+        for name, gradient in found[3 - rank][1].items():
+            assert (mine[name] == gradient).all()
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_accumulated_steps_add_up(ranks: Ranks, counted: bool) -> None:
+    case = Case("zb_h1", 2, 4, counted=counted)
+    _, gradients = plain(case)
+    for mine in ranks.run(accumulate, 2, case):
+        for name, gradient in mine.items():
+            assert close(gradient, 3 * gradients[name], 1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_evaluation_gives_the_loss(ranks: Ranks, name: str) -> None:
+    case = Case(name, 2, 6, dicts=True)
+    loss, _ = plain(case)
+    for found, trained in ranks.run(evaluate, 2, case):
+        assert found == pytest.approx(loss, rel=1e-12)
+        assert not trained
+
+
+def test_a_checkpoint_is_reloaded_by_another_plan(ranks: Ranks, tmp_path: Path) -> None:
+    """Saved from DualPipe on four ranks, read by ZB-V on two."""
+    ranks.run(save, 4, Case("dualpipe", 4, 8, layers=6), str(tmp_path))
+    expected = Case("dualpipe", 4, 8, layers=6).modules()
+    for state in ranks.run(load, 2, Case("zb_v", 2, 4, layers=6), str(tmp_path)):
+        for name, value in state.items():
+            number, key = name.split(".", 1)
+            assert (value == expected[int(number)].state_dict()[key].numpy() + 1).all()
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_what_cannot_be_run_is_refused_before_anything_is_sent(ranks: Ranks, case: str) -> None:
+    said = ranks.run(refused, 2, case)
+    assert any(REFUSED[case] in message for message in said), said
