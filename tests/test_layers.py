@@ -5,7 +5,7 @@ from pathlib import Path
 
 import stretto
 
-ROOMS = ["ir", "schedules", "costs", "program", "timeline", "check", "simulate", "draw", "runtime", "cli"]
+ROOMS = ["ir", "schedules", "costs", "program", "timeline", "check", "simulate", "draw", "execute", "runtime", "cli"]
 SOURCE = Path(stretto.__file__).parent
 
 

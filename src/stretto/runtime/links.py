@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.execute.lanes import HostLane, Ticket
+from stretto.execute.supervise import Supervisor
 from stretto.program.program import Program
 from stretto.runtime.groups import Groups
 from stretto.runtime.structure import Value, describe, make_room, tensors_of
@@ -16,15 +18,10 @@ _LENGTH = 1  # numbers in the first message of a header
 
 @dataclass(slots=True)
 class Arrival:
-    """Something that was asked for; there once `take` returns it."""
+    """Something that was asked for; there once its tickets are done."""
 
     value: Value
-    works: list[dist.Work]
-
-    def take(self) -> Value:
-        for work in self.works:
-            work.wait()
-        return self.value
+    tickets: list[Ticket]
 
 
 @dataclass(slots=True)
@@ -32,6 +29,7 @@ class _Link:
     group: dist.ProcessGroup
     peer: int
     """The other end, as a rank of all processes."""
+    lane: HostLane
     known: dict[int, bytes] = field(default_factory=dict)
     """What travels between two stages, by the stage it comes from, once it was described."""
 
@@ -42,20 +40,29 @@ class Links:
     What a stage hands on is described once, in front of its first message, or in front of each where shapes vary.
     """
 
-    def __init__(self, groups: Groups, program: Program, rank: int, device: torch.device, *, varying: bool) -> None:
-        self._device, self._varying = device, varying
+    def __init__(
+        self,
+        groups: Groups,
+        program: Program,
+        supervisor: Supervisor,
+        device: torch.device,
+        *,
+        varying: bool,
+    ) -> None:
+        rank = supervisor.rank
+        self._supervisor, self._device, self._varying = supervisor, device, varying
         self._sends: dict[int, _Link] = {}
         self._receives: dict[int, _Link] = {}
-        self._flying: deque[tuple[dist.Work, Tensor]] = deque()
+        self._flying: deque[Ticket] = deque()
         directed = sorted(
             {(lane.device, lane.peer) for lane in program.lanes if lane.name == "send" and lane.peer is not None}
         )
         for source, target in directed:
             pair = groups.make((source, target))
             if pair is not None and rank == source:
-                self._sends[target] = _Link(pair, groups.process(target))
+                self._sends[target] = _Link(pair, groups.process(target), HostLane(f"send→{target}"))
             elif pair is not None:
-                self._receives[source] = _Link(pair, groups.process(source))
+                self._receives[source] = _Link(pair, groups.process(source), HostLane(f"recv←{source}"))
         self._warm_up(directed, rank)
 
     def _warm_up(self, directed: list[tuple[int, int]], rank: int) -> None:
@@ -89,28 +96,44 @@ class Links:
         link = self._receives[peer]
         if self._varying or stage not in link.known:
             length = torch.zeros(_LENGTH, dtype=torch.int64, device=self._device)
-            dist.recv(length, link.peer, group=link.group)
+            self._now(length, link, peer)
             header = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-            dist.recv(header, link.peer, group=link.group)
+            self._now(header, link, peer)
             link.known[stage] = bytes(header.tolist())
         value = make_room(link.known[stage], self._device)
         return self.receive_tensors(peer, tensors_of(value), value)
 
     def receive_tensors(self, peer: int, tensors: list[Tensor], value: Value) -> Arrival:
         link = self._receives[peer]
-        works = [dist.irecv(_raw(tensor), link.peer, group=link.group) for tensor in tensors]
-        return Arrival(value, [work for work in works if work is not None])
+        tickets = [
+            self._started(dist.irecv(_raw(tensor), link.peer, group=link.group), link, tensor) for tensor in tensors
+        ]
+        return Arrival(value, [ticket for ticket in tickets if ticket is not None])
 
     def settle(self) -> None:
         """Wait until all that was sent has left."""
         while self._flying:
-            work, _ = self._flying.popleft()
-            work.wait()
+            self._supervisor.wait(self._flying.popleft(), lambda: "what it sent to be taken")
 
     def _fly(self, tensor: Tensor, link: _Link) -> None:
-        work = dist.isend(tensor, link.peer, group=link.group)
-        if work is not None:
-            self._flying.append((work, tensor))
+        ticket = self._started(dist.isend(tensor, link.peer, group=link.group), link, tensor)
+        while self._flying and self._flying[0].done and self._flying[0].error is None:
+            self._flying.popleft()
+        if ticket is not None:
+            self._flying.append(ticket)
+
+    def _now(self, tensor: Tensor, link: _Link, peer: int) -> None:
+        ticket = self._started(dist.irecv(tensor, link.peer, group=link.group), link, tensor)
+        if ticket is not None:
+            self._supervisor.wait(ticket, lambda: f"word from rank {peer} of what is to come")
+
+    def _started(self, work: dist.Work | None, link: _Link, tensor: Tensor) -> Ticket | None:
+        """A ticket for what a process group has started, None if it has ended already."""
+        return None if work is None or work.is_completed() else link.lane.follow(work, tensor)
+
+    def close(self) -> None:
+        for link in (*self._sends.values(), *self._receives.values()):
+            link.lane.close()
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """A model trained by a plan: each rank runs its part of the checked program."""
 
+import atexit
 import hashlib
+import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.check import check
+from stretto.execute.lanes import HostLane
+from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError, PlanError, ProgramError
 from stretto.ir.plan import Plan
 from stretto.program.lower import lower
@@ -62,6 +66,7 @@ class Pipeline:
         checkpoint: bool = False,
         varying_shapes: bool = False,
         seed: int = 0,
+        timeout: float = 300.0,
     ) -> None:
         self.plan, self._loss = plan, loss
         self._group, self.rank = mesh.get_group(), mesh.get_local_rank()
@@ -85,11 +90,13 @@ class Pipeline:
             for stage in here
         }
         self._groups = Groups(self._group, self._device)
-        self._links = Links(self._groups, self.program, self.rank, self._device, varying=varying_shapes)
+        self._supervisor = self._supervised(timeout)
+        self._collectives = HostLane("collectives")
+        self._links = Links(self._groups, self.program, self._supervisor, self._device, varying=varying_shapes)
         ties = [*tied, *(_ties(layers) if isinstance(layers, Sequence | nn.ModuleList) else [])]
         self._replicas = self._shared(shares, ties)
         self._replicas.start_equal()
-        self._walk = Walk(self.program, self.rank, self._stages, self._links)
+        self._walk = Walk(self.program, self._supervisor, self._stages, self._links)
         self._evaluation: Evaluation | None = None
         self._draw = Draw(run=seed)
 
@@ -107,10 +114,12 @@ class Pipeline:
         for stage in self._stages.values():
             stage.draw = self._draw
         losses = self._losses(targets)
-        self._walk.run(self._given(inputs, "inputs", 0), losses)
-        self._links.settle()
-        self._replicas.sum_gradients()
-        total, count = self._total(losses)
+        given = self._given(inputs, "inputs", 0)
+        with self._supervisor.guarding():
+            self._walk.run(given, losses)
+            self._links.settle()
+            self._replicas.sum_gradients(self._together)
+            total, count = self._total(losses)
         for parameter in self._trained():
             if parameter.grad is not None and losses.counted:
                 parameter.grad /= count
@@ -123,12 +132,20 @@ class Pipeline:
         """The loss of a batch, without gradients."""
         if self._evaluation is None:
             program = self._lowered(forward_only(self.plan))
-            self._evaluation = Evaluation(program, self.rank, self._stages, self._links)
+            self._evaluation = Evaluation(program, self._supervisor, self._stages, self._links)
         losses = self._losses(targets)
-        self._evaluation.run(self._given(inputs, "inputs", 0), losses)
-        self._links.settle()
-        total, count = self._total(losses)
+        given = self._given(inputs, "inputs", 0)
+        with self._supervisor.guarding():
+            self._evaluation.run(given, losses)
+            self._links.settle()
+            total, count = self._total(losses)
         return StepResult(total / count)
+
+    def close(self) -> None:
+        """Let go of connections and threads. A pipeline that failed, or was closed, runs nothing more."""
+        self._supervisor.close()
+        self._links.close()
+        self._collectives.close()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's, under the names that `nn.Sequential(*layers)` would give them."""
@@ -219,6 +236,29 @@ class Pipeline:
         sets = {*map(held_by, together.values()), *(tuple(sorted(of)) for of in ranks.values())}
         return Replicas(self._groups, holders, mine, (ranks for ranks in sets if len(ranks) > 1))
 
+    def _supervised(self, timeout: float) -> Supervisor:
+        """The ring of supervisors, by everybody's host and port."""
+        if not timeout > 0:
+            raise PipelineError(f"timeout is a number of seconds above 0 (got {timeout})")
+        ranks = dist.get_world_size(self._group)
+        supervisor = Supervisor(self.rank, ranks, timeout=timeout)
+        text = f"{socket.gethostname()} {supervisor.listen()}".encode().ljust(256)[:256]
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
+        rows = [torch.zeros_like(mine) for _ in range(ranks)]
+        dist.all_gather(rows, mine, group=self._group)
+        found = [bytes(row.tolist()).decode().split() for row in rows]
+        alone = len({host for host, _ in found}) == 1
+        supervisor.join([("127.0.0.1" if alone else host, int(port)) for host, port in found])
+        atexit.register(supervisor.close)
+        return supervisor
+
+    def _together(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
+        """Reduce a tensor over a group, without waiting where nothing can wake us."""
+        work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+        if work is not None and not work.is_completed():
+            ticket = self._collectives.follow(work, tensor)
+            self._supervisor.wait(ticket, lambda: "the others to end the step")
+
     def _given(self, batch: Any, name: str, stage: int) -> list[Value] | None:
         """The microbatches, demanded where they are needed."""
         if stage not in self._stages:
@@ -235,9 +275,9 @@ class Pipeline:
         """The loss's sum and what to divide it by, over all ranks; a loss that is not finite is an error."""
         bad = losses.not_finite()
         sums = torch.tensor([losses.total, losses.count], dtype=torch.float64, device=self._device)
-        dist.all_reduce(sums, group=self._group)
+        self._together(sums, self._group, dist.ReduceOp.SUM)
         worst = torch.tensor([bad, int(losses.counted)], device=self._device)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group)
+        self._together(worst, self._group, dist.ReduceOp.MAX)
         losses.counted = bool(worst[1])
         if int(worst[0]) >= 0:
             raise PipelineError(f"the loss of microbatch {int(worst[0])} is not finite")

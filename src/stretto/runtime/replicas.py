@@ -1,6 +1,7 @@
 """Parameters that live on several devices: they start equal, and their gradients are summed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,9 @@ from torch import Tensor, nn
 
 from stretto.runtime.groups import Groups
 from stretto.runtime.split_backward import gradient_dtype
+
+Reduce = Callable[[Tensor, dist.ProcessGroup, Any], None]
+"""Reduces a tensor over a group."""
 
 
 class Replicas:
@@ -35,19 +39,19 @@ class Replicas:
             for parameter in parameters:
                 dist.broadcast(parameter.data, source, group=group)
 
-    def sum_gradients(self) -> None:
+    def sum_gradients(self, reduce: Reduce) -> None:
         for group, parameters in self._shared:
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             for parameter in trained:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             for dtype in sorted({str(parameter.grad.dtype) for parameter in trained if parameter.grad is not None}):
-                _sum([p.grad for p in trained if p.grad is not None and str(p.grad.dtype) == dtype], group)
+                _sum([p.grad for p in trained if p.grad is not None and str(p.grad.dtype) == dtype], group, reduce)
 
 
-def _sum(grads: list[Tensor], group: dist.ProcessGroup) -> None:
+def _sum(grads: list[Tensor], group: dist.ProcessGroup, reduce: Reduce) -> None:
     """All in one message."""
     flat = torch.cat([grad.reshape(-1) for grad in grads])
-    dist.all_reduce(flat, group=group)
+    reduce(flat, group, dist.ReduceOp.SUM)
     for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view_as(grad))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.execute.supervise import Supervisor
 from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind, Task
 from stretto.runtime.links import Arrival, Links
@@ -57,8 +58,9 @@ class Losses:
 class Walk:
     """A training step. Values and gradients wait between tasks, by stage and microbatch."""
 
-    def __init__(self, program: Program, rank: int, stages: dict[int, Stage], links: Links) -> None:
+    def __init__(self, program: Program, supervisor: Supervisor, stages: dict[int, Stage], links: Links) -> None:
         self._program, self._stages, self._links = program, stages, links
+        self._supervisor, self._at = supervisor, 0
         self._last = program.placement.stages - 1
         self._inputs: list[Value] | None = None
         self._losses: Losses | None = None
@@ -66,13 +68,15 @@ class Walk:
         self._grads: dict[tuple[int, int], Grads | Arrival] = {}
         self._outputs: dict[tuple[int, int], Value] = {}
         self._rooms: dict[tuple[int, int], list[Room | None]] = {}  # for the gradients of what was sent
-        self.tasks = [task for task in program.tasks() if task.device == rank]
+        self.tasks = [task for task in program.tasks() if task.device == supervisor.rank]
         self._runs = [self._compiled(task) for task in self.tasks]
 
     def run(self, inputs: list[Value] | None, losses: Losses) -> None:
         self._inputs, self._losses = inputs, losses
+        self._supervisor.task = self._doing
         try:
-            for run in self._runs:
+            for at, run in enumerate(self._runs):
+                self._at = at
                 run()
         finally:
             self._values.clear()
@@ -81,6 +85,17 @@ class Walk:
             self._rooms.clear()
             for stage in self._stages.values():
                 stage.forget()
+
+    def _doing(self) -> str:
+        return str(self.tasks[self._at])
+
+    def _there(self, value: Any, what: Callable[[], str]) -> Any:
+        """Waits for what was asked for."""
+        if not isinstance(value, Arrival):
+            return value
+        for ticket in value.tickets:
+            self._supervisor.wait(ticket, what)
+        return value.value
 
     def _compiled(self, task: Task) -> Run:
         stage, microbatch, part = task.stage, task.microbatch, task.part
@@ -114,7 +129,7 @@ class Walk:
 
         def forward() -> None:
             if part or stage:
-                value = _there(self._values.pop(here))
+                value = self._there(self._values.pop(here), lambda: f"the output of {stage - 1}F{microbatch}")
             else:
                 assert self._inputs is not None
                 value = self._inputs[microbatch]
@@ -142,7 +157,7 @@ class Walk:
                 assert self._losses is not None
                 grads: Grads = [self._losses.seed(microbatch)]
             else:
-                grads = _there(self._grads.pop(here))
+                grads = self._there(self._grads.pop(here), lambda: f"the gradient of {stage + 1}B{microbatch}")
             out = of.backward(microbatch, part, grads)
             if not ends:
                 self._grads[here] = out
@@ -192,7 +207,7 @@ class Evaluation(Walk):
 
         def forward() -> None:
             if part or stage:
-                value = _there(self._values.pop(here))
+                value = self._there(self._values.pop(here), lambda: f"the output of {stage - 1}F{microbatch}")
             else:
                 assert self._inputs is not None
                 value = self._inputs[microbatch]
@@ -208,8 +223,3 @@ class Evaluation(Walk):
                 self._outputs[here] = out
 
         return forward
-
-
-def _there(value: Any) -> Any:
-    """Waits for what was asked for."""
-    return value.take() if isinstance(value, Arrival) else value

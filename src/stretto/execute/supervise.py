@@ -1,0 +1,212 @@
+"""The supervisor: ranks watch each other in a ring, and what stops one is known to all within seconds."""
+
+import contextlib
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from stretto.execute.lanes import Ticket
+from stretto.ir.errors import PipelineError
+
+BEAT = 0.5  # seconds between two heartbeats
+SILENCE = 6.0  # seconds without one, after which a rank is taken to be stopped
+_POLL = 0.1
+
+
+class _Message(msgspec.Struct, omit_defaults=True):
+    """One line of the ring's wire."""
+
+    rank: int
+    task: str = ""
+    """What the sender is doing: a heartbeat."""
+    busy: bool = False
+    """Whether it does that itself, and does not wait for others."""
+    failure: str = ""
+    """Why the whole cannot go on; passed on by everyone."""
+    bye: bool = False
+
+
+class Supervisor:
+    """Watches the ranks before and after this one, and is watched by them.
+
+    `listen` opens a port; `join` connects the ring, once all addresses are known. From then on `check` and `wait` raise
+    if any rank has failed, died, gone silent or stood still for too long.
+    """
+
+    def __init__(self, rank: int, ranks: int, *, timeout: float) -> None:
+        self.rank, self._ranks, self._timeout = rank, ranks, timeout
+        self.task: Callable[[], str] = lambda: "nothing yet"
+        """What this rank is at."""
+        self._stepping = self._waiting = False
+        self._reason: str | None = None
+        self._server: socket.socket | None = None
+        self._peers: dict[int, socket.socket] = {}
+        self._doing: dict[
+            int, tuple[_Message, float]
+        ] = {}  # a neighbour's last heartbeat that told anything new, and when
+        self._heard: dict[int, float] = {}
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def listen(self) -> int:
+        """Open a port; its number."""
+        self._server = socket.create_server(("", 0))
+        port: int = self._server.getsockname()[1]
+        return port
+
+    def join(self, addresses: list[tuple[str, int]]) -> None:
+        """Connect to the rank after this one, and be connected to by the one before."""
+        assert self._server is not None
+        if self._ranks > 1:
+            following, before = (self.rank + 1) % self._ranks, (self.rank - 1) % self._ranks
+            onward = socket.create_connection(addresses[following], timeout=60)
+            self._server.settimeout(60)
+            back, _ = self._server.accept()
+            if following == before:  # two ranks: one connection is enough to watch by
+                (onward if self.rank else back).close()
+                self._peers = {following: back if self.rank else onward}
+            else:
+                self._peers = {following: onward, before: back}
+        self._server.close()
+        now = time.monotonic()
+        for peer, connection in self._peers.items():
+            connection.setblocking(True)
+            connection.settimeout(5)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._heard[peer], self._doing[peer] = now, (_Message(peer, task="nothing yet"), now)
+        self._thread = threading.Thread(target=self._watch, name="stretto supervisor", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise if the whole cannot go on."""
+        if self._reason is not None:
+            raise PipelineError(self._reason)
+
+    def wait(self, ticket: Ticket, what: Callable[[], str]) -> None:
+        """Wait for something that was started; raise if it fails, or if what it waits for can never come."""
+        if ticket.done and ticket.error is None:
+            return
+        self._waiting, since = True, time.monotonic()
+        while not ticket.wait(_POLL):
+            if self._reason is None and time.monotonic() - since > self._timeout + SILENCE:  # nobody else is to blame
+                self.fail(f"rank {self.rank} waited for {what()} for {time.monotonic() - since:.0f} s")
+            if self._reason is not None:
+                raise PipelineError(f"{self._reason}; rank {self.rank} was waiting for {what()}")
+        self._waiting = False
+        if ticket.error is not None:
+            deadline = time.monotonic() + 3  # the reason is on its way: a connection fails before it is explained
+            while self._reason is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            reason = self._reason or f"rank {self.rank} lost a connection: {_one_line(ticket.error)}"
+            raise PipelineError(f"{reason}; rank {self.rank} was waiting for {what()}") from ticket.error
+
+    def fail(self, reason: str) -> None:
+        """Tell everybody why the whole cannot go on; the first reason counts."""
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._reason = reason
+        self._tell(_Message(self.rank, failure=reason))
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """A step: what goes wrong in it is told to all, and a request to end is one thing that can."""
+
+        def stop(*_: Any) -> None:
+            self._reason = self._reason or f"rank {self.rank} was asked to end"
+
+        before = None
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGTERM, stop)
+        self._stepping, self._waiting = True, False
+        try:
+            self.check()
+            yield
+        except BaseException as error:
+            told = isinstance(error, PipelineError) and self._reason is not None
+            if not told:
+                self.fail(f"rank {self.rank} stopped at {self.task()}: {type(error).__name__}: {_one_line(error)}")
+            raise
+        finally:
+            self._stepping = False
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
+
+    def close(self) -> None:
+        """Leave the ring in peace."""
+        if not self._closing:
+            self._closing = True
+            self._tell(_Message(self.rank, bye=True))
+            for connection in self._peers.values():
+                with contextlib.suppress(OSError):
+                    connection.close()
+            if self._server is not None:
+                self._server.close()
+
+    def _tell(self, message: _Message) -> None:
+        line = msgspec.json.encode(message) + b"\n"
+        for connection in list(self._peers.values()):
+            with contextlib.suppress(OSError):
+                connection.sendall(line)
+
+    def _watch(self) -> None:
+        selector = selectors.DefaultSelector()
+        left = dict.fromkeys(self._peers, b"")
+        for peer, connection in self._peers.items():
+            selector.register(connection, selectors.EVENT_READ, peer)
+        beat = 0.0
+        while not self._closing:
+            if time.monotonic() >= beat:
+                self._tell(_Message(self.rank, task=self.task(), busy=self._stepping and not self._waiting))
+                beat = time.monotonic() + BEAT
+            try:
+                ready = selector.select(timeout=_POLL)
+            except (OSError, ValueError):
+                return
+            for key, _ in ready:
+                peer = key.data
+                data = b""
+                with contextlib.suppress(OSError):
+                    data = self._peers[peer].recv(65536)
+                if not data:
+                    selector.unregister(key.fileobj)
+                    self._heard.pop(peer, None)
+                    if not self._closing and peer in self._doing:
+                        self.fail(f"rank {peer} died at {self._doing[peer][0].task}")
+                    continue
+                *lines, left[peer] = (left[peer] + data).split(b"\n")
+                for line in lines:
+                    self._hear(peer, msgspec.json.decode(line, type=_Message))
+            self._judge()
+
+    def _hear(self, peer: int, message: _Message) -> None:
+        now = time.monotonic()
+        self._heard[peer] = now
+        if message.failure:
+            self.fail(message.failure)
+        elif message.bye:
+            self._doing.pop(peer, None)
+            self._heard.pop(peer, None)
+        elif peer not in self._doing or self._doing[peer][0] != message:
+            self._doing[peer] = message, now
+
+    def _judge(self) -> None:
+        now = time.monotonic()
+        for peer, heard in list(self._heard.items()):
+            message, since = self._doing[peer]
+            if now - heard > SILENCE:
+                self.fail(f"rank {peer} has not been heard of for {now - heard:.0f} s; it was at {message.task}")
+            elif message.busy and now - since > self._timeout:
+                self.fail(f"rank {peer} has been at {message.task} for {now - since:.0f} s")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
