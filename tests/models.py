@@ -1,5 +1,6 @@
 """Small models, batches and losses, and the plain single-process run that everything is compared with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,27 @@ class DictBlock(Block):
 
     def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
         return {**x, "hidden": super().forward(x["hidden"]) * x["mask"].unsqueeze(-1)}
+
+
+class PhasedBlock(nn.Module):
+    """An expert layer in four phases, of which two would communicate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.experts = Block(), Block()
+
+    def phases(self) -> list[tuple[stretto.Phase, Callable[[Any], Any]]]:
+        return [
+            (stretto.Phase("attn"), self.attention),
+            (stretto.Phase("dispatch", "comm"), lambda x: (x.flip(0), x)),
+            (stretto.Phase("mlp"), lambda both: (self.experts(both[0]), both[1])),
+            (stretto.Phase("combine", "comm"), lambda both: both[0].flip(0) * 0.5 + both[1]),
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _, phase in self.phases():
+            x = phase(x)
+        return x
 
 
 class Embed(nn.Module):
@@ -70,6 +92,7 @@ class Case:
     tied: bool = False
     dropout: float = 0.0
     steps: int = 1
+    phased: bool = False
 
     def plan(self) -> stretto.Plan:
         extra = {"overlap": True} if self.schedule == "interleaved" else {}
@@ -80,7 +103,8 @@ class Case:
         count = max(self.layers or self.plan().stages, 2)
         block = DictBlock if self.dicts else Block
         embed, head = Embed(), Head()
-        made = [embed, *(block(dropout=self.dropout) for _ in range(count - 2)), head]
+        blocks = [PhasedBlock() if self.phased else block(dropout=self.dropout) for _ in range(count - 2)]
+        made = [embed, *blocks, head]
         for module in made:
             module.to(self.dtype)
         if self.tied:
@@ -134,6 +158,32 @@ def train(mesh: Any, case: Case) -> tuple[float, dict[str, Any]]:
 
 def gradients(pipe: Any) -> dict[str, Any]:
     return {name: p.grad.double().numpy() for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def order(mesh: Any, case: Case) -> tuple[list[str], list[str]]:
+    """What a rank's program says, and what its stages were asked to do, in order."""
+    pipe = pipeline(mesh, case)
+    done: list[str] = []
+    for index, stage in pipe._stages.items():
+        for name, letter in (("forward", "F"), ("backward", "B"), ("weight", "W")):
+            setattr(stage, name, _telling(done, f"{index}{letter}", getattr(stage, name)))
+    pipe._walk._runs = [pipe._walk._compiled(task) for task in pipe._walk.tasks]
+    pipe.step(*case.batch())
+    letters = {"F": "F", "B": "B", "I": "B", "W": "W", "WGRAD": "W"}
+    planned = [
+        f"{task.stage}{letters[task.kind.name]}{task.microbatch}.{task.part}"
+        for task in pipe._walk.tasks
+        if task.kind.name in letters
+    ]
+    return planned, done
+
+
+def _telling(done: list[str], what: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def told(microbatch: int, part: int, *given: Any) -> Any:
+        done.append(f"{what}{microbatch}.{part}")
+        return run(microbatch, part, *given)
+
+    return told
 
 
 def accumulate(mesh: Any, case: Case) -> dict[str, Any]:

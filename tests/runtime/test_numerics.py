@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import REFUSED, Case, accumulate, evaluate, load, plain, refused, save, train
+from models import REFUSED, Case, accumulate, evaluate, load, order, plain, refused, save, train
 from ranks import Ranks
 from strategies import SCHEDULES
 
@@ -129,3 +129,18 @@ def test_a_checkpoint_is_reloaded_by_another_plan(ranks: Ranks, tmp_path: Path) 
 def test_what_cannot_be_run_is_refused_before_anything_is_sent(ranks: Ranks, case: str) -> None:
     said = ranks.run(refused, 2, case)
     assert any(REFUSED[case] in message for message in said), said
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_layers_in_phases(ranks: Ranks, name: str) -> None:
+    for checkpoint in (False, True):
+        compare(ranks, Case(name, 2, 6, layers=6, phased=True, checkpoint=checkpoint))
+
+
+def test_a_pair_runs_the_phases_of_both_passes_woven(ranks: Ranks) -> None:
+    case = Case("interleaved", 2, 6, layers=6, phased=True)
+    for planned, done in ranks.run(order, 2, case):
+        assert planned == done
+        # Within a pair's first backward part and its last, forward parts of another microbatch run.
+        turns = [a.split(".")[0] for a in done if "W" not in a]
+        assert any(a == c != b and "B" in a and "F" in b for a, b, c in zip(turns, turns[1:], turns[2:], strict=False))

@@ -15,7 +15,7 @@ import msgspec
 from stretto.execute.lanes import Ticket
 from stretto.ir.errors import PipelineError
 
-BEAT = 0.5  # seconds between two heartbeats
+BEAT = 0.2  # seconds between two heartbeats
 SILENCE = 6.0  # seconds without one, after which a rank is taken to be stopped
 _POLL = 0.1
 
@@ -180,7 +180,7 @@ class Supervisor:
                     selector.unregister(key.fileobj)
                     self._heard.pop(peer, None)
                     if not self._closing and peer in self._doing:
-                        self.fail(f"rank {peer} died at {self._doing[peer][0].task}")
+                        self.fail(f"rank {peer} died; it was last heard of at {self._doing[peer][0].task}")
                     continue
                 *lines, left[peer] = (left[peer] + data).split(b"\n")
                 for line in lines:

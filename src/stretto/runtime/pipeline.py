@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.check import check
+from stretto.costs import Costs, PhaseTimes
 from stretto.execute.lanes import HostLane
 from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError, PlanError, ProgramError
@@ -48,6 +49,7 @@ class Pipeline:
 
     `layers` are modules, each taking what the one before it returned, as in `nn.Sequential`; or a function that
     builds the layer of a number, with `layer_count`, so that no rank ever holds them all. A layer may offer phases.
+    A pair's phases are woven by their `costs`; without, compute phases are taken to be alike and hide communication.
     `loss(output, target)` returns its microbatch's mean, or a sum and the count to divide it by.
 
     Nothing is run that `check` has not proved sound, and all ranks must have been given the same.
@@ -61,6 +63,7 @@ class Pipeline:
         loss: Loss,
         mesh: DeviceMesh,
         layer_count: int | None = None,
+        costs: Costs | None = None,
         balance: Sequence[int] | None = None,
         tied: Sequence[Sequence[str]] = (),
         checkpoint: bool = False,
@@ -78,6 +81,7 @@ class Pipeline:
         here = sorted({stage for device, stage in plan.placement.homes if device == self.rank})
         self._layers = {number: build(number).to(self._device) for stage in here for number in shares[stage]}
         self._anatomy = self._phases(build, shares)
+        self._costs = costs if costs is not None or self._anatomy is None else _even_costs(self._anatomy)
         self.program = self._lowered(plan)
         self._agree(shares, checkpoint)
         self._stages = {
@@ -193,7 +197,7 @@ class Pipeline:
         return [anatomy_of([self._layers.get(number) or build(number) for number in share]) for share in shares]
 
     def _lowered(self, plan: Plan) -> Program:
-        program = lower(plan, layers=self._anatomy)
+        program = lower(plan, layers=self._anatomy, costs=self._costs)
         if found := check(program):
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise ProgramError(f"the plan is not sound: {found[0]}{more}")
@@ -282,6 +286,13 @@ class Pipeline:
         if int(worst[0]) >= 0:
             raise PipelineError(f"the loss of microbatch {int(worst[0])} is not finite")
         return float(sums[0]), float(sums[1])
+
+
+def _even_costs(stages: Sequence[Sequence[Layer]]) -> Costs:
+    """Times by which a pair is woven if nobody knows better."""
+    phases = {phase for stage in stages for layer in stage for phase in layer.phases}
+    times = {"compute": PhaseTimes(1, 1, 1), "comm": PhaseTimes(0.9, 0.9)}
+    return Costs(phases={phase.name: times[phase.lane] for phase in phases})
 
 
 def _builder(

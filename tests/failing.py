@@ -1,0 +1,61 @@
+"""A rank of a pipeline in which one fails: failing.py [RANK RANKS MEETING] VICTIM HOW; the first not under torchrun."""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import stretto
+    from models import Block, Case
+
+    *world, victim, how = sys.argv[1:]
+    if world:
+        rank, ranks, meeting = world
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(ranks))
+    else:
+        dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+
+    class Trap(Block):
+        runs = 0
+
+        def forward(self, x: Any) -> Any:
+            Trap.runs += 1
+            if dist.get_rank() == int(victim) and Trap.runs == 6:  # in the second step
+                match how:
+                    case "raises":
+                        raise RuntimeError("out of luck")
+                    case "dies":
+                        time.sleep(1)  # long enough for its last heartbeat to tell what it was at
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    case "stops":
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    case "stalls":
+                        time.sleep(60)
+                    case "leaves":
+                        sys.exit(3)
+            return super().forward(x)
+
+    case = Case("one_f_one_b", dist.get_world_size(), 4)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    layers = [case.modules()[0], *(Trap().double() for _ in range(dist.get_world_size() - 2)), case.modules()[-1]]
+    layers = [torch.nn.Sequential(layer, Trap().double()) if k == 0 else layer for k, layer in enumerate(layers)]
+    pipe = stretto.Pipeline(layers, plan=case.plan(), loss=case.loss, mesh=mesh, timeout=2.0)
+    try:
+        for _ in range(5):
+            pipe.step(*case.batch())
+    except stretto.PipelineError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(7)  # as a user's program would end, without waiting for groups that can never end
+    print("went on", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
