@@ -193,6 +193,13 @@ def accumulate(mesh: Any, case: Case) -> dict[str, Any]:
     return gradients(pipe)
 
 
+def recorded(mesh: Any, case: Case) -> str | None:
+    pipe = pipeline(mesh, case)
+    pipe.step(*case.batch())
+    timeline = pipe.step(*case.batch(), record=True).timeline
+    return None if timeline is None else stretto.draw_trace(timeline)
+
+
 def evaluate(mesh: Any, case: Case) -> tuple[float, bool]:
     pipe = pipeline(mesh, case)
     loss = pipe.eval_step(*case.batch()).loss

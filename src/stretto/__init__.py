@@ -23,7 +23,7 @@ from stretto.schedules.one_f_one_b import one_f_one_b
 from stretto.schedules.vshape import v_half, v_min, zb_v
 from stretto.schedules.zero_bubble import zb_h1, zb_h2
 from stretto.simulate import simulate
-from stretto.timeline import Timeline
+from stretto.timeline import Timeline, fit
 
 if TYPE_CHECKING:
     from stretto.runtime.pipeline import Pipeline
@@ -67,6 +67,7 @@ __all__ = [
     "draw_trace",
     "dualpipe",
     "dualpipev",
+    "fit",
     "forward_only",
     "gpipe",
     "interleaved",

@@ -45,6 +45,8 @@ class Supervisor:
         self.task: Callable[[], str] = lambda: "nothing yet"
         """What this rank is at."""
         self._stepping = self._waiting = False
+        self.waited = 0.0
+        """Seconds that this rank has spent waiting."""
         self._reason: str | None = None
         self._server: socket.socket | None = None
         self._peers: dict[int, socket.socket] = {}
@@ -101,6 +103,7 @@ class Supervisor:
             if self._reason is not None:
                 raise PipelineError(f"{self._reason}; rank {self.rank} was waiting for {what()}")
         self._waiting = False
+        self.waited += time.monotonic() - since
         if ticket.error is not None:
             deadline = time.monotonic() + 3  # the reason is on its way: a connection fails before it is explained
             while self._reason is None and time.monotonic() < deadline:

@@ -54,6 +54,8 @@ class Links:
         self._sends: dict[int, _Link] = {}
         self._receives: dict[int, _Link] = {}
         self._flying: deque[Ticket] = deque()
+        self.started: list[Ticket] | None = None
+        """If given, all that is started is put there."""
         directed = sorted(
             {(lane.device, lane.peer) for lane in program.lanes if lane.name == "send" and lane.peer is not None}
         )
@@ -129,7 +131,12 @@ class Links:
 
     def _started(self, work: dist.Work | None, link: _Link, tensor: Tensor) -> Ticket | None:
         """A ticket for what a process group has started, None if it has ended already."""
-        return None if work is None or work.is_completed() else link.lane.follow(work, tensor)
+        if work is None or work.is_completed():
+            return None
+        ticket = link.lane.follow(work, tensor)
+        if self.started is not None:
+            self.started.append(ticket)
+        return ticket
 
     def close(self) -> None:
         for link in (*self._sends.values(), *self._receives.values()):

@@ -24,11 +24,13 @@ from stretto.program.program import Program
 from stretto.runtime.groups import Groups
 from stretto.runtime.links import Links
 from stretto.runtime.microbatches import cut
+from stretto.runtime.record import Recorder
 from stretto.runtime.replicas import Replicas
 from stretto.runtime.stage import Draw, Phased, Stage, anatomy_of
 from stretto.runtime.structure import Value
 from stretto.runtime.walk import Evaluation, Losses, Walk
 from stretto.schedules.forward_only import forward_only
+from stretto.timeline import Timeline
 
 Loss = Callable[[Value, Value], Tensor | tuple[Tensor, Tensor | int]]
 
@@ -36,9 +38,11 @@ Loss = Callable[[Value, Value], Tensor | tuple[Tensor, Tensor | int]]
 class StepResult:
     """What a step gives, on every rank."""
 
-    def __init__(self, loss: float) -> None:
+    def __init__(self, loss: float, timeline: Timeline | None = None) -> None:
         self.loss = loss
         """The mean over the microbatches, or over all that (sum, count) losses counted."""
+        self.timeline = timeline
+        """When every task of every rank ran, in seconds; on rank 0, of a step that was recorded."""
 
     def __repr__(self) -> str:
         return f"StepResult(loss={self.loss:g})"
@@ -104,12 +108,15 @@ class Pipeline:
         self._evaluation: Evaluation | None = None
         self._draw = Draw(run=seed)
 
-    def step(self, inputs: Any = None, targets: Any = None, *, accumulate: bool = False) -> StepResult:
+    def step(
+        self, inputs: Any = None, targets: Any = None, *, accumulate: bool = False, record: bool = False
+    ) -> StepResult:
         """Run one step: forwards, backwards, gradients in the parameters' `.grad`.
 
         Inputs and targets are given whole (a tensor, tuple or dict, cut along the first dimension) or as a list or
         iterator of microbatches, on the ranks that need them: inputs where the first stage lives, targets where the
-        last one does. Gradients replace those of the step before, or are added to them with `accumulate`.
+        last one does. Gradients replace those of the step before, or are added to them with `accumulate`. With
+        `record`, on all ranks alike, the result has the measured timeline.
         """
         before = {} if not accumulate else {p: p.grad for p in self._trained() if p.grad is not None}
         for parameter in self._trained():
@@ -120,8 +127,10 @@ class Pipeline:
         losses = self._losses(targets)
         given = self._given(inputs, "inputs", 0)
         with self._supervisor.guarding():
-            self._walk.run(given, losses)
+            recorder = Recorder(len(self._walk.tasks)) if record else None
+            self._walk.run(given, losses, recorder)
             self._links.settle()
+            timeline = recorder.gathered(self.program, self._group, self.rank) if recorder is not None else None
             self._replicas.sum_gradients(self._together)
             total, count = self._total(losses)
         for parameter in self._trained():
@@ -129,7 +138,7 @@ class Pipeline:
                 parameter.grad /= count
             _finish(parameter, before.get(parameter))
         self._draw = Draw(self._draw.run, self._draw.step + 1, self._draw.replica)
-        return StepResult(total / count)
+        return StepResult(total / count, timeline)
 
     @torch.no_grad()
     def eval_step(self, inputs: Any = None, targets: Any = None) -> StepResult:

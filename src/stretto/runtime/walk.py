@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.execute.lanes import Ticket
 from stretto.execute.supervise import Supervisor
 from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind, Task
 from stretto.runtime.links import Arrival, Links
+from stretto.runtime.record import Recorder
 from stretto.runtime.segments import Grads, run_segment
 from stretto.runtime.stage import Stage
 from stretto.runtime.structure import Room, Value, rooms_of
@@ -71,13 +73,16 @@ class Walk:
         self.tasks = [task for task in program.tasks() if task.device == supervisor.rank]
         self._runs = [self._compiled(task) for task in self.tasks]
 
-    def run(self, inputs: list[Value] | None, losses: Losses) -> None:
+    def run(self, inputs: list[Value] | None, losses: Losses, recorder: Recorder | None = None) -> None:
         self._inputs, self._losses = inputs, losses
         self._supervisor.task = self._doing
         try:
-            for at, run in enumerate(self._runs):
-                self._at = at
-                run()
+            if recorder is not None:
+                self._record(recorder)
+            else:
+                for at, run in enumerate(self._runs):
+                    self._at = at
+                    run()
         finally:
             self._values.clear()
             self._grads.clear()
@@ -85,6 +90,16 @@ class Walk:
             self._rooms.clear()
             for stage in self._stages.values():
                 stage.forget()
+
+    def _record(self, recorder: Recorder) -> None:
+        started: list[Ticket] = []
+        self._links.started = started
+        try:
+            for at, run in enumerate(self._runs):
+                self._at = at
+                recorder.run(at, run, lambda: self._supervisor.waited, started)
+        finally:
+            self._links.started = None
 
     def _doing(self) -> str:
         return str(self.tasks[self._at])

@@ -1,0 +1,105 @@
+"""A measured timeline as costs."""
+
+import msgspec
+import numpy as np
+
+from stretto.costs import Costs, Link, PhaseTimes
+from stretto.ir.errors import CostError
+from stretto.program.program import Program
+from stretto.program.task import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Kind
+from stretto.program.work import Bools
+from stretto.timeline.memory import Floats
+from stretto.timeline.timeline import Timeline
+
+
+def fit(timeline: Timeline) -> Costs:
+    """How long each kind of task took: the median over microbatches, stage by stage, or phase by phase.
+
+    What a plan does not tell apart is shared out: a full backward without a weight part of its own is half I, half W.
+    Transfers get one latency, the median of all: their time from when both ends were ready.
+
+    >>> from stretto import one_f_one_b, simulate
+    >>> fit(simulate(one_f_one_b(devices=2, microbatches=4), Costs(F=(1, 2), I=3, W=1))).F
+    (1.0, 2.0)
+    """
+    program = timeline.program
+    if program.is_update:
+        raise CostError("a weight update has no costs of stages to be fitted")
+    length = timeline.end - timeline.start
+    link = Link(latency=_transfer(timeline))
+    if not program.anatomy.is_whole:
+        return Costs(phases=_phases(program, length), link=link)
+    return msgspec.structs.replace(_passes(program, length), link=link)
+
+
+def _passes(program: Program, length: Floats) -> Costs:
+    work, stages = program.work, program.placement.stages
+
+    def medians(kinds: tuple[Kind, ...]) -> list[float | None]:
+        chosen = work.among(kinds)
+        return [_median(length, chosen & (work.stage == stage)) for stage in range(stages)]
+
+    rows = zip(*(medians((kind,)) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.WGRAD)), strict=True)
+    table: dict[str, list[float]] = {name: [] for name in ("F", "B", "I", "W", "BW")}
+    for f, b, i, w, wgrad in rows:
+        later, half = wgrad or 0.0, (b or 0.0) / 2
+        weights = w if w is not None else later or half
+        inputs = i if i is not None else half if not later else b or 0.0
+        whole = b + later if b is not None else inputs + weights
+        for name, value in zip(table, (f or 0.0, whole, inputs, weights, later), strict=True):
+            table[name].append(value)
+    costs: Costs = msgspec.convert(table, Costs)
+    saved = _saved(program, length, costs)
+    woven = [f + b - less for f, b, less in zip(table["F"], table["B"], saved, strict=True)]
+    return msgspec.structs.replace(costs, FB=tuple(max(0.0, time) for time in woven))
+
+
+def _saved(program: Program, length: Floats, costs: Costs) -> list[float]:
+    """What a stage's pass saves by being woven, so that pairs of any two stages take what they took."""
+    work, stages = program.work, program.placement.stages
+    forward, whole, late = (costs.per_stage(name, stages=stages) for name in ("F", "B", "BW"))
+    paired = work.kind == Kind.PAIR
+    pairs = sorted({*zip(work.stage[paired].tolist(), work.stage_b[paired].tolist(), strict=True)})
+    if not pairs:
+        return [0.0] * stages
+    halves, less = np.zeros((len(pairs), stages)), np.zeros(len(pairs))
+    for row, (a, b) in enumerate(pairs):
+        halves[row, a] += 0.5
+        halves[row, b] += 0.5
+        took = np.median(length[paired & (work.stage == a) & (work.stage_b == b)])
+        less[row] = forward[a] + whole[b] - late[b] - took
+    found: list[float] = np.linalg.lstsq(halves, less, rcond=None)[0].tolist()
+    return found
+
+
+def _phases(program: Program, length: Floats) -> dict[str, PhaseTimes]:
+    """By layer and phase."""
+    work, anatomy = program.work, program.anatomy
+    found: dict[str, dict[str, list[Floats]]] = {}
+    for name, kinds in (("F", FORWARDS), ("I", BACKWARDS), ("W", WEIGHTS), ("R", (Kind.RECOMPUTE,))):
+        chosen = work.among(kinds)
+        for stage, forward in enumerate(anatomy.forward):
+            parts = forward if name == "F" else forward[::-1]
+            steps = anatomy.weight_steps[stage] if name == "W" else range(len(parts))
+            for number, step in enumerate(steps):
+                part = parts[step]
+                times = length[chosen & (work.stage == stage) & (work.part == number)]
+                found.setdefault(f"{part.kind}.{part.phase.name}", {}).setdefault(name, []).append(times)
+    medians = {
+        key: {name: float(np.median(every)) for name, times in kinds.items() if len(every := np.concatenate(times))}
+        for key, kinds in found.items()
+    }
+    return {key: PhaseTimes(**times) for key, times in medians.items()}
+
+
+def _transfer(timeline: Timeline) -> float:
+    program = timeline.program
+    send = np.flatnonzero(program.work.among(SENDS) & (program.mate >= 0))
+    receive = program.mate[send]
+    ready = np.maximum(timeline.start[send], timeline.start[receive])
+    taken = np.maximum(0.0, timeline.end[receive] - ready)
+    return float(np.median(taken)) if len(taken) else 0.0
+
+
+def _median(length: Floats, chosen: Bools) -> float | None:
+    return float(np.median(length[chosen])) if chosen.any() else None

@@ -1,0 +1,44 @@
+"""A measured timeline: of the same tasks, on one clock, and what it says."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+import stretto
+from models import Case, recorded
+from ranks import Ranks
+from stretto.program.task import SENDS
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(4)
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize(("name", "phased"), [("one_f_one_b", False), ("dualpipe", False), ("interleaved", True)])
+def test_a_step_is_recorded(ranks: Ranks, name: str, phased: bool) -> None:
+    case = Case(name, 4, 8, layers=10, phased=phased)
+    first, *others = ranks.run(recorded, 4, case)
+    assert others == [None] * 3
+    timeline = stretto.parse_trace(first)
+    program = timeline.program
+    assert stretto.check(program) == []
+    assert (timeline.end >= timeline.start).all()
+    spans = list(timeline.spans())
+    for device in range(4):
+        lane = [span for span in spans if span.task.device == device and span.task.lane.name in ("compute", "comm")]
+        assert lane
+        assert all(before.end <= after.start for before, after in pairwise(lane))  # a rank runs one thing at a time
+    slack = 1e-3  # by which clocks may be off
+    for task, need in zip(program.needing.tolist(), program.need.tolist(), strict=True):
+        if program.task(need).lane.name in ("compute", "comm"):
+            assert timeline.end[need] <= timeline.start[task] + slack
+    for send, kind in enumerate(program.work.kind.tolist()):
+        if kind in SENDS:
+            assert timeline.end[program.mate[send]] >= timeline.start[send] - slack
+    assert timeline.summary().makespan < 60
+    fitted = stretto.simulate(program, stretto.fit(timeline))
+    assert 0 < fitted.makespan < 60

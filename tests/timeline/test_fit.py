@@ -1,0 +1,32 @@
+"""Costs fitted to a timeline give that timeline again."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stretto
+from strategies import costs, plans
+from stretto import MOE, Costs, Link, PhaseTimes
+
+
+@given(plans(), costs, costs, costs, st.booleans(), st.integers(0, 3))
+def test_whole_passes(plan: stretto.Plan, f: int, i: int, w: int, decoupled: bool, latency: int) -> None:
+    table = Costs(F=f, I=i, W=w, BW=w if decoupled else 0, FB=0.9 * (f + i + w), link=Link(latency=latency))
+    measured = stretto.simulate(plan, table)
+    again = stretto.simulate(plan, stretto.fit(measured))
+    assert again.makespan == pytest.approx(measured.makespan)
+    assert again.end == pytest.approx(measured.end)
+
+
+@given(plans(), st.booleans())
+def test_phases(plan: stretto.Plan, recompute: bool) -> None:
+    times = {"attn": PhaseTimes(2, 3, 1, R=0.5), "mlp": PhaseTimes(1, 2, 1), "dispatch": PhaseTimes(0.5, 0.75)}
+    table = Costs(phases={**times, "combine": PhaseTimes(0.25, 1)}, link=Link(latency=0.5))
+    program = stretto.lower(plan, layers=[[MOE]] * plan.stages, costs=table, recompute=recompute)
+    measured = stretto.simulate(program, table)
+    assert stretto.simulate(program, stretto.fit(measured)).end == pytest.approx(measured.end)
+
+
+def test_a_weight_update_is_refused() -> None:
+    with pytest.raises(stretto.CostError, match="a weight update has no costs of stages"):
+        stretto.fit(stretto.simulate(stretto.weight_update(devices=2, buckets=2)))
