@@ -43,15 +43,25 @@ def run_segment(
 
     Without `differentiable`, inputs get no gradients.
     """
+    if isinstance(value, Tensor) and value.is_floating_point():  # the usual case, taken by itself: this is hot
+        arrived: list[Tensor | None] = [None]
+        out = function(_enter(anchor, value, arrived, 0) if differentiable else value)
+        if isinstance(out, Tensor):
+            edge = get_gradient_edge(out) if out.requires_grad else None
+            return out.detach(), Segment(arrived, [edge])
+        return _cut(out, arrived)
     leaves = leaves_of(value)
-    arrived: list[Tensor | None] = [None] * len(leaves)
+    arrived = [None] * len(leaves)
     if differentiable:
         leaves = [
             _enter(anchor, leaf, arrived, k) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
             for k, leaf in enumerate(leaves)
         ]
         value = rebuilt(value, leaves)
-    out = function(value)
+    return _cut(function(value), arrived)
+
+
+def _cut(out: Value, arrived: list[Tensor | None]) -> tuple[Value, Segment]:
     outs = leaves_of(out)
     edges = [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in outs]
     cut = rebuilt(out, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outs])

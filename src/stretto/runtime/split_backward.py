@@ -1,7 +1,6 @@
 """Weight gradients put off: a backward yields input gradients, and closures that yield the weights' later."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,14 +33,9 @@ class Deferral:
                 inside.update(layer.modules())
                 self.layers.append(layer)
 
-    @contextmanager
-    def into(self, closures: list[Closure]) -> Iterator[None]:
+    def into(self, closures: list[Closure]) -> "_Into":
         """Put weight gradients off into this list, of forwards, backwards and recomputations within."""
-        before, self._closures = self._closures, closures
-        try:
-            yield
-        finally:
-            self._closures = before
+        return _Into(self, closures)
 
     def add(self, closure: Closure) -> None:
         assert self._closures is not None, "a backward outside of `into`"
@@ -64,9 +58,11 @@ class Deferral:
             return self._attention(layer) if plain and _owns(layer, "in_proj_weight") else None
         return None
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
         """x Wᵀ + b with these rows of W and b, their gradients put off."""
-        w, b = weight.detach()[rows], None if bias is None else bias.detach()[rows]
+        w, b = weight.detach(), None if bias is None else bias.detach()
+        if rows is not None:
+            w, b = w[rows], None if b is None else b[rows]
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
@@ -160,6 +156,21 @@ class Deferral:
 _ATTENTION_OPTIONS = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
 
 
+class _Into:
+    """What `into` opens; a class because it is opened twice for every pass."""
+
+    __slots__ = ("_before", "_closures", "_deferral")
+
+    def __init__(self, deferral: Deferral, closures: list[Closure]) -> None:
+        self._deferral, self._closures = deferral, closures
+
+    def __enter__(self) -> None:
+        self._before, self._deferral._closures = self._deferral._closures, self._closures
+
+    def __exit__(self, *error: object) -> None:
+        self._deferral._closures = self._before
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: Any) -> Tensor:  # noqa: ARG004
@@ -190,14 +201,16 @@ _linear: Callable[..., Tensor] = _Linear.apply
 _embedding: Callable[..., Tensor] = _Embedding.apply
 
 
-def accumulate(parameter: Tensor, grad: Tensor, rows: slice = slice(None)) -> None:
+def accumulate(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> None:
     """Add to a parameter's gradient, or to some rows of it."""
-    if parameter.grad is None:
-        if rows == slice(None):
-            parameter.grad = grad.to(gradient_dtype(parameter))
-            return
+    held = parameter.grad
+    if held is not None:
+        (held if rows is None else held[rows]).add_(grad)
+    elif rows is None:
+        parameter.grad = grad.to(gradient_dtype(parameter))
+    else:
         parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-    parameter.grad[rows] += grad
+        parameter.grad[rows].add_(grad)
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:

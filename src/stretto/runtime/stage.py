@@ -74,34 +74,33 @@ class Stage:
         self._passes: dict[int, _Pass] = {}
         self.draw = Draw()
 
-    def forward(self, microbatch: int, part: int, value: Value) -> Value:
-        """A part of the forward: of what the part or stage before it returned, what the next one takes."""
+    def forward(self, microbatch: int, part: int, value: Value, loss: Callable[[Value], Value] | None = None) -> Value:
+        """A part of the forward: of what the part or stage before it returned, what the next one takes.
+
+        The last one of all goes on to the loss.
+        """
         if part == 0:
             closures: list[list[Closure]] = [[] for _ in self._weight_of]
-            self._passes[microbatch] = _Pass([None] * len(self._functions), closures, rooms_of(value))
+            rooms = rooms_of(value) if self.index > 0 else []
+            self._passes[microbatch] = _Pass([None] * len(self._functions), closures, rooms)
         going = self._passes[microbatch]
         differentiable = self.index > 0 or part > 0
         with self.deferral.into(self._closures(going, part)):
             function = self._functions[part]
-            out, going.segments[part] = run_segment(
-                lambda value: function(value, microbatch), value, self.anchor, differentiable=differentiable
-            )
+
+            def run(value: Value) -> Value:
+                out = function(value, microbatch)
+                return out if loss is None else loss(out)
+
+            out, going.segments[part] = run_segment(run, value, self.anchor, differentiable=differentiable)
         return out
 
     def evaluate(self, microbatch: int, part: int, value: Value) -> Value:
         return self._functions[part](value, microbatch)
 
-    def attach(self, microbatch: int, segment: Segment) -> None:
-        """What follows the stage's last part, its loss, as one more segment."""
-        self._passes[microbatch].segments.append(segment)
-
     def backward(self, microbatch: int, part: int, grads: Grads) -> list[Tensor | None]:
         """A part of the backward, counted from the stage's end."""
         going = self._passes[microbatch]
-        if part == 0 and len(going.segments) > len(self._functions):
-            loss = going.segments.pop()
-            assert loss is not None
-            grads = loss.backward(grads)
         at = self._backward_parts - 1 - part
         segment = going.segments[at]
         assert segment is not None, "a backward that was run before"

@@ -12,7 +12,7 @@ from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind, Task
 from stretto.runtime.links import Arrival, Links
 from stretto.runtime.record import Recorder
-from stretto.runtime.segments import Grads, run_segment
+from stretto.runtime.segments import Grads
 from stretto.runtime.stage import Stage
 from stretto.runtime.structure import Room, Value, rooms_of
 
@@ -148,14 +148,14 @@ class Walk:
             else:
                 assert self._inputs is not None
                 value = self._inputs[microbatch]
+            if ends and stage == self._last:
+                losses = self._losses
+                assert losses is not None
+                of.forward(microbatch, part, value, lambda out: losses(out, microbatch))
+                return
             out = of.forward(microbatch, part, value)
             if not ends:
                 self._values[here] = out
-            elif stage == self._last:
-                losses = self._losses
-                assert losses is not None
-                _, segment = run_segment(lambda out: losses(out, microbatch), out, of.anchor, differentiable=True)
-                of.attach(microbatch, segment)
             elif local:
                 self._values[stage + 1, microbatch] = out
             else:
