@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test check figures bench clean
 
-demo: .venv/core
+demo: .venv/train
 	@$(BIN)/python examples/demo.py
 
 figures: .venv/core
@@ -32,7 +32,11 @@ clean:
 	$(PIP) -e '.[draw]'
 	@touch $@
 
-.venv/test: .venv/core
+.venv/train: .venv/core
+	$(PIP) -e '.[draw,train]'
+	@touch $@
+
+.venv/test: .venv/train
 	$(PIP) -e '.[test]'
 	@touch $@
 

@@ -1,8 +1,12 @@
-"""Draws the three source figures and a comparison into out/, and says in ten lines what they show."""
+"""Draws the three source figures and a comparison into out/ and says in ten lines what they show; then trains."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import figures
+import msgspec
 
 import stretto
 from stretto import Costs
@@ -79,11 +83,35 @@ def check() -> None:
     tell("stretto.check", "proves a plan sound before anything runs it, or says what is wrong:", str(violation))
 
 
+def training() -> None:
+    """Four processes on this machine train by DualPipe; their last step is measured."""
+    trace = OUT / "training.trace.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(HERE / "train.py"), "dualpipe", str(trace)], capture_output=True, text=True, env=environment
+    )
+    if done.returncode:
+        sys.exit(f"training failed:\n{done.stderr}")
+    measured = stretto.parse_trace(trace.read_text())
+    cores = len(os.sched_getaffinity(0))
+    shared = {"cores": stretto.Shared(cores, {"compute": 1}, devices=4)} if cores < 4 else {}
+    simulated = stretto.simulate(measured.program, msgspec.structs.replace(stretto.fit(measured), shared=shared))
+    stretto.draw_comparison({"simulated": simulated, "measured": measured}, OUT / "training.png")
+    first, *_, last = (line.split("loss")[1].strip() for line in done.stdout.splitlines())
+    took, predicted = 1e3 * measured.makespan, 1e3 * simulated.makespan
+    tell(
+        "out/training.png",
+        f"4 processes on {cores} cores trained by DualPipe: loss {first} at first, {last} after 20 steps; the last one",
+        f"took {took:.0f} ms, a simulation with costs fitted to it {predicted:.0f} ms ({predicted / took - 1:+.0%}).",
+    )
+
+
 def main() -> None:
     OUT.mkdir(exist_ok=True)
     for draw in (figures.dualpipe, figures.overlap, figures.weight_update):
         draw(OUT / f"{draw.__name__}.png")
-    for part in (dualpipe, overlap, weight_update, comparison, check):
+    for part in (dualpipe, overlap, weight_update, comparison, check, training):
         part()
 
 

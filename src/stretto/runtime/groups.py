@@ -20,10 +20,6 @@ class Groups:
         self._pipelines: list[tuple[int, ...]] = sorted({tuple(row.tolist()) for row in rows})
         self._mine: tuple[int, ...] = tuple(mine.tolist())
 
-    def process(self, rank: int) -> int:
-        """The rank among all processes of a rank of this pipeline."""
-        return self._mine[rank]
-
     def make(self, members: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of these ranks of the pipeline; None on a rank that is not among them."""
         found = None

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,7 +12,7 @@ from stretto.execute.lanes import HostLane, Ticket
 from stretto.execute.supervise import Supervisor
 from stretto.program.program import Program
 from stretto.runtime.groups import Groups
-from stretto.runtime.structure import Value, describe, make_room, tensors_of
+from stretto.runtime.structure import DESCRIPTIONS, Description, Value, describe, make_room, tensors_of
 
 _LENGTH = 1  # numbers in the first message of a header
 
@@ -28,9 +29,9 @@ class Arrival:
 class _Link:
     group: dist.ProcessGroup
     peer: int
-    """The other end, as a rank of all processes."""
+    """The other end, as a rank of the group."""
     lane: HostLane
-    known: dict[int, bytes] = field(default_factory=dict)
+    known: dict[int, Description] = field(default_factory=dict)
     """What travels between two stages, by the stage it comes from, once it was described."""
 
 
@@ -63,9 +64,9 @@ class Links:
         for source, target in directed:
             pair = groups.make((source, target))
             if pair is not None and rank == source:
-                self._sends[target] = _Link(pair, groups.process(target), HostLane(f"send→{target}"))
+                self._sends[target] = _Link(pair, int(source < target), HostLane(f"send→{target}"))
             elif pair is not None:
-                self._receives[source] = _Link(pair, groups.process(source), HostLane(f"recv←{source}"))
+                self._receives[source] = _Link(pair, int(source > target), HostLane(f"recv←{source}"))
         self._warm_up(directed, rank)
 
     def _warm_up(self, directed: list[tuple[int, int]], rank: int) -> None:
@@ -74,16 +75,17 @@ class Links:
         for source, target in directed:
             if rank == source:
                 link = self._sends[target]
-                dist.send(nothing, link.peer, group=link.group)
+                link.group.send([nothing], link.peer, 0).wait()
             elif rank == target:
                 link = self._receives[source]
-                dist.recv(nothing, link.peer, group=link.group)
+                link.group.recv([nothing], link.peer, 0).wait()
 
     def send(self, peer: int, value: Value, stage: int) -> None:
         """Send what a stage hands on."""
         link = self._sends[peer]
         if self._varying or stage not in link.known:
-            link.known[stage] = text = describe(value)
+            link.known[stage] = description = describe(value)
+            text = msgspec.json.encode(description)
             header = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
             self._fly(torch.tensor([len(text)], device=self._device), link)
             self._fly(header, link)
@@ -102,15 +104,13 @@ class Links:
             self._now(length, link, peer)
             header = torch.empty(int(length), dtype=torch.uint8, device=self._device)
             self._now(header, link, peer)
-            link.known[stage] = bytes(header.tolist())
+            link.known[stage] = DESCRIPTIONS.decode(bytes(header.tolist()))
         value = make_room(link.known[stage], self._device)
         return self.receive_tensors(peer, tensors_of(value), value)
 
     def receive_tensors(self, peer: int, tensors: list[Tensor], value: Value) -> Arrival:
         link = self._receives[peer]
-        tickets = [
-            self._started(dist.irecv(_raw(tensor), link.peer, group=link.group), link, tensor) for tensor in tensors
-        ]
+        tickets = [self._started(link.group.recv([_raw(tensor)], link.peer, 0), link, tensor) for tensor in tensors]
         return Arrival(value, [ticket for ticket in tickets if ticket is not None])
 
     def settle(self) -> None:
@@ -119,14 +119,14 @@ class Links:
             self._supervisor.wait(self._flying.popleft(), lambda: "what it sent to be taken")
 
     def _fly(self, tensor: Tensor, link: _Link) -> None:
-        ticket = self._started(dist.isend(tensor, link.peer, group=link.group), link, tensor)
+        ticket = self._started(link.group.send([tensor], link.peer, 0), link, tensor)
         while self._flying and self._flying[0].done and self._flying[0].error is None:
             self._flying.popleft()
         if ticket is not None:
             self._flying.append(ticket)
 
     def _now(self, tensor: Tensor, link: _Link, peer: int) -> None:
-        ticket = self._started(dist.irecv(tensor, link.peer, group=link.group), link, tensor)
+        ticket = self._started(link.group.recv([tensor], link.peer, 0), link, tensor)
         if ticket is not None:
             self._supervisor.wait(ticket, lambda: f"word from rank {peer} of what is to come")
 

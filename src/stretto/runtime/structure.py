@@ -91,19 +91,15 @@ class _Plain(msgspec.Struct, tag="plain"):
 Description: TypeAlias = _Tensor | _Sequence | _Dict | _Plain
 
 
-def describe(value: Value) -> bytes:
+def describe(value: Value) -> Description:
     """What a value is made of, so that another process can make room for it."""
-    return msgspec.json.encode(_described(value))
-
-
-def _described(value: Value) -> Description:
     match value:
         case Tensor():
             return _Tensor(list(value.shape), str(value.dtype).removeprefix("torch."))
         case tuple() | list():
-            return _Sequence([_described(item) for item in value], isinstance(value, list))
+            return _Sequence([describe(item) for item in value], isinstance(value, list))
         case dict() if all(isinstance(key, str) for key in value):
-            return _Dict({key: _described(item) for key, item in value.items()})
+            return _Dict({key: describe(item) for key, item in value.items()})
         case int() | float() | str() | None:
             return _Plain(value)
         case _:
@@ -112,22 +108,18 @@ def _described(value: Value) -> Description:
             )
 
 
-_DECODER: msgspec.json.Decoder[Description] = msgspec.json.Decoder(Description)
+DESCRIPTIONS: msgspec.json.Decoder[Description] = msgspec.json.Decoder(Description)
 
 
-def make_room(description: bytes, device: torch.device) -> Value:
+def make_room(what: Description, device: torch.device) -> Value:
     """A value as it was described, its tensors empty."""
-    return _made(_DECODER.decode(description), device)
-
-
-def _made(what: Description, device: torch.device) -> Value:
     match what:
         case _Tensor():
             return torch.empty(what.shape, dtype=getattr(torch, what.dtype), device=device)
         case _Sequence():
-            items = [_made(item, device) for item in what.items]
+            items = [make_room(item, device) for item in what.items]
             return items if what.is_list else tuple(items)
         case _Dict():
-            return {key: _made(item, device) for key, item in what.items.items()}
+            return {key: make_room(item, device) for key, item in what.items.items()}
         case _Plain():
             return what.value
