@@ -47,7 +47,8 @@ def run_segment(
         arrived: list[Tensor | None] = [None]
         out = function(_enter(anchor, value, arrived, 0) if differentiable else value)
         if isinstance(out, Tensor):
-            edge = get_gradient_edge(out) if out.requires_grad else None
+            node = out.grad_fn
+            edge = GradientEdge(node, out.output_nr) if node is not None else _edge(out)
             return out.detach(), Segment(arrived, [edge])
         return _cut(out, arrived)
     leaves = leaves_of(value)
@@ -63,9 +64,13 @@ def run_segment(
 
 def _cut(out: Value, arrived: list[Tensor | None]) -> tuple[Value, Segment]:
     outs = leaves_of(out)
-    edges = [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in outs]
+    edges = [_edge(leaf) if isinstance(leaf, Tensor) else None for leaf in outs]
     cut = rebuilt(out, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outs])
     return cut, Segment(arrived, edges)
+
+
+def _edge(leaf: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(leaf) if leaf.requires_grad else None
 
 
 class _Enter(torch.autograd.Function):

@@ -118,9 +118,8 @@ class Stage:
         going = self._passes[microbatch]
         closures, going.closures[part] = going.closures[part], []
         closures.reverse()
-        with torch.no_grad():
-            while closures:
-                closures.pop()()  # each is dropped, with what it holds, once it has run
+        while closures:  # nothing in them needs a gradient, so nothing is recorded
+            closures.pop()()  # each is dropped, with what it holds, once it has run
         if part == len(going.closures) - 1 and all(segment is None for segment in going.segments):
             del self._passes[microbatch]
 

@@ -26,6 +26,7 @@ class Losses:
         self._function, self._targets, self._microbatches = function, targets, microbatches
         self._sums: dict[int, Tensor] = {}
         self._counts: dict[int, float] = {}
+        self._seed: Tensor | None = None
         self.counted = False
         """Whether the loss gives a sum and a count; gradients are then divided by the step's total."""
 
@@ -41,8 +42,10 @@ class Losses:
 
     def seed(self, microbatch: int) -> Tensor:
         """The gradient that a microbatch's backward begins with."""
-        loss = self._sums[microbatch]
-        return torch.ones_like(loss) if self.counted else torch.full_like(loss, 1 / self._microbatches)
+        if self._seed is None:
+            loss = self._sums[microbatch]
+            self._seed = torch.full_like(loss, 1.0 if self.counted else 1 / self._microbatches)
+        return self._seed
 
     @property
     def total(self) -> float:
