@@ -1,5 +1,6 @@
 """Small models, batches and losses, and the plain single-process run that everything is compared with."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import stretto
+import stretto.runtime.pipeline as runtime
 from strategies import SCHEDULES
 
 WIDTH, VOCABULARY, TOKENS = 8, 11, 5
@@ -270,3 +274,87 @@ def refused(mesh: Any, name: str) -> str:
     except stretto.StrettoError as error:
         return str(error)
     return ""
+
+
+class Ended:
+    """The work of a group whose operations have ended when they return."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class Blocking:
+    """A group of two whose sends and receives block until they have met."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._word = group, torch.zeros(1)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Ended:
+        self._group.send(tensors, peer, tag).wait()
+        self._group.recv([self._word], peer, tag + 1).wait()
+        return Ended()
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Ended:
+        self._group.recv(tensors, peer, tag).wait()
+        self._group.send([self._word], peer, tag + 1).wait()
+        return Ended()
+
+
+class BlockingGroups:
+    def __init__(self, groups: Any) -> None:
+        self._groups = groups
+
+    def make(self, members: Any) -> Any:
+        made = self._groups.make(members)
+        return None if made is None else Blocking(made)
+
+
+def train_blocking(mesh: Any, case: Case) -> tuple[float, dict[str, Any]]:
+    """The same over links that block until matched: nothing but the program's own order keeps ranks from deadlock."""
+    usual = runtime.Links
+    runtime.Links = lambda groups, *rest, **named: usual(BlockingGroups(groups), *rest, **named)  # type: ignore[assignment,misc,arg-type,return-value]
+    try:
+        return train(mesh, case)
+    finally:
+        runtime.Links = usual  # type: ignore[misc]
+
+
+def train_csv(mesh: Any, text: str, case: Case) -> tuple[float, dict[str, Any]]:
+    """By a plan from a file, instead of a schedule of ours."""
+    pipe = pipeline(mesh, case, plan=stretto.parse_plan(text))
+    return pipe.step(*case.batch()).loss, gradients(pipe)
+
+
+def train_torch(mesh: Any, text: str, case: Case) -> dict[str, Any]:
+    """By PyTorch's own runtime, from the same file."""
+    plan, modules = stretto.parse_plan(text), case.modules()
+    shares = stretto.cut_layers(range(len(modules)), stages=plan.stages)
+    here = sorted({stage for device, stage in plan.placement.homes if device == mesh.get_local_rank()})
+    stages = [
+        PipelineStage(
+            nn.Sequential(*(modules[k] for k in shares[stage])),
+            stage,
+            plan.stages,
+            torch.device("cpu"),
+            group=mesh.get_group(),
+        )
+        for stage in here
+    ]
+    schedule = _PipelineScheduleRuntime(stages, case.microbatches, loss_fn=case.loss)
+    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        file.write(text)
+        file.flush()
+        schedule._load_csv(file.name)
+    inputs, targets = case.batch()
+    given = (inputs,) if 0 in here else ()
+    wanted = {"target": targets} if plan.stages - 1 in here else {}
+    schedule.step(*given, **wanted)
+    return {
+        f"{shares[stage.stage_index][int(name.split('.')[0])]}.{name.split('.', 1)[1]}": p.grad.double().numpy()
+        for stage in stages
+        for name, p in stage.submod.named_parameters()
+        if p.grad is not None
+    }

@@ -16,20 +16,23 @@ class Ranks:
     """Processes that wait for jobs. A job is a function of an importable module, run on each with its rank."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._jobs = [context.Queue() for _ in range(count)]
-        self._results: Any = context.Queue()
+        self._count, self._number = count, 0
         self._folder = tempfile.TemporaryDirectory()
-        self._number = 0
-        self.processes = [
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._jobs = [context.Queue() for _ in range(self._count)]
+        self._results: Any = context.Queue()
+        self._processes = [
             context.Process(target=_serve, args=(rank, self._jobs[rank], self._results), daemon=True)
-            for rank in range(count)
+            for rank in range(self._count)
         ]
-        for process in self.processes:
+        for process in self._processes:
             process.start()
 
     def run(self, job: Job, count: int, *arguments: Any, timeout: float = 120) -> list[Any]:
-        """The result of each rank; raises if one fails or is not done in time."""
+        """The result of each rank; raises if one fails or is not done in time, and begins anew with fresh processes."""
         self._number += 1
         meeting = Path(self._folder.name) / str(self._number)
         for rank in range(count):
@@ -39,20 +42,27 @@ class Ranks:
             try:
                 rank, failed, result = self._results.get(timeout=timeout)
             except queue.Empty:
-                self.stop()
+                self._restart()
                 missing = sorted(set(range(count)) - set(results))
                 raise TimeoutError(f"{job.__name__}: ranks {missing} were not done after {timeout} s") from None
             if failed:
-                self.stop()
+                self._restart()
                 raise AssertionError(f"rank {rank} failed:\n{result}")
             results[rank] = result
         return [results[rank] for rank in range(count)]
 
     def stop(self) -> None:
-        for process in self.processes:
+        self._kill()
+        self._folder.cleanup()
+
+    def _restart(self) -> None:
+        self._kill()
+        self._start()
+
+    def _kill(self) -> None:
+        for process in self._processes:
             process.kill()
             process.join()
-        self._folder.cleanup()
 
 
 def _serve(rank: int, jobs: Any, results: Any) -> None:

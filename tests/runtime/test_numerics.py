@@ -8,7 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from models import REFUSED, Case, accumulate, evaluate, load, order, plain, refused, save, train
+from models import (
+    REFUSED,
+    Case,
+    accumulate,
+    evaluate,
+    load,
+    order,
+    plain,
+    refused,
+    save,
+    train,
+    train_blocking,
+    train_csv,
+    train_torch,
+)
 from ranks import Ranks
 from strategies import SCHEDULES
 
@@ -144,3 +158,25 @@ def test_a_pair_runs_the_phases_of_both_passes_woven(ranks: Ranks) -> None:
         # Within a pair's first backward part and its last, forward parts of another microbatch run.
         turns = [a.split(".")[0] for a in done if "W" not in a]
         assert any(a == c != b and "B" in a and "F" in b for a, b, c in zip(turns, turns[1:], turns[2:], strict=False))
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_links_that_block_until_matched(ranks: Ranks, name: str) -> None:
+    case = Case(name, 4, 8)
+    _, gradients = plain(case)
+    for _, mine in ranks.run(train_blocking, 4, case, timeout=60):
+        for key, gradient in mine.items():
+            assert close(gradient, gradients[key], 1e-12), key
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "zb_v", "dualpipev"])
+def test_the_same_file_runs_here_and_in_pytorch(ranks: Ranks, name: str) -> None:
+    case = Case(name, 2, 6)
+    text = str(case.plan())
+    _, gradients = plain(case)
+    ours, theirs = ranks.run(train_csv, 2, text, case), ranks.run(train_torch, 2, text, case)
+    for (_, mine), other in zip(ours, theirs, strict=True):
+        assert set(mine) == set(other)
+        for key, gradient in mine.items():
+            assert close(gradient, gradients[key], 1e-12), key
+            assert close(gradient, other[key], 1e-12), key
