@@ -235,6 +235,8 @@ REFUSED = {
     "too few microbatches": "the plan has 4 microbatches, but inputs has 3",
     "no layer count": "layer_count is needed",
     "too few layers": "1 layers on 2 stages need 2 shares of at least 1 that add up",
+    "float16": "float16 needs its gradients scaled, which a pipeline does not do; use bfloat16",
+    "no time": "timeout is a number of seconds above 0 (got 0)",
     "not finite": "the loss of microbatch 2 is not finite",
 }
 
@@ -263,6 +265,10 @@ def refused(mesh: Any, name: str) -> str:
                 pipe = pipeline(mesh, case)
                 if mesh.get_local_rank() == 0:
                     pipe.step(list(inputs[:3]), targets)
+            case "float16":
+                pipeline(mesh, Case("gpipe", 2, 4, dtype=torch.float16))
+            case "no time":
+                pipeline(mesh, case, timeout=0)
             case "no layer count":
                 stretto.Pipeline(lambda _: Block(), plan=case.plan(), loss=case.loss, mesh=mesh)
             case "too few layers":

@@ -83,6 +83,7 @@ def _together(job: Job, rank: int, count: int, meeting: str, arguments: tuple[An
     from torch.distributed.device_mesh import init_device_mesh
 
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=count)
+    dist.barrier()  # a rank that is done at once must not leave while another is still connecting
     try:
         mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("pp",))
         return job(mesh["pp"], *arguments)

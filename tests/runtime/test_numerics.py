@@ -180,3 +180,14 @@ def test_the_same_file_runs_here_and_in_pytorch(ranks: Ranks, name: str) -> None
         for key, gradient in mine.items():
             assert close(gradient, gradients[key], 1e-12), key
             assert close(gradient, other[key], 1e-12), key
+
+
+@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"dualpipe"}))
+def test_bitwise_as_one_process_with_the_same_stages(ranks: Ranks, name: str) -> None:
+    """DualPipe sums its two routes apart, so it is not among them."""
+    stages = Case(name, 4, 8).plan().stages
+    alone = Case("interleaved" if name == "interleaved" else "gpipe", 1, 8, layers=stages, dtype=torch.float32)
+    ((_, gradients),) = ranks.run(train, 1, alone)
+    for _, mine in ranks.run(train, 4, Case(name, 4, 8, layers=stages, dtype=torch.float32)):
+        for key, gradient in mine.items():
+            assert (gradient == gradients[key]).all(), key

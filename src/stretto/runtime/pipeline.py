@@ -84,6 +84,8 @@ class Pipeline:
         shares = cut_layers(range(count), stages=plan.stages, balance=balance)
         here = sorted({stage for device, stage in plan.placement.homes if device == self.rank})
         self._layers = {number: build(number).to(self._device) for stage in here for number in shares[stage]}
+        if any(parameter.dtype == torch.float16 for parameter in self._trained()):
+            raise PipelineError("float16 needs its gradients scaled, which a pipeline does not do; use bfloat16")
         self._anatomy = self._phases(build, shares)
         self._costs = costs if costs is not None or self._anatomy is None else _even_costs(self._anatomy)
         self.program = self._lowered(plan)
