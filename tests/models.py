@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -364,3 +365,24 @@ def train_torch(mesh: Any, text: str, case: Case) -> dict[str, Any]:
         for name, p in stage.submod.named_parameters()
         if p.grad is not None
     }
+
+
+def side_by_side(mesh: Any, case: Case) -> dict[str, Any]:
+    """Two pipelines of two ranks each, in one world."""
+    del mesh
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pipe = pipeline(both["pp"], case)
+    pipe.step(*case.batch())
+    return gradients(pipe)
+
+
+def after_a_bad_loss(mesh: Any) -> tuple[str, float]:
+    """A step whose loss is not finite says so, and the next one is run as if nothing had been."""
+    case = Case("one_f_one_b", 2, 4)
+    factors = [1.0, 1.0, float("inf"), 1.0, 1.0, 1.0, 1.0, 1.0]
+    pipe = pipeline(mesh, case, loss=lambda out, target: case.loss(out, target) * factors.pop(0))
+    try:
+        pipe.step(*case.batch())
+    except stretto.PipelineError as error:
+        return str(error), pipe.step(*case.batch()).loss
+    return "", 0.0

@@ -12,12 +12,14 @@ from models import (
     REFUSED,
     Case,
     accumulate,
+    after_a_bad_loss,
     evaluate,
     load,
     order,
     plain,
     refused,
     save,
+    side_by_side,
     train,
     train_blocking,
     train_csv,
@@ -191,3 +193,19 @@ def test_bitwise_as_one_process_with_the_same_stages(ranks: Ranks, name: str) ->
     for _, mine in ranks.run(train, 4, Case(name, 4, 8, layers=stages, dtype=torch.float32)):
         for key, gradient in mine.items():
             assert (gradient == gradients[key]).all(), key
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "dualpipe"])
+def test_pipelines_side_by_side(ranks: Ranks, name: str) -> None:
+    case = Case(name, 2, 6)
+    _, gradients = plain(case)
+    for mine in ranks.run(side_by_side, 4, case):
+        for key, gradient in mine.items():
+            assert close(gradient, gradients[key], 1e-12), key
+
+
+def test_a_loss_that_is_not_finite_ends_only_its_step(ranks: Ranks) -> None:
+    loss, _ = plain(Case("one_f_one_b", 2, 4))
+    for said, after in ranks.run(after_a_bad_loss, 2):
+        assert said == "the loss of microbatch 2 is not finite"
+        assert after == pytest.approx(loss, rel=1e-12)

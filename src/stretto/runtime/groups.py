@@ -19,6 +19,8 @@ class Groups:
         dist.all_gather(rows, mine)
         self._pipelines: list[tuple[int, ...]] = sorted({tuple(row.tolist()) for row in rows})
         self._mine: tuple[int, ...] = tuple(mine.tolist())
+        self.number = self._pipelines.index(self._mine)
+        """Which of the pipelines that train side by side this is."""
 
     def make(self, members: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of these ranks of the pipeline; None on a rank that is not among them."""

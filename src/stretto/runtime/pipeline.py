@@ -5,6 +5,7 @@ import hashlib
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +47,22 @@ class StepResult:
 
     def __repr__(self) -> str:
         return f"StepResult(loss={self.loss:g})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Total:
+    """The losses of all ranks."""
+
+    sum: float
+    count: float
+    counted: bool
+    bad: int
+    """A microbatch whose loss is not finite, −1 if there is none."""
+
+    def mean(self) -> float:
+        if self.bad >= 0:
+            raise PipelineError(f"the loss of microbatch {self.bad} is not finite")
+        return self.sum / self.count
 
 
 class Pipeline:
@@ -108,7 +125,7 @@ class Pipeline:
         self._replicas.start_equal()
         self._walk = Walk(self.program, self._supervisor, self._stages, self._links)
         self._evaluation: Evaluation | None = None
-        self._draw = Draw(run=seed)
+        self._draw = Draw(run=seed, replica=self._groups.number)
 
     def step(
         self, inputs: Any = None, targets: Any = None, *, accumulate: bool = False, record: bool = False
@@ -120,27 +137,27 @@ class Pipeline:
         last one does. Gradients replace those of the step before, or are added to them with `accumulate`. With
         `record`, on all ranks alike, the result has the measured timeline.
         """
-        before = {} if not accumulate else {p: p.grad for p in self._trained() if p.grad is not None}
-        for parameter in self._trained():
-            parameter.grad = None
-            _accumulate_in(parameter, torch.float32 if parameter.dtype == torch.bfloat16 else None)
-        for stage in self._stages.values():
-            stage.draw = self._draw
-        losses = self._losses(targets)
-        given = self._given(inputs, "inputs", 0)
+        trained = self._trained()
         with self._supervisor.guarding():
+            losses, given = self._losses(targets), self._given(inputs, "inputs", 0)
+            before = {p: p.grad for p in trained if p.grad is not None} if accumulate else {}
+            for parameter in trained:
+                parameter.grad = None
+                _accumulate_in(parameter, torch.float32 if parameter.dtype == torch.bfloat16 else None)
+            for stage in self._stages.values():
+                stage.draw = self._draw
             recorder = Recorder(len(self._walk.tasks)) if record else None
             self._walk.run(given, losses, recorder)
             self._links.settle()
             timeline = recorder.gathered(self.program, self._group, self.rank) if recorder is not None else None
             self._replicas.sum_gradients(self._together)
-            total, count = self._total(losses)
-        for parameter in self._trained():
-            if parameter.grad is not None and losses.counted:
-                parameter.grad /= count
+            total = self._total(losses)
+        for parameter in trained:
+            if parameter.grad is not None and total.counted:
+                parameter.grad /= total.count
             _finish(parameter, before.get(parameter))
-        self._draw = Draw(self._draw.run, self._draw.step + 1, self._draw.replica)
-        return StepResult(total / count, timeline)
+        self._draw = replace(self._draw, step=self._draw.step + 1)
+        return StepResult(total.mean(), timeline)
 
     @torch.no_grad()
     def eval_step(self, inputs: Any = None, targets: Any = None) -> StepResult:
@@ -148,13 +165,12 @@ class Pipeline:
         if self._evaluation is None:
             program = self._lowered(forward_only(self.plan))
             self._evaluation = Evaluation(program, self._supervisor, self._stages, self._links)
-        losses = self._losses(targets)
-        given = self._given(inputs, "inputs", 0)
         with self._supervisor.guarding():
+            losses, given = self._losses(targets), self._given(inputs, "inputs", 0)
             self._evaluation.run(given, losses)
             self._links.settle()
-            total, count = self._total(losses)
-        return StepResult(total / count)
+            total = self._total(losses)
+        return StepResult(total.mean())
 
     def close(self) -> None:
         """Let go of connections and threads. A pipeline that failed, or was closed, runs nothing more."""
@@ -286,17 +302,12 @@ class Pipeline:
     def _losses(self, targets: Any) -> Losses:
         return Losses(self._loss, self._given(targets, "targets", self.plan.stages - 1), self.plan.microbatches)
 
-    def _total(self, losses: Losses) -> tuple[float, float]:
-        """The loss's sum and what to divide it by, over all ranks; a loss that is not finite is an error."""
-        bad = losses.not_finite()
+    def _total(self, losses: Losses) -> _Total:
         sums = torch.tensor([losses.total, losses.count], dtype=torch.float64, device=self._device)
+        most = torch.tensor([losses.not_finite(), int(losses.counted)], device=self._device)
         self._together(sums, self._group, dist.ReduceOp.SUM)
-        worst = torch.tensor([bad, int(losses.counted)], device=self._device)
-        self._together(worst, self._group, dist.ReduceOp.MAX)
-        losses.counted = bool(worst[1])
-        if int(worst[0]) >= 0:
-            raise PipelineError(f"the loss of microbatch {int(worst[0])} is not finite")
-        return float(sums[0]), float(sums[1])
+        self._together(most, self._group, dist.ReduceOp.MAX)
+        return _Total(float(sums[0]), float(sums[1]), bool(most[1]), int(most[0]))
 
 
 def _even_costs(stages: Sequence[Sequence[Layer]]) -> Costs:
