@@ -29,7 +29,7 @@ from stretto.runtime.record import Recorder
 from stretto.runtime.replicas import Replicas
 from stretto.runtime.stage import Draw, Phased, Stage, anatomy_of
 from stretto.runtime.structure import Value
-from stretto.runtime.walk import Evaluation, Losses, Walk
+from stretto.runtime.walk import Losses, Walk
 from stretto.schedules.forward_only import forward_only
 from stretto.timeline import Timeline
 
@@ -124,7 +124,7 @@ class Pipeline:
         self._replicas = self._shared(shares, ties)
         self._replicas.start_equal()
         self._walk = Walk(self.program, self._supervisor, self._stages, self._links)
-        self._evaluation: Evaluation | None = None
+        self._evaluation: Walk | None = None
         self._draw = Draw(run=seed, replica=self._groups.number)
 
     def step(
@@ -164,7 +164,7 @@ class Pipeline:
         """The loss of a batch, without gradients."""
         if self._evaluation is None:
             program = self._lowered(forward_only(self.plan))
-            self._evaluation = Evaluation(program, self._supervisor, self._stages, self._links)
+            self._evaluation = Walk(program, self._supervisor, self._stages, self._links, training=False)
         with self._supervisor.guarding():
             losses, given = self._losses(targets), self._given(inputs, "inputs", 0)
             self._evaluation.run(given, losses)

@@ -95,8 +95,10 @@ class Stage:
             out, going.segments[part] = run_segment(run, value, self.anchor, differentiable=differentiable)
         return out
 
-    def evaluate(self, microbatch: int, part: int, value: Value) -> Value:
-        return self._functions[part](value, microbatch)
+    def evaluate(self, microbatch: int, part: int, value: Value, loss: Callable[[Value], Value] | None = None) -> Value:
+        """The same, and nothing is kept for a backward."""
+        out = self._functions[part](value, microbatch)
+        return out if loss is None else loss(out)
 
     def backward(self, microbatch: int, part: int, grads: Grads) -> list[Tensor | None]:
         """A part of the backward, counted from the stage's end."""

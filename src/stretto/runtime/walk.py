@@ -61,9 +61,12 @@ class Losses:
 
 
 class Walk:
-    """A training step. Values and gradients wait between tasks, by stage and microbatch."""
+    """A step, of training or of evaluation. Values and gradients wait between tasks, by stage and microbatch."""
 
-    def __init__(self, program: Program, supervisor: Supervisor, stages: dict[int, Stage], links: Links) -> None:
+    def __init__(
+        self, program: Program, supervisor: Supervisor, stages: dict[int, Stage], links: Links, *, training: bool = True
+    ) -> None:
+        self._training = training
         self._program, self._stages, self._links = program, stages, links
         self._supervisor, self._at = supervisor, 0
         self._last = program.placement.stages - 1
@@ -142,6 +145,7 @@ class Walk:
 
     def _forward(self, stage: int, microbatch: int, part: int) -> Run:
         of, here = self._stages[stage], (stage, microbatch)
+        run = of.forward if self._training else of.evaluate
         ends = part == len(self._program.anatomy.forward[stage]) - 1
         local = stage + 1 in self._stages and self._placed(stage + 1, microbatch) == self._placed(stage, microbatch)
 
@@ -154,9 +158,9 @@ class Walk:
             if ends and stage == self._last:
                 losses = self._losses
                 assert losses is not None
-                of.forward(microbatch, part, value, lambda out: losses(out, microbatch))
+                run(microbatch, part, value, lambda out: losses(out, microbatch))
                 return
-            out = of.forward(microbatch, part, value)
+            out = run(microbatch, part, value)
             if not ends:
                 self._values[here] = out
             elif local:
@@ -213,31 +217,3 @@ class Walk:
             Kind.SEND_B: send_grads,
             Kind.RECV_B: receive_grads,
         }[kind]
-
-
-class Evaluation(Walk):
-    """A forward pass alone: nothing is kept for a backward."""
-
-    def _forward(self, stage: int, microbatch: int, part: int) -> Run:
-        of, here = self._stages[stage], (stage, microbatch)
-        ends = part == len(self._program.anatomy.forward[stage]) - 1
-        local = stage + 1 in self._stages and self._placed(stage + 1, microbatch) == self._placed(stage, microbatch)
-
-        def forward() -> None:
-            if part or stage:
-                value = self._there(self._values.pop(here), lambda: f"the output of {stage - 1}F{microbatch}")
-            else:
-                assert self._inputs is not None
-                value = self._inputs[microbatch]
-            out = of.evaluate(microbatch, part, value)
-            if not ends:
-                self._values[here] = out
-            elif stage == self._last:
-                assert self._losses is not None
-                self._losses(out, microbatch)
-            elif local:
-                self._values[stage + 1, microbatch] = out
-            else:
-                self._outputs[here] = out
-
-        return forward
