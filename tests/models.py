@@ -386,3 +386,13 @@ def after_a_bad_loss(mesh: Any) -> tuple[str, float]:
     except stretto.PipelineError as error:
         return str(error), pipe.step(*case.batch()).loss
     return "", 0.0
+
+
+def changing_shapes(mesh: Any, case: Case, varying: bool) -> str | float:
+    pipe = pipeline(mesh, case, varying_shapes=varying)
+    inputs, targets = case.batch()
+    pipe.step(inputs, targets)
+    try:
+        return pipe.step(inputs[:, :3], targets[:, :3]).loss
+    except stretto.PipelineError as error:
+        return str(error)

@@ -85,7 +85,7 @@ def ours(plan: stretto.Plan, inputs: Tensor, targets: Tensor) -> tuple[Callable[
     links = Links(FakeGroups(), program, supervisor, torch.device("cpu"), varying=False)  # type: ignore[arg-type]
     for stage in range(plan.stages):  # what stages hand on is known: nobody is there to say it
         for link in (*links._sends.values(), *links._receives.values()):
-            link.known[stage] = describe(inputs[:ROWS])
+            link.known[stage], link.shapes[stage] = describe(inputs[:ROWS]), [inputs[:ROWS].shape]
     walk = Walk(program, supervisor, stages, links)
     microbatches = list(inputs.chunk(plan.microbatches))
     wanted = list(targets.chunk(plan.microbatches))

@@ -13,6 +13,7 @@ from models import (
     Case,
     accumulate,
     after_a_bad_loss,
+    changing_shapes,
     evaluate,
     load,
     order,
@@ -209,3 +210,18 @@ def test_a_loss_that_is_not_finite_ends_only_its_step(ranks: Ranks) -> None:
     for said, after in ranks.run(after_a_bad_loss, 2):
         assert said == "the loss of microbatch 2 is not finite"
         assert after == pytest.approx(loss, rel=1e-12)
+
+
+def test_shapes_that_change_are_declared(ranks: Ranks) -> None:
+    case = Case("zb_h1", 2, 4)
+    first, second = ranks.run(changing_shapes, 2, case, False)
+    assert first == (
+        "stage 0 hands on shapes (2, 3, 8), but (2, 5, 8) before; "
+        "if shapes vary, make the pipeline with varying_shapes=True"
+    )
+    assert second.startswith("rank 0 stopped at 0SEND_F0: PipelineError: stage 0 hands on shapes")
+    losses = ranks.run(changing_shapes, 2, case, True)
+    model = torch.nn.Sequential(*case.modules())
+    inputs, targets = case.batch()
+    expected = float(case.loss(model(inputs[:, :3]), targets[:, :3]).detach())
+    assert losses == pytest.approx([expected] * 2, rel=1e-12)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stretto.execute.lanes import HostLane, Ticket
 from stretto.execute.supervise import Supervisor
+from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
 from stretto.runtime.groups import Groups
 from stretto.runtime.structure import DESCRIPTIONS, Description, Value, describe, make_room, tensors_of
@@ -33,6 +34,7 @@ class _Link:
     lane: HostLane
     known: dict[int, Description] = field(default_factory=dict)
     """What travels between two stages, by the stage it comes from, once it was described."""
+    shapes: dict[int, list[torch.Size]] = field(default_factory=dict)
 
 
 class Links:
@@ -82,14 +84,21 @@ class Links:
 
     def send(self, peer: int, value: Value, stage: int) -> None:
         """Send what a stage hands on."""
-        link = self._sends[peer]
+        link, tensors = self._sends[peer], tensors_of(value)
+        shapes = [tensor.shape for tensor in tensors]
         if self._varying or stage not in link.known:
+            link.shapes[stage] = shapes
             link.known[stage] = description = describe(value)
             text = msgspec.json.encode(description)
             header = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
             self._fly(torch.tensor([len(text)], device=self._device), link)
             self._fly(header, link)
-        self.send_tensors(peer, tensors_of(value))
+        elif shapes != link.shapes[stage]:
+            raise PipelineError(
+                f"stage {stage} hands on shapes {_listed(shapes)}, but {_listed(link.shapes[stage])} before; "
+                "if shapes vary, make the pipeline with varying_shapes=True"
+            )
+        self.send_tensors(peer, tensors)
 
     def send_tensors(self, peer: int, tensors: list[Tensor]) -> None:
         link = self._sends[peer]
@@ -142,6 +151,10 @@ class Links:
     def close(self) -> None:
         for link in (*self._sends.values(), *self._receives.values()):
             link.lane.close()
+
+
+def _listed(shapes: list[torch.Size]) -> str:
+    return ", ".join(str(tuple(shape)) for shape in shapes)
 
 
 def _raw(tensor: Tensor) -> Tensor:
