@@ -274,3 +274,14 @@ def test_segments_keep_no_tensor_alive() -> None:
         assert before - alive.bytes() == 2 * 4 * WIDTH * 4
     (arrived,) = segment.backward([torch.ones(4, WIDTH)])
     torch.testing.assert_close(arrived, torch.ones(4, WIDTH))
+
+
+def test_a_segment_keeps_its_graph_though_its_output_is_gone() -> None:
+    """An output made by a function written in Python owns its node; the segment must outlive it."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    deferral, closures = Deferral(layer), list[Closure]()
+    with deferral.into(closures):
+        segment = run_segment(layer, torch.randn(2, WIDTH), torch.zeros((), requires_grad=True), differentiable=True)[1]
+        gc.collect()
+        (arrived,) = segment.backward([torch.ones(2, WIDTH)])
+    torch.testing.assert_close(arrived, torch.ones(2, WIDTH) @ layer.weight.detach())

@@ -47,9 +47,7 @@ def run_segment(
         arrived: list[Tensor | None] = [None]
         out = function(_enter(anchor, value, arrived, 0) if differentiable else value)
         if isinstance(out, Tensor):
-            node = out.grad_fn
-            edge = GradientEdge(node, out.output_nr) if node is not None else _edge(out)
-            return out.detach(), Segment(arrived, [edge])
+            return out.detach(), Segment(arrived, [_edge(out)])
         return _cut(out, arrived)
     leaves = leaves_of(value)
     arrived = [None] * len(leaves)
@@ -70,7 +68,8 @@ def _cut(out: Value, arrived: list[Tensor | None]) -> tuple[Value, Segment]:
 
 
 def _edge(leaf: Tensor) -> GradientEdge | None:
-    return get_gradient_edge(leaf) if leaf.requires_grad else None
+    """Where the gradient of an output enters the graph."""
+    return get_gradient_edge(leaf) if leaf.requires_grad else None  # made by hand, it would not keep the graph
 
 
 class _Enter(torch.autograd.Function):
