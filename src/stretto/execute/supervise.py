@@ -18,6 +18,7 @@ from stretto.ir.errors import PipelineError
 BEAT = 0.2  # seconds between two heartbeats
 SILENCE = 6.0  # seconds without one, after which a rank is taken to be stopped
 _POLL = 0.1
+_GRACE = 3.0
 
 
 class _Message(msgspec.Struct, omit_defaults=True):
@@ -48,6 +49,7 @@ class Supervisor:
         self.waited = 0.0
         """Seconds that this rank has spent waiting."""
         self._reason: str | None = None
+        self._asked = 0.0  # when this rank was asked to end
         self._server: socket.socket | None = None
         self._peers: dict[int, socket.socket] = {}
         self._doing: dict[
@@ -89,8 +91,16 @@ class Supervisor:
 
     def check(self) -> None:
         """Raise if the whole cannot go on."""
+        while self._asked and self._reason is None:
+            self._give_up_if_asked()
+            time.sleep(0.02)
         if self._reason is not None:
             raise PipelineError(self._reason)
+
+    def _give_up_if_asked(self) -> None:
+        """A launcher asks all to end when one has died; why is about to be known, and says more than that."""
+        if self._reason is None and self._asked and time.monotonic() - self._asked > _GRACE:
+            self.fail(f"rank {self.rank} was asked to end")
 
     def wait(self, ticket: Ticket, what: Callable[[], str]) -> None:
         """Wait for something that was started; raise if it fails, or if what it waits for can never come."""
@@ -100,6 +110,7 @@ class Supervisor:
         while not ticket.wait(_POLL):
             if self._reason is None and time.monotonic() - since > self._timeout + SILENCE:  # nobody else is to blame
                 self.fail(f"rank {self.rank} waited for {what()} for {time.monotonic() - since:.0f} s")
+            self._give_up_if_asked()
             if self._reason is not None:
                 raise PipelineError(f"{self._reason}; rank {self.rank} was waiting for {what()}")
         self._waiting = False
@@ -124,7 +135,7 @@ class Supervisor:
         """A step: what goes wrong in it is told to all, and a request to end is one thing that can."""
 
         def stop(*_: Any) -> None:
-            self._reason = self._reason or f"rank {self.rank} was asked to end"
+            self._asked = self._asked or time.monotonic()
 
         before = None
         if threading.current_thread() is threading.main_thread():
