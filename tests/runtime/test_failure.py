@@ -59,8 +59,8 @@ def test_every_other_rank_names_it(tmp_path: Path, how: str, victim: int) -> Non
     for rank, text in said.items():
         line = next((line for line in text.splitlines() if line.startswith("PipelineError")), "")
         assert re.search(expected, line), (rank, text)
-    # One that hears of it between two steps was waiting for nothing.
-    assert any(f"; rank {rank} was waiting for " in text for rank, text in said.items())
+        if how in ("dies", "stops", "stalls"):  # of the others a rank may hear between two steps, waiting for nothing
+            assert f"; rank {rank} was waiting for " in line
 
 
 def test_it_takes_less_than_ten_seconds(tmp_path: Path) -> None:
@@ -86,5 +86,4 @@ def test_under_torchrun(how: str) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(TESTS / "failing.py"), "2", how]
     with started(command) as (process,):
         _, said = process.communicate(timeout=90)
-    lines = [line for line in said.splitlines() if "PipelineError: rank 2" in line]
-    assert len(lines) == 3, said
+    assert said.count("PipelineError: rank 2") == 3, said
