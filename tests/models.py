@@ -228,7 +228,7 @@ def load(mesh: Any, case: Case, folder: str) -> dict[str, Any]:
 
 
 REFUSED = {
-    "other plans": "rank 1 was given another plan, cut or checkpointing than rank 0",
+    "other plans": "rank 1 was given another plan, cut or option than rank 0",
     "too few devices": "the plan is for 4 devices, but the mesh has 2 ranks",
     "unsound": "the plan is not sound: ",
     "no inputs": "rank 0 runs stage 0 and needs inputs",
@@ -237,6 +237,7 @@ REFUSED = {
     "no layer count": "layer_count is needed",
     "too few layers": "1 layers on 2 stages need 2 shares of at least 1 that add up",
     "float16": "float16 needs its gradients scaled, which a pipeline does not do; use bfloat16",
+    "senseless tie": "'head.weight' is no parameter to tie: names begin with a layer's number",
     "no time": "timeout is a number of seconds above 0 (got 0)",
     "not finite": "the loss of microbatch 2 is not finite",
 }
@@ -268,6 +269,8 @@ def refused(mesh: Any, name: str) -> str:
                     pipe.step(list(inputs[:3]), targets)
             case "float16":
                 pipeline(mesh, Case("gpipe", 2, 4, dtype=torch.float16))
+            case "senseless tie":
+                pipeline(mesh, case, tied=[("0.table.weight", "head.weight")])
             case "no time":
                 pipeline(mesh, case, timeout=0)
             case "no layer count":

@@ -41,7 +41,7 @@ def close(found: Any, expected: Any, bound: float) -> bool:
     return bool(abs(found - expected).max() <= bound * max(1e-30, abs(expected).max()))
 
 
-def compare(ranks: Ranks, case: Case, bound: float = 1e-12) -> None:
+def assert_as_plain(ranks: Ranks, case: Case, bound: float = 1e-12) -> None:
     loss, gradients = plain(case)
     seen = set()
     for rank, (found, mine) in enumerate(ranks.run(train, case.devices, case)):
@@ -59,30 +59,30 @@ def test_every_schedule(ranks: Ranks, name: str, devices: int) -> None:
         pytest.skip("dualpipe needs an even number of devices")
     for dicts in (False, True):
         for checkpoint in (False, True):
-            compare(ranks, Case(name, devices, 2 * devices + 2, dicts=dicts, checkpoint=checkpoint))
+            assert_as_plain(ranks, Case(name, devices, 2 * devices + 2, dicts=dicts, checkpoint=checkpoint))
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_v", "dualpipe", "dualpipev", "interleaved"])
 def test_uneven_cuts(ranks: Ranks, name: str) -> None:
     stages = Case(name, 2, 6).plan().stages
     balance = (3, *[1] * (stages - 2), 2)
-    compare(ranks, Case(name, 2, 6, layers=sum(balance), balance=balance))
+    assert_as_plain(ranks, Case(name, 2, 6, layers=sum(balance), balance=balance))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zb_h1", "dualpipe"])
 def test_a_loss_of_sums_and_counts_weighs_every_token_alike(ranks: Ranks, name: str) -> None:
-    compare(ranks, Case(name, 4, 8, counted=True))
+    assert_as_plain(ranks, Case(name, 4, 8, counted=True))
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_v", "dualpipe", "interleaved"])
 def test_tied_weights_get_both_gradients(ranks: Ranks, name: str) -> None:
-    compare(ranks, Case(name, 2, 6, tied=True))
-    compare(ranks, Case(name, 4, 8, tied=True))
+    assert_as_plain(ranks, Case(name, 2, 6, tied=True))
+    assert_as_plain(ranks, Case(name, 4, 8, tied=True))
 
 
 def test_float32(ranks: Ranks) -> None:
     for name in ("one_f_one_b", "zb_h2", "dualpipe"):
-        compare(ranks, Case(name, 4, 8, dtype=torch.float32), 1e-6)
+        assert_as_plain(ranks, Case(name, 4, 8, dtype=torch.float32), 1e-6)
 
 
 def test_bfloat16_is_summed_in_float32(ranks: Ranks) -> None:
@@ -151,7 +151,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_sent(ranks: Ranks, cas
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_layers_in_phases(ranks: Ranks, name: str) -> None:
     for checkpoint in (False, True):
-        compare(ranks, Case(name, 2, 6, layers=6, phased=True, checkpoint=checkpoint))
+        assert_as_plain(ranks, Case(name, 2, 6, layers=6, phased=True, checkpoint=checkpoint))
 
 
 def test_a_pair_runs_the_phases_of_both_passes_woven(ranks: Ranks) -> None:

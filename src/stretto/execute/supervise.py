@@ -18,7 +18,7 @@ from stretto.ir.errors import PipelineError
 BEAT = 0.2  # seconds between two heartbeats
 SILENCE = 6.0  # seconds without one, after which a rank is taken to be stopped
 _POLL = 0.1
-_GRACE = 3.0
+_GRACE = 3.0  # seconds in which the reason of something that was seen to fail is expected
 
 
 class _Message(msgspec.Struct, omit_defaults=True):
@@ -52,12 +52,10 @@ class Supervisor:
         self._asked = 0.0  # when this rank was asked to end
         self._server: socket.socket | None = None
         self._peers: dict[int, socket.socket] = {}
-        self._doing: dict[
-            int, tuple[_Message, float]
-        ] = {}  # a neighbour's last heartbeat that told anything new, and when
+        # A neighbour's last heartbeat that told anything new, and when.
+        self._doing: dict[int, tuple[_Message, float]] = {}
         self._heard: dict[int, float] = {}
         self._closing = False
-        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def listen(self) -> int:
@@ -86,8 +84,7 @@ class Supervisor:
             connection.settimeout(5)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._heard[peer], self._doing[peer] = now, (_Message(peer, task="nothing yet"), now)
-        self._thread = threading.Thread(target=self._watch, name="stretto supervisor", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, name="stretto supervisor", daemon=True).start()
 
     def check(self) -> None:
         """Raise if the whole cannot go on."""
@@ -116,7 +113,7 @@ class Supervisor:
         self._waiting = False
         self.waited += time.monotonic() - since
         if ticket.error is not None:
-            deadline = time.monotonic() + 3  # the reason is on its way: a connection fails before it is explained
+            deadline = time.monotonic() + _GRACE  # the reason is on its way: a connection fails before it is explained
             while self._reason is None and time.monotonic() < deadline:
                 time.sleep(0.02)
             reason = self._reason or f"rank {self.rank} lost a connection: {_one_line(ticket.error)}"

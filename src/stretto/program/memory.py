@@ -16,8 +16,6 @@ class Copies:
 
     forward: Ints
     """The action each leaves after."""
-    backward: Ints
-    """The action that uses it again."""
     beside: Ints
     """The action beside which it comes back."""
     slot: Ints
@@ -28,7 +26,7 @@ class Copies:
 
 def no_copies(actions: int) -> Copies:
     none = np.empty(0, dtype=np.int64)
-    return Copies(none, none, none, none, np.full(actions, -1))
+    return Copies(none, none, none, np.full(actions, -1))
 
 
 def plan_copies(device: Ints, actions: Work, backward: Ints, room: int) -> Copies:
@@ -51,7 +49,7 @@ def plan_copies(device: Ints, actions: Work, backward: Ints, room: int) -> Copie
     if not len(first):
         return no_copies(count)
     slots, back = _share_out(device, runs, uses, first, room)
-    return Copies(first, uses[first], uses[first] - room, back[first], slots)
+    return Copies(first, uses[first] - room, back[first], slots)
 
 
 def _share_out(device: Ints, runs: Ints, uses: Ints, leaving: Ints, room: int) -> tuple[Ints, Ints]:

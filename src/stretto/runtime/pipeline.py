@@ -78,7 +78,7 @@ class Pipeline:
 
     def __init__(
         self,
-        layers: Sequence[nn.Module] | nn.ModuleList | Callable[[int], nn.Module],
+        layers: Sequence[nn.Module] | nn.ModuleList | nn.Sequential | Callable[[int], nn.Module],
         *,
         plan: Plan,
         loss: Loss,
@@ -106,7 +106,7 @@ class Pipeline:
         self._anatomy = self._phases(build, shares)
         self._costs = costs if costs is not None or self._anatomy is None else _even_costs(self._anatomy)
         self.program = self._lowered(plan)
-        self._agree(shares, checkpoint)
+        self._agree(f"{[tuple(share) for share in shares]} {checkpoint} {varying_shapes} {tied}")
         self._stages = {
             stage: Stage(
                 {number: self._layers[number] for number in shares[stage]},
@@ -120,7 +120,7 @@ class Pipeline:
         self._supervisor = self._supervised(timeout)
         self._collectives = HostLane("collectives")
         self._links = Links(self._groups, self.program, self._supervisor, self._device, varying=varying_shapes)
-        ties = [*tied, *(_ties(layers) if isinstance(layers, Sequence | nn.ModuleList) else [])]
+        ties = [*tied, *(_ties(layers) if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else [])]
         self._replicas = self._shared(shares, ties)
         self._replicas.start_equal()
         self._walk = Walk(self.program, self._supervisor, self._stages, self._links)
@@ -149,7 +149,7 @@ class Pipeline:
             recorder = Recorder(len(self._walk.tasks)) if record else None
             self._walk.run(given, losses, recorder)
             self._links.settle()
-            timeline = recorder.gathered(self.program, self._group, self.rank) if recorder is not None else None
+            timeline = recorder.gathered(self.program, self._group, self._settle) if recorder is not None else None
             self._replicas.sum_gradients(self._together)
             total = self._total(losses)
         for parameter in trained:
@@ -235,16 +235,16 @@ class Pipeline:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 
-    def _agree(self, shares: Sequence[Sequence[int]], checkpoint: bool) -> None:
-        """All ranks have the same program and the same cut, or none goes on."""
-        text = f"{self.program} {self.plan.placement} {[tuple(share) for share in shares]} {checkpoint}"
+    def _agree(self, more: str) -> None:
+        """All ranks have the same program, and the same of what else must be, or none goes on."""
+        text = f"{self.program} {self.plan.placement} {more}"
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
         mine = torch.tensor([digest], device=self._device)
         all_of = [torch.zeros_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(all_of, mine, group=self._group)
         different = [rank for rank, other in enumerate(all_of) if int(other) != int(all_of[0])]
         if different:
-            raise PipelineError(f"rank {different[0]} was given another plan, cut or checkpointing than rank 0")
+            raise PipelineError(f"rank {different[0]} was given another plan, cut or option than rank 0")
 
     def _shared(self, shares: Sequence[Sequence[int]], ties: Sequence[Sequence[str]]) -> Replicas:
         """What several ranks hold: stages on two devices, and parameters that layers on different devices share."""
@@ -254,6 +254,10 @@ class Pipeline:
                 ranks[number].add(device)
         together: dict[str, set[str]] = {}
         for names in ties:
+            for name in names:
+                first = name.split(".")[0]
+                if not first.isdecimal() or int(first) not in ranks:
+                    raise PipelineError(f"{name!r:.60} is no parameter to tie: names begin with a layer's number")
             joined = set(names).union(*(together.get(name, set()) for name in names))
             together.update(dict.fromkeys(joined, joined))
 
@@ -286,9 +290,12 @@ class Pipeline:
     def _together(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a tensor over a group, without waiting where nothing can wake us."""
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-        if work is not None and not work.is_completed():
-            ticket = self._collectives.follow(work, tensor)
-            self._supervisor.wait(ticket, lambda: "the others to end the step")
+        if work is not None:
+            self._settle(work, tensor)
+
+    def _settle(self, work: dist.Work, held: Tensor) -> None:
+        if not work.is_completed():
+            self._supervisor.wait(self._collectives.follow(work, held), lambda: "the others to end the step")
 
     def _given(self, batch: Any, name: str, stage: int) -> list[Value] | None:
         """The microbatches, demanded where they are needed."""
@@ -318,16 +325,16 @@ def _even_costs(stages: Sequence[Sequence[Layer]]) -> Costs:
 
 
 def _builder(
-    layers: Sequence[nn.Module] | nn.ModuleList | Callable[[int], nn.Module], count: int | None
+    layers: Sequence[nn.Module] | nn.ModuleList | nn.Sequential | Callable[[int], nn.Module], count: int | None
 ) -> tuple[Callable[[int], nn.Module], int]:
-    if isinstance(layers, Sequence | nn.ModuleList):
+    if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
         return layers.__getitem__, len(layers)
     if count is None:
         raise PlanError("layers are given as a function that builds one, so layer_count is needed")
     return layers, count
 
 
-def _ties(layers: Sequence[nn.Module] | nn.ModuleList) -> list[list[str]]:
+def _ties(layers: Sequence[nn.Module] | nn.ModuleList | nn.Sequential) -> list[list[str]]:
     """The names of parameters that several layers share."""
     names: dict[int, list[str]] = defaultdict(list)
     for number, layer in enumerate(layers):

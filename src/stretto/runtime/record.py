@@ -6,12 +6,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from stretto.execute.lanes import Ticket
 from stretto.program.program import Program
 from stretto.timeline import Timeline
 
 _PINGS = 8
+Settle = Callable[[dist.Work, Tensor], None]
+"""Waits for what was started with a tensor."""
 
 
 class Recorder:
@@ -31,42 +34,51 @@ class Recorder:
         if started:
             self._started.append((at, started.copy()))
 
-    def gathered(self, program: Program, group: dist.ProcessGroup, rank: int) -> Timeline | None:
+    def gathered(self, program: Program, group: dist.ProcessGroup, settle: Settle) -> Timeline | None:
         """All ranks' times, on the first rank, by its clock; None on the others."""
         for at, tickets in self._started:
             self._end[at] = max(ticket.end for ticket in tickets)
-        mine = torch.from_numpy(np.stack((self._start, self._end)) + _offset(group, rank))
-        if rank:
-            dist.send(mine, dist.get_global_rank(group, 0), group=group)
+        talk = _Talk(group, settle)
+        mine = torch.from_numpy(np.stack((self._start, self._end)) + talk.offset())
+        if group.rank():
+            talk.send(mine, 0)
             return None
         start, end = np.zeros(len(program)), np.zeros(len(program))
-        for other in range(dist.get_world_size(group)):
+        for other in range(group.size()):
             here = np.flatnonzero(program.device == other)
-            times = mine if other == 0 else torch.zeros(2, len(here), dtype=torch.float64)
-            if other:
-                dist.recv(times, dist.get_global_rank(group, other), group=group)
+            times = talk.receive(torch.zeros(2, len(here), dtype=torch.float64), other) if other else mine
             start[here], end[here] = times.numpy()
         begin = start.min()
         return Timeline(program, start - begin, end - begin)
 
 
-def _offset(group: dist.ProcessGroup, rank: int) -> float:
-    """What to add to this rank's clock to have the first rank's: by the quickest of a few questions."""
-    first = dist.get_global_rank(group, 0)
-    now = torch.zeros(1, dtype=torch.float64)
-    best, offset = float("inf"), 0.0
-    for other in range(1, dist.get_world_size(group)):
-        for _ in range(_PINGS):
-            if rank == 0:
-                peer = dist.get_global_rank(group, other)
-                dist.recv(now, peer, group=group)
-                now[0] = time.perf_counter()
-                dist.send(now, peer, group=group)
-            elif rank == other:
-                asked = time.perf_counter()
-                dist.send(now, first, group=group)
-                dist.recv(now, first, group=group)
-                answered = time.perf_counter()
-                if answered - asked < best:
-                    best, offset = answered - asked, float(now) - (asked + answered) / 2
-    return offset
+class _Talk:
+    """Says and hears numbers, one at a time, waiting as a step does."""
+
+    def __init__(self, group: dist.ProcessGroup, settle: Settle) -> None:
+        self._group, self._settle = group, settle
+
+    def send(self, numbers: Tensor, rank: int) -> None:
+        self._settle(self._group.send([numbers], rank, 0), numbers)
+
+    def receive(self, numbers: Tensor, rank: int) -> Tensor:
+        self._settle(self._group.recv([numbers], rank, 0), numbers)
+        return numbers
+
+    def offset(self) -> float:
+        """What to add to this rank's clock to have the first rank's: by the quickest of a few questions."""
+        now = torch.zeros(1, dtype=torch.float64)
+        best, offset = float("inf"), 0.0
+        for other in range(1, self._group.size()):
+            for _ in range(_PINGS):
+                if self._group.rank() == 0:
+                    self.receive(now, other)
+                    self.send(torch.tensor([time.perf_counter()], dtype=torch.float64), other)
+                elif self._group.rank() == other:
+                    asked = time.perf_counter()
+                    self.send(now, 0)
+                    told = float(self.receive(now, 0))
+                    answered = time.perf_counter()
+                    if answered - asked < best:
+                        best, offset = answered - asked, told - (asked + answered) / 2
+        return offset

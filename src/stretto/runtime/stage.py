@@ -1,10 +1,10 @@
 """A slice of the model on one device: the forwards, backwards and weight gradients of its microbatches."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,6 @@ class Stage:
         """The scalar that all segments hang on."""
         self._drawing = {number for number, layer in layers.items() if _draws(layer)}
         self._functions = self._parts(anatomy)
-        self._backward_parts = len(self._functions)
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
         self._passes: dict[int, _Pass] = {}
         self.draw = Draw()
@@ -103,7 +102,7 @@ class Stage:
     def backward(self, microbatch: int, part: int, grads: Grads) -> list[Tensor | None]:
         """A part of the backward, counted from the stage's end."""
         going = self._passes[microbatch]
-        at = self._backward_parts - 1 - part
+        at = len(self._functions) - 1 - part
         segment = going.segments[at]
         assert segment is not None, "a backward that was run before"
         going.segments[at] = None
@@ -131,7 +130,7 @@ class Stage:
 
     def _closures(self, going: _Pass, at: int) -> list[Closure]:
         """Where the part of the forward at this place puts its weight gradients off to."""
-        step = self._backward_parts - 1 - at
+        step = len(self._functions) - 1 - at
         return going.closures[self._weight_of[step]] if step in self._weight_of else []
 
     def _parts(self, anatomy: Anatomy) -> list[Callable[[Value, int], Value]]:
@@ -140,9 +139,9 @@ class Stage:
         functions: list[Callable[[Value, int], Value]] = []
         for number, layer in self.layers.items():
             if isinstance(layer, Phased):
-                functions += [self._phase(number, function) for _, function in layer.phases()]
+                functions += [self._part(number, function) for _, function in layer.phases()]
             else:
-                functions.append(self._layer(number, layer))
+                functions.append(self._part(number, layer))
         return functions
 
     def _whole(self, value: Value, microbatch: int) -> Value:
@@ -150,10 +149,7 @@ class Stage:
             value = self._run(number, layer, value, microbatch)
         return value
 
-    def _layer(self, number: int, layer: nn.Module) -> Callable[[Value, int], Value]:
-        return lambda value, microbatch: self._run(number, layer, value, microbatch)
-
-    def _phase(self, number: int, function: Callable[[Value], Value]) -> Callable[[Value, int], Value]:
+    def _part(self, number: int, function: Callable[[Value], Value]) -> Callable[[Value, int], Value]:
         return lambda value, microbatch: self._run(number, function, value, microbatch)
 
     def _run(self, number: int, function: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
@@ -162,23 +158,12 @@ class Stage:
                 return checkpoint(function, value, use_reentrant=False, preserve_rng_state=number in self._drawing)
             return function(value)
 
-    def _seeded(self, number: int, microbatch: int) -> Any:
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        return _Seeded(self.draw.seed(number, microbatch), devices)
-
-
-class _Seeded:
-    """Random numbers from a seed within, and as if nothing had been drawn after."""
-
-    def __init__(self, seed: int, devices: list[int]) -> None:
-        self._seed, self._fork = seed, torch.random.fork_rng(devices)
-
-    def __enter__(self) -> None:
-        self._fork.__enter__()
-        torch.manual_seed(self._seed)
-
-    def __exit__(self, *error: Any) -> None:
-        self._fork.__exit__(*error)
+    @contextmanager
+    def _seeded(self, number: int, microbatch: int) -> Iterator[None]:
+        """Random numbers of this layer and microbatch within, and as if nothing had been drawn after."""
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            torch.manual_seed(self.draw.seed(number, microbatch))
+            yield
 
 
 def _draws(layer: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stretto.execute.lanes import Ticket
 from stretto.execute.supervise import Supervisor
+from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind, Task
 from stretto.runtime.links import Arrival, Links
@@ -141,7 +142,7 @@ class Walk:
                 assert task.lane.peer is not None
                 return self._transfer(task.kind, stage, microbatch, task.lane.peer)
             case _:
-                raise NotImplementedError(f"{task} cannot be run yet")
+                raise PipelineError(f"{task} cannot be run: a pipeline moves no activations to host memory")
 
     def _forward(self, stage: int, microbatch: int, part: int) -> Run:
         of, here = self._stages[stage], (stage, microbatch)
