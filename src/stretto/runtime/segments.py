@@ -12,6 +12,10 @@ from stretto.runtime.structure import Value, leaves_of, rebuilt
 Grads = Sequence[Tensor | None]
 """One for each leaf of a value, None for leaves without."""
 
+# torch.autograd.backward without its checks in Python, which cost as much as the rest of a small backward; the engine
+# checks shapes itself.
+_run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
 
 class Segment:
     """The graph of one run of a function, from its inputs to its outputs.
@@ -31,7 +35,8 @@ class Segment:
             (edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if edge is not None and grad is not None
         ]
         if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+            edges, given = zip(*pairs, strict=True)
+            _run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         self._edges = []
         return self._arrived
 
