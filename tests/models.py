@@ -98,6 +98,7 @@ class Case:
     dropout: float = 0.0
     steps: int = 1
     phased: bool = False
+    recompute: tuple[str, ...] = ()
 
     def plan(self) -> stretto.Plan:
         extra = {"overlap": True} if self.schedule == "interleaved" else {}
@@ -148,7 +149,14 @@ def plain(case: Case) -> tuple[float, dict[str, Any]]:
 
 
 def pipeline(mesh: Any, case: Case, **changes: Any) -> Any:
-    given = {"plan": case.plan(), "loss": case.loss, "balance": case.balance, "checkpoint": case.checkpoint, **changes}
+    given = {
+        "plan": case.plan(),
+        "loss": case.loss,
+        "balance": case.balance,
+        "checkpoint": case.checkpoint,
+        "recompute": case.recompute,
+        **changes,
+    }
     return stretto.Pipeline(case.modules(), mesh=mesh, **given)
 
 
@@ -238,6 +246,9 @@ REFUSED = {
     "too few layers": "1 layers on 2 stages need 2 shares of at least 1 that add up",
     "float16": "float16 needs its gradients scaled, which a pipeline does not do; use bfloat16",
     "senseless tie": "'head.weight' is no parameter to tie: names begin with a layer's number",
+    "unknown site": "no module is called '*.nrom', so it cannot be recomputed",
+    "site that draws": " draws random numbers and cannot be recomputed",
+    "both": "checkpoint=True recomputes whole layers; give that or modules to recompute, not both",
     "no time": "timeout is a number of seconds above 0 (got 0)",
     "not finite": "the loss of microbatch 2 is not finite",
 }
@@ -271,6 +282,12 @@ def refused(mesh: Any, name: str) -> str:
                 pipeline(mesh, Case("gpipe", 2, 4, dtype=torch.float16))
             case "senseless tie":
                 pipeline(mesh, case, tied=[("0.table.weight", "head.weight")])
+            case "unknown site":
+                pipeline(mesh, case, recompute=["*.nrom"])
+            case "site that draws":
+                pipeline(mesh, Case("gpipe", 2, 4, layers=4, balance=(2, 2), dropout=0.5), recompute=["*.drop"])
+            case "both":
+                pipeline(mesh, case, recompute=["*.norm"], checkpoint=True)
             case "no time":
                 pipeline(mesh, case, timeout=0)
             case "no layer count":

@@ -1,5 +1,6 @@
 """Stretto: pipeline schedules that are planned, checked, simulated and drawn as one and the same thing."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from stretto.check import Violation, check
@@ -26,6 +27,7 @@ from stretto.simulate import simulate
 from stretto.timeline import Timeline, fit
 
 if TYPE_CHECKING:
+    from stretto.runtime.grouped import GroupedLinear
     from stretto.runtime.pipeline import Pipeline
 
 __version__ = "0.1.0"
@@ -40,6 +42,7 @@ __all__ = [
     "BucketTimes",
     "CostError",
     "Costs",
+    "GroupedLinear",
     "Layer",
     "Link",
     "Op",
@@ -86,10 +89,11 @@ __all__ = [
 ]
 
 
+_NEED_TORCH = {"GroupedLinear": "stretto.runtime.grouped", "Pipeline": "stretto.runtime.pipeline"}
+
+
 def __getattr__(name: str) -> Any:
     """What needs PyTorch is imported when it is asked for."""
-    if name == "Pipeline":
-        from stretto.runtime.pipeline import Pipeline
-
-        return Pipeline
+    if name in _NEED_TORCH:
+        return getattr(import_module(_NEED_TORCH[name]), name)
     raise AttributeError(f"module 'stretto' has no attribute {name!r}")

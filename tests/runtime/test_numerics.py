@@ -62,6 +62,12 @@ def test_every_schedule(ranks: Ranks, name: str, devices: int) -> None:
             assert_as_plain(ranks, Case(name, devices, 2 * devices + 2, dicts=dicts, checkpoint=checkpoint))
 
 
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_with_modules_recomputed(ranks: Ranks, name: str) -> None:
+    for phased in (False, True):
+        assert_as_plain(ranks, Case(name, 2, 6, layers=10, phased=phased, recompute=("*norm", "*.down")))
+
+
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_v", "dualpipe", "dualpipev", "interleaved"])
 def test_uneven_cuts(ranks: Ranks, name: str) -> None:
     stages = Case(name, 2, 6).plan().stages

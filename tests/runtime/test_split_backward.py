@@ -9,10 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from alive import Alive
+from stretto.runtime.grouped import GroupedLinear
 from stretto.runtime.segments import Segment, run_segment
 from stretto.runtime.split_backward import Closure, Deferral
 
@@ -37,6 +41,40 @@ class Rotary(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
+class HuggingFace(nn.Module):
+    """A decoder layer of transformers, with the rotary embeddings that its model would hand it."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            attention_bias=bias,
+            mlp_bias=bias,
+            attn_implementation="sdpa",
+        )
+        self.layer, self.rotary = LlamaDecoderLayer(config, layer_idx=0), LlamaRotaryEmbedding(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turns = self.rotary(x, torch.arange(x.shape[1]).unsqueeze(0))
+        return self.layer(x, position_embeddings=turns)  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """Rows sorted by expert, each expert an MLP; one of them gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = GroupedLinear(3, WIDTH, 32), GroupedLinear(3, 32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        counts = torch.tensor([5, 0, len(flat) - 5])
+        return self.down(F.silu(self.up(flat, counts)), counts).view_as(x)  # type: ignore[no-any-return]
+
+
 class Checkpointed(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -58,6 +96,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "encoder layer, sequence first": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0),
     "encoder layer without bias": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True, bias=False),
     "decoder block": Rotary,
+    "Hugging Face decoder layer": lambda: HuggingFace(bias=False),
+    "Hugging Face decoder layer with bias": lambda: HuggingFace(bias=True),
+    "experts": Experts,
     "one layer twice": lambda: (lambda it: nn.Sequential(it, nn.Tanh(), it))(nn.Linear(WIDTH, WIDTH)),
 }
 
@@ -120,7 +161,7 @@ def test_the_first_layer_of_the_first_stage_splits_too() -> None:
     torch.testing.assert_close(module.weight.grad, torch.ones(2, WIDTH).T @ x)
 
 
-@pytest.mark.parametrize("name", ["mlp", "encoder layer", "decoder block"])
+@pytest.mark.parametrize("name", ["mlp", "encoder layer", "decoder block", "Hugging Face decoder layer", "experts"])
 def test_under_autocast(name: str) -> None:
     torch.manual_seed(0)
     plain, ours = (MODULES[name]() for _ in range(2))
@@ -213,28 +254,6 @@ def test_a_checkpointed_block_is_recomputed_once() -> None:
     assert all(p.grad is not None for p in module.parameters())
 
 
-class Alive(TorchDispatchMode):
-    """Knows of every tensor that was made within, whoever holds it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for it in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(it, Tensor):
-                storage = it.untyped_storage()
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return out
-
-    def bytes(self, but: nn.Module | None = None) -> int:
-        """All that is held, but for a module's parameters."""
-        gc.collect()
-        known = set() if but is None else {p.untyped_storage()._cdata for p in but.parameters()}
-        return sum(size for key, (it, size) in self._made.items() if key not in known and not it.expired())
-
-
 @pytest.mark.parametrize("name", ["mlp", "decoder block"])
 def test_after_the_input_part_only_inputs_and_output_gradients_of_layers_live(name: str) -> None:
     module, x = MODULES[name](), torch.randn(3, 4, WIDTH)
@@ -262,6 +281,27 @@ def test_after_the_input_part_only_inputs_and_output_gradients_of_layers_live(na
     settle(closures)
     del closures
     assert alive.bytes(but=module) - anchor <= sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", ["mlp", "encoder layer", "decoder block", "Hugging Face decoder layer", "experts"])
+def test_less_is_held_after_the_input_part_than_by_pytorch(name: str) -> None:
+    ours, theirs = MODULES[name](), MODULES[name]()
+    x, grad = torch.randn(3, 4, WIDTH), torch.randn(3, 4, WIDTH)
+    with Alive() as alive:
+        held = split(ours, x, grad)[1]
+    with Alive() as other:
+        leaf = x.clone().requires_grad_()
+        out = theirs(leaf).clone()  # PyTorch's cannot take a view
+        groups = stage_backward_input([out], [grad], [leaf], theirs.parameters())[1]
+        del out, leaf
+
+    def early(module: nn.Module) -> int:
+        return sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+
+    mine, their = alive.bytes(but=ours) - early(ours), other.bytes(but=theirs) - early(theirs)
+    assert held
+    assert groups
+    assert 0 < mine < their
 
 
 def test_segments_keep_no_tensor_alive() -> None:

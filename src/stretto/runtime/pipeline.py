@@ -6,6 +6,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from stretto.ir.plan import Plan
 from stretto.program.lower import lower
 from stretto.program.phases import Layer, cut_layers
 from stretto.program.program import Program
+from stretto.runtime.draws import Draw
 from stretto.runtime.groups import Groups
 from stretto.runtime.links import Links
 from stretto.runtime.microbatches import cut
 from stretto.runtime.record import Recorder
 from stretto.runtime.replicas import Replicas
-from stretto.runtime.stage import Draw, Phased, Stage, anatomy_of
+from stretto.runtime.stage import Phased, Stage, anatomy_of
 from stretto.runtime.structure import Value
 from stretto.runtime.walk import Losses, Walk
 from stretto.schedules.forward_only import forward_only
@@ -70,6 +72,8 @@ class Pipeline:
 
     `layers` are modules, each taking what the one before it returned, as in `nn.Sequential`; or a function that
     builds the layer of a number, with `layer_count`, so that no rank ever holds them all. A layer may offer phases.
+    The layers are recomputed in the backward with `checkpoint`, or only the modules whose names match `recompute`
+    (norms and activation functions, say: cheap to run, and their outputs are then not kept).
     A pair's phases are woven by their `costs`; without, compute phases are taken to be alike and hide communication.
     `loss(output, target)` returns its microbatch's mean, or a sum and the count to divide it by.
 
@@ -88,6 +92,7 @@ class Pipeline:
         balance: Sequence[int] | None = None,
         tied: Sequence[Sequence[str]] = (),
         checkpoint: bool = False,
+        recompute: Sequence[str] = (),
         varying_shapes: bool = False,
         seed: int = 0,
         timeout: float = 300.0,
@@ -106,13 +111,17 @@ class Pipeline:
         self._anatomy = self._phases(build, shares)
         self._costs = costs if costs is not None or self._anatomy is None else _even_costs(self._anatomy)
         self.program = self._lowered(plan)
-        self._agree(f"{[tuple(share) for share in shares]} {checkpoint} {varying_shapes} {tied}")
+        self._agree(f"{[tuple(share) for share in shares]} {checkpoint} {recompute} {varying_shapes} {tied}")
+        if checkpoint and recompute:
+            raise PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
+        recomputed = self._recomputed(recompute)
         self._stages = {
             stage: Stage(
                 {number: self._layers[number] for number in shares[stage]},
                 self.program.anatomy,
                 stage,
                 checkpointed=checkpoint,
+                recomputed={name: it for name, it in recomputed.items() if int(name.split(".")[0]) in shares[stage]},
             )
             for stage in here
         }
@@ -216,6 +225,26 @@ class Pipeline:
         return list(
             {id(parameter): parameter for _, parameter in self.named_parameters() if parameter.requires_grad}.values()
         )
+
+    def _recomputed(self, patterns: Sequence[str]) -> dict[str, nn.Module]:
+        """This rank's modules with such names, the outermost where one is within another."""
+        if isinstance(patterns, str):
+            raise PipelineError(f"recompute is a list of names or patterns (got {patterns!r:.60})")
+        names = [
+            (name, module)
+            for number, layer in self._layers.items()
+            for name, module in layer.named_modules(prefix=str(number))
+        ]
+        found: dict[str, nn.Module] = {}
+        for name, module in names:
+            if any(fnmatch(name, pattern) for pattern in patterns) and not any(
+                name.startswith(f"{it}.") for it in found
+            ):
+                found[name] = module
+        for pattern in patterns:
+            if not self._any(any(fnmatch(name, pattern) for name, _ in names)):
+                raise PipelineError(f"no module is called {pattern!r:.60}, so it cannot be recomputed")
+        return found
 
     def _phases(self, build: Callable[[int], nn.Module], shares: Sequence[Sequence[int]]) -> list[list[Layer]] | None:
         """The phases of all stages, None if no layer offers any; otherwise other ranks' layers are asked too."""

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.runtime.grouped import GroupedLinear, grouped_linear, grouped_outer
+
 Closure = Callable[[], None]
 
 
@@ -53,6 +55,8 @@ class Deferral:
         if known is nn.Embedding.forward and isinstance(layer, nn.Embedding):
             plain = not layer.sparse and layer.max_norm is None and not layer.scale_grad_by_freq
             return self._embedding(layer) if plain and _owns(layer, "weight") else None
+        if known is GroupedLinear.forward and isinstance(layer, GroupedLinear):
+            return self._grouped(layer) if _owns(layer, "weight") else None
         if known is nn.MultiheadAttention.forward and isinstance(layer, nn.MultiheadAttention):
             plain = layer.bias_k is None and layer.bias_v is None and not layer.add_zero_attn
             return self._attention(layer) if plain and _owns(layer, "in_proj_weight") else None
@@ -105,6 +109,24 @@ class Deferral:
                 self.add(add)
 
             return _embedding(self._anchor, input, layer.weight.detach(), put_off)
+
+        return forward
+
+    def _grouped(self, layer: GroupedLinear) -> Callable[..., Any]:
+        usual = layer.forward
+
+        def forward(x: Tensor, counts: Tensor) -> Tensor:
+            if not self._active or not layer.weight.requires_grad:
+                return usual(x, counts)
+            weight = layer.weight.detach()
+            if torch.is_autocast_enabled(x.device.type):
+                dtype = torch.get_autocast_dtype(x.device.type)
+                x, weight = x.to(dtype), weight.to(dtype)
+
+            def put_off(x: Tensor, grad: Tensor) -> None:
+                self.add(lambda: accumulate(layer.weight, grouped_outer(grad, x, counts)))
+
+            return _grouped(self._anchor, x, weight, counts, put_off)
 
         return forward
 
@@ -185,6 +207,21 @@ class _Linear(torch.autograd.Function):
         return None, grad @ weight if ctx.needs_input_grad[1] else None, None, None, None
 
 
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, counts: Tensor, put_off: Any) -> Tensor:  # noqa: ARG004
+        ctx.save_for_backward(x, weight, counts)
+        ctx.put_off = put_off
+        return grouped_linear(x, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, counts = ctx.saved_tensors
+        ctx.put_off(x.detach(), grad)
+        back = grouped_linear(grad, weight.transpose(1, 2), counts) if ctx.needs_input_grad[1] else None
+        return None, back, None, None, None
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, rows: Tensor, weight: Tensor, put_off: Any) -> Tensor:  # noqa: ARG004
@@ -198,6 +235,7 @@ class _Embedding(torch.autograd.Function):
 
 
 _linear: Callable[..., Tensor] = _Linear.apply
+_grouped: Callable[..., Tensor] = _Grouped.apply
 _embedding: Callable[..., Tensor] = _Embedding.apply
 
 

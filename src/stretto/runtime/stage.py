@@ -1,8 +1,7 @@
 """A slice of the model on one device: the forwards, backwards and weight gradients of its microbatches."""
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stretto.program.phases import Anatomy, Layer, Phase
+from stretto.runtime.draws import Draw, draws
 from stretto.runtime.segments import Grads, Segment, run_segment
+from stretto.runtime.sites import Sites, Table
 from stretto.runtime.split_backward import Closure, Deferral
 from stretto.runtime.structure import Room, Value, rooms_of
 
@@ -33,19 +34,6 @@ def anatomy_of(layers: Sequence[nn.Module]) -> list[Layer]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """What the random numbers of a layer depend on, besides the layer and the microbatch."""
-
-    run: int = 0
-    step: int = 0
-    replica: int = 0
-
-    def seed(self, layer: int, microbatch: int) -> int:
-        text = f"{self.run} {self.step} {layer} {microbatch} {self.replica}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-
-
 @dataclass(slots=True)
 class _Pass:
     """What a microbatch leaves in a stage between its forward and its weight gradients."""
@@ -54,20 +42,30 @@ class _Pass:
     closures: list[list[Closure]]
     inputs: list[Room | None]
     """What the leaves of its input were, None for those that have no gradient."""
+    sites: Table
 
 
 class Stage:
     """Its layers, and what of each microbatch is under way. Parts are those of the program's anatomy."""
 
-    def __init__(self, layers: Mapping[int, nn.Module], anatomy: Anatomy, index: int, *, checkpointed: bool) -> None:
+    def __init__(
+        self,
+        layers: Mapping[int, nn.Module],
+        anatomy: Anatomy,
+        index: int,
+        *,
+        checkpointed: bool = False,
+        recomputed: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         self.index = index
         self.layers = dict(layers)
         self._checkpointed = checkpointed
         self._module = nn.ModuleList(layers.values())
         self.deferral = Deferral(self._module)
+        self._sites = Sites(recomputed) if recomputed else None
         self.anchor = torch.zeros((), requires_grad=True)
         """The scalar that all segments hang on."""
-        self._drawing = {number for number, layer in layers.items() if _draws(layer)}
+        self._drawing = {number for number, layer in layers.items() if draws(layer)}
         self._functions = self._parts(anatomy)
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
         self._passes: dict[int, _Pass] = {}
@@ -81,7 +79,7 @@ class Stage:
         if part == 0:
             closures: list[list[Closure]] = [[] for _ in self._weight_of]
             rooms = rooms_of(value) if self.index > 0 else []
-            self._passes[microbatch] = _Pass([None] * len(self._functions), closures, rooms)
+            self._passes[microbatch] = _Pass([None] * len(self._functions), closures, rooms, {})
         going = self._passes[microbatch]
         differentiable = self.index > 0 or part > 0
         with self.deferral.into(self._closures(going, part)):
@@ -91,7 +89,10 @@ class Stage:
                 out = function(value, microbatch)
                 return out if loss is None else loss(out)
 
-            out, going.segments[part] = run_segment(run, value, self.anchor, differentiable=differentiable)
+            with nullcontext() if self._sites is None else self._sites.into(going.sites):
+                out, going.segments[part] = run_segment(run, value, self.anchor, differentiable=differentiable)
+        if part == len(self._functions) - 1:
+            going.sites.clear()
         return out
 
     def evaluate(self, microbatch: int, part: int, value: Value, loss: Callable[[Value], Value] | None = None) -> Value:
@@ -153,24 +154,7 @@ class Stage:
         return lambda value, microbatch: self._run(number, function, value, microbatch)
 
     def _run(self, number: int, function: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
-        with self._seeded(number, microbatch) if number in self._drawing else nullcontext():
+        with self.draw.seeded(number, microbatch) if number in self._drawing else nullcontext():
             if self._checkpointed and torch.is_grad_enabled():
                 return checkpoint(function, value, use_reentrant=False, preserve_rng_state=number in self._drawing)
             return function(value)
-
-    @contextmanager
-    def _seeded(self, number: int, microbatch: int) -> Iterator[None]:
-        """Random numbers of this layer and microbatch within, and as if nothing had been drawn after."""
-        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
-            torch.manual_seed(self.draw.seed(number, microbatch))
-            yield
-
-
-def _draws(layer: nn.Module) -> bool:
-    """Whether a layer draws random numbers in its forward."""
-    return any(
-        (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0)
-        or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
-        or getattr(module, "draws", False)
-        for module in layer.modules()
-    )

@@ -1,0 +1,55 @@
+"""A linear layer for each group of rows: what the experts of a mixture share."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class GroupedLinear(nn.Module):
+    """Rows come sorted by group, and each group is multiplied by its own matrix.
+
+    >>> layer = GroupedLinear(groups=2, in_features=4, out_features=3)
+    >>> layer(torch.ones(5, 4), torch.tensor([2, 3])).shape  # two rows for the first group, three for the second
+    torch.Size([5, 3])
+    """
+
+    def __init__(self, groups: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(in_features)
+        self.weight = nn.Parameter(torch.empty(groups, out_features, in_features).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        return grouped_linear(x, self.weight, counts)
+
+    def extra_repr(self) -> str:
+        groups, out, given = self.weight.shape
+        return f"groups={groups}, in_features={given}, out_features={out}"
+
+
+def grouped_linear(x_TD: Tensor, weight_GED: Tensor, counts_G: Tensor) -> Tensor:
+    """Each group's rows by its matrix, transposed as in nn.Linear."""
+    if _has_kernel(x_TD):
+        return F.grouped_mm(x_TD, weight_GED.transpose(1, 2), offs=_ends(counts_G))
+    parts = zip(torch.split(x_TD, counts_G.tolist()), weight_GED, strict=True)
+    return torch.cat([rows @ weight.T for rows, weight in parts])
+
+
+def grouped_outer(grad_TE: Tensor, x_TD: Tensor, counts_G: Tensor) -> Tensor:
+    """The gradient of the matrices: for each group, its rows' outer products, summed."""
+    if _has_kernel(x_TD):
+        return F.grouped_mm(grad_TE.T, x_TD, offs=_ends(counts_G))
+    counts = counts_G.tolist()
+    parts = zip(torch.split(grad_TE, counts), torch.split(x_TD, counts), strict=True)
+    return torch.stack([grad.T @ x for grad, x in parts])
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether PyTorch multiplies this in one kernel, which wants rows of whole 16 bytes."""
+    aligned = x.shape[-1] * x.element_size() % 16 == 0
+    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0, dtype=torch.int32)

@@ -1,0 +1,30 @@
+"""What is held in memory, counted by every tensor that was made."""
+
+import gc
+from typing import Any
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Alive(TorchDispatchMode):
+    """Knows of every tensor that was made within, whoever holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for it in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(it, Tensor):
+                storage = it.untyped_storage()
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    def bytes(self, but: nn.Module | None = None) -> int:
+        """All that is held, but for a module's parameters."""
+        gc.collect()
+        known = set() if but is None else {p.untyped_storage()._cdata for p in but.parameters()}
+        return sum(size for key, (it, size) in self._made.items() if key not in known and not it.expired())

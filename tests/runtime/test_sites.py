@@ -1,0 +1,187 @@
+"""Recompute sites: the same gradients, outputs that are not kept, each computed twice and never more."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from alive import Alive
+from stretto.ir.errors import PipelineError
+from stretto.runtime.segments import run_segment
+from stretto.runtime.sites import Sites
+from stretto.runtime.split_backward import Closure, Deferral
+
+WIDTH, HIDDEN = 8, 24
+
+
+class Counted(nn.Module):
+    runs = 0
+
+    def forward(self, *given: Any) -> Any:
+        self.runs += 1
+        return self.compute(*given)
+
+    def compute(self, *given: Any) -> Any:
+        raise NotImplementedError
+
+
+class Norm(Counted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (WIDTH,), self.scale)
+
+
+class SwiGLU(Counted):
+    def compute(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = Norm(), SwiGLU()
+        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(self.act(self.gate(y), self.up(y)))
+
+    @property
+    def sites(self) -> dict[str, nn.Module]:
+        return {"norm": self.norm, "act": self.act}
+
+
+def twins(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    plain, ours = make().to(dtype), make().to(dtype)
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
+def forward(module: nn.Module, sites: dict[str, nn.Module], x: Tensor, closures: list[Closure]) -> tuple[Any, Any, Any]:
+    deferral, made = Deferral(module), Sites(sites)
+    with deferral.into(closures), made.into({}):
+        out, segment = run_segment(module, x, torch.zeros((), requires_grad=True), differentiable=True)
+    return out, segment, deferral
+
+
+def backward(segment: Any, deferral: Deferral, grad: Tensor, closures: list[Closure]) -> Tensor:
+    with deferral.into(closures):
+        (arrived,) = segment.backward([grad])
+    while closures:
+        closures.pop(0)()
+    assert arrived is not None
+    return arrived  # type: ignore[no-any-return]
+
+
+def assert_same(ours: nn.Module, plain: nn.Module, sites: dict[str, nn.Module]) -> None:
+    x, grad = torch.randn(2, 5, WIDTH).double(), torch.randn(2, 5, WIDTH).double()
+    leaf = x.clone().requires_grad_()
+    expected = plain(leaf)
+    expected.backward(grad)
+    closures: list[Closure] = []
+    out, segment, deferral = forward(ours, sites, x, closures)
+    arrived = backward(segment, deferral, grad, closures)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(arrived, leaf.grad, rtol=1e-12, atol=1e-12)
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_gradients_are_those_of_plain_autograd_and_each_site_runs_twice() -> None:
+    plain, ours = twins(lambda: nn.Sequential(Block(), Block(), Block()))
+    sites = {f"{k}.{name}": site for k, block in enumerate(ours) for name, site in block.sites.items()}
+    assert_same(ours, plain, sites)
+    assert {site.runs for site in sites.values()} == {2}
+
+
+def test_only_inputs_of_sites_and_of_what_is_no_site_are_kept() -> None:
+    block, x = Block(), torch.randn(2, 5, WIDTH)
+    with Alive() as alive:
+        out, segment, _ = forward(block, block.sites, x, [])
+        del out
+        rows, anchors = 2 * 5 * 4, 3 * 4
+        # Gate, up and the block's input. Without sites there would be the outputs of norm, silu and SwiGLU too.
+        assert alive.bytes(but=block) == 2 * rows * HIDDEN + rows * WIDTH + anchors
+    assert segment is not None
+
+
+def test_sites_one_after_the_other_and_within_one_another() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.out = Norm(), Norm(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.second(self.first(x))
+            return self.out(y) * y  # type: ignore[no-any-return]
+
+    plain, ours = twins(Chain)
+    assert_same(ours, plain, {"first": ours.first, "second": ours.second})
+    assert (ours.first.runs, ours.second.runs) == (2, 2)
+
+
+def test_a_site_may_hold_layers_that_put_their_weight_gradients_off() -> None:
+    plain, ours = twins(lambda: nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)))
+    assert_same(ours, plain, {"0": ours[0]})
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: y.transpose(0, 1).tanh().transpose(0, 1) * y,
+        lambda y: y[..., 1:].square().sum(-1, keepdim=True) + y,
+        lambda y: y.mul_(2).exp(),  # written to after the site: what is saved is kept, not recomputed
+        lambda y: y.detach() * y + y.clone().relu_(),
+    ],
+)
+def test_whatever_is_made_of_its_output(use: Callable[[Tensor], Tensor]) -> None:
+    class Used(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = Norm(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(use(self.norm(x.tanh())))  # type: ignore[no-any-return]
+
+    plain, ours = twins(Used)
+    assert_same(ours, plain, {"norm": ours.norm})
+
+
+def test_a_site_that_returns_its_input() -> None:
+    plain, ours = twins(lambda: nn.Sequential(nn.Identity(), nn.Linear(WIDTH, WIDTH), nn.Flatten(2), nn.Tanh()))
+    assert_same(ours, plain, {"0": ours[0], "2": ours[2]})
+
+
+def test_under_autocast_it_is_recomputed_as_it_was() -> None:
+    plain, ours = twins(Block, torch.float32)
+    x, grad = torch.randn(2, 5, WIDTH), torch.randn(2, 5, WIDTH)
+    leaf, closures = x.clone().requires_grad_(), list[Closure]()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(leaf)
+        out, segment, deferral = forward(ours, ours.sites, x, closures)
+    expected.backward(grad)
+    arrived = backward(segment, deferral, grad, closures)
+    torch.testing.assert_close(out, expected.detach())
+    torch.testing.assert_close(arrived, leaf.grad, rtol=0.02, atol=0.02)
+
+
+def test_what_cannot_be_recomputed_is_refused() -> None:
+    with pytest.raises(PipelineError, match="drop draws random numbers and cannot be recomputed"):
+        Sites({"drop": nn.Dropout(0.1)})
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x + 1, x + 2
+
+    two = Two()
+    with pytest.raises(PipelineError, match=re.escape("two returns a tuple; what is recomputed returns one tensor")):
+        forward(two, {"two": two}, torch.randn(1, WIDTH), [])
