@@ -61,6 +61,17 @@ class PhasedBlock(nn.Module):
         return x
 
 
+class Position(nn.Module):
+    """Adds what does not depend on the row: with one row, its gradient is the very one that the layer was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(TOKENS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table.unsqueeze(0)
+
+
 class Embed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +110,8 @@ class Case:
     steps: int = 1
     phased: bool = False
     recompute: tuple[str, ...] = ()
+    passing: bool = False
+    """Layers that hand on what they were given, values or gradients, on microbatches of one row."""
 
     def plan(self) -> stretto.Plan:
         extra = {"overlap": True} if self.schedule == "interleaved" else {}
@@ -110,6 +123,8 @@ class Case:
         block = DictBlock if self.dicts else Block
         embed, head = Embed(), Head()
         blocks = [PhasedBlock() if self.phased else block(dropout=self.dropout) for _ in range(count - 2)]
+        if self.passing:
+            blocks = [(Position, nn.Identity)[k % 2]() for k in range(count - 2)]
         made = [embed, *blocks, head]
         for module in made:
             module.to(self.dtype)
@@ -119,7 +134,7 @@ class Case:
 
     def batch(self) -> tuple[Any, Tensor]:
         torch.manual_seed(2)
-        size = 2 * self.microbatches
+        size = (1 if self.passing else 2) * self.microbatches
         tokens = torch.randint(VOCABULARY, (size, TOKENS))
         targets = torch.randint(VOCABULARY, (size, TOKENS))
         if self.dicts:
@@ -180,7 +195,7 @@ def order(mesh: Any, case: Case) -> tuple[list[str], list[str]]:
     for index, stage in pipe._stages.items():
         for name, letter in (("forward", "F"), ("backward", "B"), ("weight", "W")):
             setattr(stage, name, _telling(done, f"{index}{letter}", getattr(stage, name)))
-    pipe._walk._runs = [pipe._walk._compiled(task) for task in pipe._walk.tasks]
+    pipe._walk._runs = pipe._walk.compiled()
     pipe.step(*case.batch())
     letters = {"F": "F", "B": "B", "I": "B", "W": "W", "WGRAD": "W"}
     planned = [

@@ -68,6 +68,12 @@ def test_with_modules_recomputed(ranks: Ranks, name: str) -> None:
         assert_as_plain(ranks, Case(name, 2, 6, layers=10, phased=phased, recompute=("*norm", "*.down")))
 
 
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_what_arrived_may_be_handed_on_and_kept(ranks: Ranks, name: str) -> None:
+    """Though the memory it arrived in is used again."""
+    assert_as_plain(ranks, Case(name, 4, 12, passing=True))
+
+
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_v", "dualpipe", "dualpipev", "interleaved"])
 def test_uneven_cuts(ranks: Ranks, name: str) -> None:
     stages = Case(name, 2, 6).plan().stages

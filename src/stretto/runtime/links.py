@@ -13,17 +13,9 @@ from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
 from stretto.runtime.groups import Groups
-from stretto.runtime.structure import DESCRIPTIONS, Description, Value, describe, make_room, tensors_of
+from stretto.runtime.structure import DESCRIPTIONS, Description, Value, describe, tensors_of
 
 _LENGTH = 1  # numbers in the first message of a header
-
-
-@dataclass(slots=True)
-class Arrival:
-    """Something that was asked for; there once its tickets are done."""
-
-    value: Value
-    tickets: list[Ticket]
 
 
 @dataclass(slots=True)
@@ -53,7 +45,7 @@ class Links:
         varying: bool,
     ) -> None:
         rank = supervisor.rank
-        self._supervisor, self._device, self._varying = supervisor, device, varying
+        self._supervisor, self.device, self.varying = supervisor, device, varying
         self._instant = dist.get_backend() == "fake"  # its works have always ended, but do not say so
         self._sends: dict[int, _Link] = {}
         self._receives: dict[int, _Link] = {}
@@ -73,7 +65,7 @@ class Links:
 
     def _warm_up(self, directed: list[tuple[int, int]], rank: int) -> None:
         """Connections are made now, not in the middle of a step; one after the other, in the same order everywhere."""
-        nothing = torch.zeros(1, device=self._device)
+        nothing = torch.zeros(1, device=self.device)
         for source, target in directed:
             if rank == source:
                 link = self._sends[target]
@@ -86,12 +78,12 @@ class Links:
         """Send what a stage hands on."""
         link, tensors = self._sends[peer], tensors_of(value)
         shapes = [tensor.shape for tensor in tensors]
-        if self._varying or stage not in link.known:
+        if self.varying or stage not in link.known:
             link.shapes[stage] = shapes
             link.known[stage] = description = describe(value)
             text = msgspec.json.encode(description)
-            header = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
-            self._fly(torch.tensor([len(text)], device=self._device), link)
+            header = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
+            self._fly(torch.tensor([len(text)], device=self.device), link)
             self._fly(header, link)
         elif shapes != link.shapes[stage]:
             raise PipelineError(
@@ -105,22 +97,22 @@ class Links:
         for tensor in tensors:
             self._fly(_raw(tensor.contiguous()), link)
 
-    def receive(self, peer: int, stage: int) -> Arrival:
-        """Make room for what a stage hands on, and ask for it."""
+    def expect(self, peer: int, stage: int) -> Description:
+        """What a stage hands on, heard of first if need be."""
         link = self._receives[peer]
-        if self._varying or stage not in link.known:
-            length = torch.zeros(_LENGTH, dtype=torch.int64, device=self._device)
+        if self.varying or stage not in link.known:
+            length = torch.zeros(_LENGTH, dtype=torch.int64, device=self.device)
             self._now(length, link, peer)
-            header = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+            header = torch.empty(int(length), dtype=torch.uint8, device=self.device)
             self._now(header, link, peer)
             link.known[stage] = DESCRIPTIONS.decode(bytes(header.tolist()))
-        value = make_room(link.known[stage], self._device)
-        return self.receive_tensors(peer, tensors_of(value), value)
+        return link.known[stage]
 
-    def receive_tensors(self, peer: int, tensors: list[Tensor], value: Value) -> Arrival:
+    def receive(self, peer: int, tensors: list[Tensor]) -> list[Ticket]:
+        """Ask for tensors, to be there once the tickets are done."""
         link = self._receives[peer]
         tickets = [self._started(link.group.recv([_raw(tensor)], link.peer, 0), link, tensor) for tensor in tensors]
-        return Arrival(value, [ticket for ticket in tickets if ticket is not None])
+        return [ticket for ticket in tickets if ticket is not None]
 
     def settle(self) -> None:
         """Wait until all that was sent has left."""

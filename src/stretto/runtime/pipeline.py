@@ -154,7 +154,7 @@ class Pipeline:
                 parameter.grad = None
                 _accumulate_in(parameter, torch.float32 if parameter.dtype == torch.bfloat16 else None)
             for stage in self._stages.values():
-                stage.draw = self._draw
+                stage.begin(self._draw)
             recorder = Recorder(len(self._walk.tasks)) if record else None
             self._walk.run(given, losses, recorder)
             self._links.settle()

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.program.phases import Anatomy, Layer, Phase
 from stretto.runtime.draws import Draw, draws
+from stretto.runtime.rooms import Lent
 from stretto.runtime.segments import Grads, Segment, run_segment
 from stretto.runtime.sites import Sites, Table
 from stretto.runtime.split_backward import Closure, Deferral
@@ -69,6 +70,7 @@ class Stage:
         self._functions = self._parts(anatomy)
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
         self._passes: dict[int, _Pass] = {}
+        self._without: list[nn.Parameter] = []  # parameters that have no gradient yet
         self.draw = Draw()
 
     def forward(self, microbatch: int, part: int, value: Value, loss: Callable[[Value], Value] | None = None) -> Value:
@@ -124,6 +126,20 @@ class Stage:
             closures.pop()()  # each is dropped, with what it holds, once it has run
         if part == len(going.closures) - 1 and all(segment is None for segment in going.segments):
             del self._passes[microbatch]
+
+    def own_gradients(self, lent: Lent) -> None:
+        """A parameter's first gradient may be part of what the backward was given; if that is lent, it is copied."""
+        if self._without:
+            first = [parameter for parameter in self._without if parameter.grad is not None]
+            for parameter in first:
+                parameter.grad = lent.own(parameter.grad)
+            if first:
+                self._without = [parameter for parameter in self._without if parameter.grad is None]
+
+    def begin(self, draw: Draw) -> None:
+        """Begin a step, with these random numbers and no gradients."""
+        self.draw = draw
+        self._without = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
     def forget(self) -> None:
         """Drop all that is under way."""

@@ -1,6 +1,7 @@
 """Walks a rank's part of a program: every task a callable, made once, run in program order."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind, Task
-from stretto.runtime.links import Arrival, Links
+from stretto.runtime.links import Links
 from stretto.runtime.record import Recorder
+from stretto.runtime.rooms import Lent, Rooms, share_rooms
 from stretto.runtime.segments import Grads
 from stretto.runtime.stage import Stage
-from stretto.runtime.structure import Room, Value, rooms_of
+from stretto.runtime.structure import Room, Value, make_room, rooms_of
 
 Run = Callable[[], None]
 
@@ -61,6 +63,14 @@ class Losses:
         return next((k for k, loss in sorted(self._sums.items()) if not bool(torch.isfinite(loss))), -1)
 
 
+@dataclass(slots=True)
+class _Arrival:
+    """Something that was asked for; there once its tickets are done."""
+
+    lent: Lent
+    tickets: list[Ticket]
+
+
 class Walk:
     """A step, of training or of evaluation. Values and gradients wait between tasks, by stage and microbatch."""
 
@@ -73,12 +83,14 @@ class Walk:
         self._last = program.placement.stages - 1
         self._inputs: list[Value] | None = None
         self._losses: Losses | None = None
-        self._values: dict[tuple[int, int], Value | Arrival] = {}
-        self._grads: dict[tuple[int, int], Grads | Arrival] = {}
+        self._values: dict[tuple[int, int], Value | _Arrival] = {}
+        self._grads: dict[tuple[int, int], Grads | _Arrival] = {}
         self._outputs: dict[tuple[int, int], Value] = {}
-        self._rooms: dict[tuple[int, int], list[Room | None]] = {}  # for the gradients of what was sent
+        self._sent: dict[tuple[int, int], list[Room | None]] = {}  # what was sent, of which gradients will come
         self.tasks = [task for task in program.tasks() if task.device == supervisor.rank]
-        self._runs = [self._compiled(task) for task in self.tasks]
+        self._rooms = Rooms()
+        self._room_of = {} if links.varying else share_rooms(self.tasks)
+        self._runs = self.compiled()
 
     def run(self, inputs: list[Value] | None, losses: Losses, recorder: Recorder | None = None) -> None:
         self._inputs, self._losses = inputs, losses
@@ -94,7 +106,7 @@ class Walk:
             self._values.clear()
             self._grads.clear()
             self._outputs.clear()
-            self._rooms.clear()
+            self._sent.clear()
             for stage in self._stages.values():
                 stage.forget()
 
@@ -111,15 +123,19 @@ class Walk:
     def _doing(self) -> str:
         return str(self.tasks[self._at])
 
-    def _there(self, value: Any, what: Callable[[], str]) -> Any:
-        """Waits for what was asked for."""
-        if not isinstance(value, Arrival):
-            return value
+    def _there(self, value: Any, what: Callable[[], str]) -> tuple[Any, Lent | None]:
+        """Waits for what was asked for. What came from another device is lent."""
+        if not isinstance(value, _Arrival):
+            return value, None
         for ticket in value.tickets:
             self._supervisor.wait(ticket, what)
-        return value.value
+        return value.lent.value, value.lent
 
-    def _compiled(self, task: Task) -> Run:
+    def compiled(self) -> list[Run]:
+        """A callable for each task."""
+        return [self._compiled(at, task) for at, task in enumerate(self.tasks)]
+
+    def _compiled(self, at: int, task: Task) -> Run:
         stage, microbatch, part = task.stage, task.microbatch, task.part
         match task.kind:
             case Kind.F:
@@ -140,7 +156,7 @@ class Walk:
                 return lambda: of.weight(microbatch, part)
             case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
                 assert task.lane.peer is not None
-                return self._transfer(task.kind, stage, microbatch, task.lane.peer)
+                return self._transfer(at, task.kind, stage, microbatch, task.lane.peer)
             case _:
                 raise PipelineError(f"{task} cannot be run: a pipeline moves no activations to host memory")
 
@@ -151,8 +167,9 @@ class Walk:
         local = stage + 1 in self._stages and self._placed(stage + 1, microbatch) == self._placed(stage, microbatch)
 
         def forward() -> None:
+            lent = None
             if part or stage:
-                value = self._there(self._values.pop(here), lambda: f"the output of {stage - 1}F{microbatch}")
+                value, lent = self._there(self._values.pop(here), lambda: f"the output of {stage - 1}F{microbatch}")
             else:
                 assert self._inputs is not None
                 value = self._inputs[microbatch]
@@ -162,6 +179,8 @@ class Walk:
                 run(microbatch, part, value, lambda out: losses(out, microbatch))
                 return
             out = run(microbatch, part, value)
+            if lent is not None:
+                out = lent.own(out)
             if not ends:
                 self._values[here] = out
             elif local:
@@ -179,9 +198,13 @@ class Walk:
             if part == 0 and stage == self._last:
                 assert self._losses is not None
                 grads: Grads = [self._losses.seed(microbatch)]
+                lent = None
             else:
-                grads = self._there(self._grads.pop(here), lambda: f"the gradient of {stage + 1}B{microbatch}")
+                grads, lent = self._there(self._grads.pop(here), lambda: f"the gradient of {stage + 1}B{microbatch}")
             out = of.backward(microbatch, part, grads)
+            if lent is not None:
+                out = lent.own(out)
+                of.own_gradients(lent)
             if not ends:
                 self._grads[here] = out
             elif stage:
@@ -192,25 +215,26 @@ class Walk:
     def _placed(self, stage: int, microbatch: int) -> int:
         return self._program.placement.device(stage, microbatch)
 
-    def _transfer(self, kind: Kind, stage: int, microbatch: int, peer: int) -> Run:
+    def _transfer(self, at: int, kind: Kind, stage: int, microbatch: int, peer: int) -> Run:
         links, here = self._links, (stage, microbatch)
 
         def send_value() -> None:
             value = self._outputs.pop(here)
-            self._rooms[here] = rooms_of(value)
+            self._sent[here] = rooms_of(value)
             links.send(peer, value, stage)
 
         def receive_value() -> None:
-            self._values[here] = links.receive(peer, stage - 1)
+            what = links.expect(peer, stage - 1)
+            self._values[here] = self._receive(at, peer, lambda: make_room(what, links.device))
 
         def send_grads() -> None:
             grads = self._grads.pop((stage - 1, microbatch))
-            assert not isinstance(grads, Arrival)
+            assert not isinstance(grads, _Arrival)
             links.send_tensors(peer, [grad for grad in grads if grad is not None])
 
         def receive_grads() -> None:
-            grads = [None if room is None else room.empty() for room in self._rooms.pop(here)]
-            self._grads[here] = links.receive_tensors(peer, [grad for grad in grads if grad is not None], grads)
+            rooms = self._sent.pop(here)
+            self._grads[here] = self._receive(at, peer, lambda: [room and room.empty() for room in rooms])
 
         return {
             Kind.SEND_F: send_value,
@@ -218,3 +242,7 @@ class Walk:
             Kind.SEND_B: send_grads,
             Kind.RECV_B: receive_grads,
         }[kind]
+
+    def _receive(self, at: int, peer: int, make: Callable[[], Value]) -> _Arrival:
+        lent = self._rooms.take(self._room_of.get(at), make)
+        return _Arrival(lent, self._links.receive(peer, lent.tensors))

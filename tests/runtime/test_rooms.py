@@ -1,0 +1,39 @@
+"""Rooms for what arrives: never lent twice at once, and no more of them than are needed at once."""
+
+from hypothesis import given
+
+import stretto
+from strategies import plans
+from stretto.program.task import RECEIVES, Kind
+from stretto.runtime.rooms import share_rooms
+
+
+@given(plans())
+def test_a_room_is_lent_to_one_at_a_time_and_no_room_is_idle_for_good(plan: stretto.Plan) -> None:
+    program = stretto.lower(plan)
+    for rank in range(plan.devices):
+        tasks = [task for task in program.tasks() if task.device == rank]
+        rooms = share_rooms(tasks)
+        assert rooms.keys() == {at for at, task in enumerate(tasks) if task.kind in RECEIVES}
+        ends = {
+            (task.stage, task.microbatch): at
+            for at, task in enumerate(tasks)
+            if task.kind in (Kind.W, Kind.WGRAD)  # every stage's pass ends with its weight gradients
+        }
+        spans = [(at, ends[tasks[at].stage, tasks[at].microbatch], room) for at, room in rooms.items()]
+        for at, end, room in spans:
+            assert not [1 for other, until, taken in spans if taken == room and other < at <= until < end]
+            assert not [1 for other, _, taken in spans if taken == room and at < other <= end]
+        for kind, stage in {room[:2] for room in rooms.values()}:
+            of = [(at, end) for at, end, room in spans if room[:2] == (kind, stage)]
+            most = max(sum(at <= when <= end for at, end in of) for when, _ in of)
+            assert len({room for room in rooms.values() if room[:2] == (kind, stage)}) == most
+
+
+def test_in_the_steady_state_of_1f1b_rooms_are_as_many_as_microbatches_in_flight() -> None:
+    program = stretto.lower(stretto.one_f_one_b(devices=4, microbatches=32))
+    for rank, inputs in ((1, 3), (2, 2), (3, 1)):
+        tasks = [task for task in program.tasks() if task.device == rank]
+        rooms = set(share_rooms(tasks).values())
+        assert len({room for room in rooms if room[0] is Kind.RECV_F}) in (inputs, inputs + 1)  # one may come early
+        assert len({room for room in rooms if room[0] is Kind.RECV_B}) <= 2
