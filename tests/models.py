@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -421,6 +421,28 @@ def after_a_bad_loss(mesh: Any) -> tuple[str, float]:
     except stretto.PipelineError as error:
         return str(error), pipe.step(*case.batch()).loss
     return "", 0.0
+
+
+def later(mesh: Any) -> tuple[list[float], str]:
+    """Losses that are asked for only after further steps, and one that is not finite."""
+    case = Case("one_f_one_b", 2, 4)
+    factors = [1.0] * 8 + [float("nan")] + [1.0] * 3
+    pipe = pipeline(mesh, case, loss=lambda out, target: case.loss(out, target) * factors.pop(0))
+    results = [pipe.step(*case.batch(), check_finite=False) for _ in range(3)]
+    try:
+        return [result.loss for result in results[:2]], str(results[2].loss)
+    except stretto.PipelineError as error:
+        return [result.loss for result in results[:2]], str(error)
+
+
+def now_and_then_counted(mesh: Any) -> str:
+    case = Case("one_f_one_b", 2, 4)
+    kinds = [False] * 4 + [True] * 4
+    pipe = pipeline(mesh, case, loss=lambda out, target: replace(case, counted=kinds.pop(0)).loss(out, target))
+    try:
+        return str([pipe.step(*case.batch()) for _ in range(2)])
+    except stretto.PipelineError as error:
+        return str(error)
 
 
 def changing_shapes(mesh: Any, case: Case, varying: bool) -> str | float:

@@ -24,9 +24,10 @@ import stretto
 from stretto.execute.supervise import Supervisor
 from stretto.program.task import COMPUTE, Kind
 from stretto.runtime.links import Links
+from stretto.runtime.losses import Losses
 from stretto.runtime.stage import Stage
 from stretto.runtime.structure import describe
-from stretto.runtime.walk import Losses, Walk
+from stretto.runtime.walk import Walk
 
 RANKS, WIDTH, ROWS = 4, 8, 4
 SCHEDULES: dict[str, tuple[Callable[..., stretto.Plan], type[Any]]] = {

@@ -15,7 +15,9 @@ from models import (
     after_a_bad_loss,
     changing_shapes,
     evaluate,
+    later,
     load,
+    now_and_then_counted,
     order,
     plain,
     refused,
@@ -237,3 +239,15 @@ def test_shapes_that_change_are_declared(ranks: Ranks) -> None:
     inputs, targets = case.batch()
     expected = float(case.loss(model(inputs[:, :3]), targets[:, :3]).detach())
     assert losses == pytest.approx([expected] * 2, rel=1e-12)
+
+
+def test_losses_may_be_asked_for_later(ranks: Ranks) -> None:
+    expected, _ = plain(Case("one_f_one_b", 2, 4))
+    for losses, error in ranks.run(later, 2):
+        assert losses == pytest.approx([expected, expected], rel=1e-12)
+        assert error == "the loss of microbatch 0 is not finite"
+
+
+def test_a_loss_that_counts_now_and_then_is_refused(ranks: Ranks) -> None:
+    for said in ranks.run(now_and_then_counted, 2):
+        assert "the loss gives a sum and a count in some steps only" in said

@@ -5,7 +5,7 @@ import hashlib
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -26,12 +26,13 @@ from stretto.program.program import Program
 from stretto.runtime.draws import Draw
 from stretto.runtime.groups import Groups
 from stretto.runtime.links import Links
+from stretto.runtime.losses import Losses, Total
 from stretto.runtime.microbatches import cut
 from stretto.runtime.record import Recorder
 from stretto.runtime.replicas import Replicas
 from stretto.runtime.stage import Phased, Stage, anatomy_of
 from stretto.runtime.structure import Value
-from stretto.runtime.walk import Losses, Walk
+from stretto.runtime.walk import Walk
 from stretto.schedules.forward_only import forward_only
 from stretto.timeline import Timeline
 
@@ -41,30 +42,18 @@ Loss = Callable[[Value, Value], Tensor | tuple[Tensor, Tensor | int]]
 class StepResult:
     """What a step gives, on every rank."""
 
-    def __init__(self, loss: float, timeline: Timeline | None = None) -> None:
-        self.loss = loss
-        """The mean over the microbatches, or over all that (sum, count) losses counted."""
+    def __init__(self, total: Total, timeline: Timeline | None = None) -> None:
+        self._total = total
         self.timeline = timeline
         """When every task of every rank ran, in seconds; on rank 0, of a step that was recorded."""
 
+    @property
+    def loss(self) -> float:
+        """The mean over the microbatches, or over all that (sum, count) losses counted. Waits until it is known."""
+        return self._total.mean
+
     def __repr__(self) -> str:
         return f"StepResult(loss={self.loss:g})"
-
-
-@dataclass(frozen=True, slots=True)
-class _Total:
-    """The losses of all ranks."""
-
-    sum: float
-    count: float
-    counted: bool
-    bad: int
-    """A microbatch whose loss is not finite, −1 if there is none."""
-
-    def mean(self) -> float:
-        if self.bad >= 0:
-            raise PipelineError(f"the loss of microbatch {self.bad} is not finite")
-        return self.sum / self.count
 
 
 class Pipeline:
@@ -134,17 +123,25 @@ class Pipeline:
         self._replicas.start_equal()
         self._walk = Walk(self.program, self._supervisor, self._stages, self._links)
         self._evaluation: Walk | None = None
+        self._counted: bool | None = None  # whether the loss gives a sum and a count, once a step has shown it
         self._draw = Draw(run=seed, replica=self._groups.number)
 
     def step(
-        self, inputs: Any = None, targets: Any = None, *, accumulate: bool = False, record: bool = False
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        accumulate: bool = False,
+        record: bool = False,
+        check_finite: bool = True,
     ) -> StepResult:
         """Run one step: forwards, backwards, gradients in the parameters' `.grad`.
 
         Inputs and targets are given whole (a tensor, tuple or dict, cut along the first dimension) or as a list or
         iterator of microbatches, on the ranks that need them: inputs where the first stage lives, targets where the
         last one does. Gradients replace those of the step before, or are added to them with `accumulate`. With
-        `record`, on all ranks alike, the result has the measured timeline.
+        `record`, on all ranks alike, the result has the measured timeline. A loss that is not finite is an error, named
+        with its microbatch; without `check_finite` only once the loss is asked for, and until then nobody waits for it.
         """
         trained = self._trained()
         with self._supervisor.guarding():
@@ -161,12 +158,15 @@ class Pipeline:
             timeline = recorder.gathered(self.program, self._group, self._settle) if recorder is not None else None
             self._replicas.sum_gradients(self._together)
             total = self._total(losses)
+            count = self._count(losses, total, wait=check_finite)
         for parameter in trained:
-            if parameter.grad is not None and total.counted:
-                parameter.grad /= total.count
+            if parameter.grad is not None and count is not None:
+                parameter.grad /= count
             _finish(parameter, before.get(parameter))
         self._draw = replace(self._draw, step=self._draw.step + 1)
-        return StepResult(total.mean(), timeline)
+        if check_finite:
+            _ = total.mean
+        return StepResult(total, timeline)
 
     @torch.no_grad()
     def eval_step(self, inputs: Any = None, targets: Any = None) -> StepResult:
@@ -179,7 +179,9 @@ class Pipeline:
             self._evaluation.run(given, losses)
             self._links.settle()
             total = self._total(losses)
-        return StepResult(total.mean())
+            total.wait()
+        _ = total.mean
+        return StepResult(total)
 
     def close(self) -> None:
         """Let go of connections and threads. A pipeline that failed, or was closed, runs nothing more."""
@@ -338,12 +340,20 @@ class Pipeline:
     def _losses(self, targets: Any) -> Losses:
         return Losses(self._loss, self._given(targets, "targets", self.plan.stages - 1), self.plan.microbatches)
 
-    def _total(self, losses: Losses) -> _Total:
-        sums = torch.tensor([losses.total, losses.count], dtype=torch.float64, device=self._device)
-        most = torch.tensor([losses.not_finite(), int(losses.counted)], device=self._device)
-        self._together(sums, self._group, dist.ReduceOp.SUM)
-        self._together(most, self._group, dist.ReduceOp.MAX)
-        return _Total(float(sums[0]), float(sums[1]), bool(most[1]), int(most[0]))
+    def _count(self, losses: Losses, total: Total, *, wait: bool) -> Tensor | None:
+        """What gradients are to be divided by, if by anything. Only the first step must wait to know that."""
+        first = self._counted is None
+        counted = total.counted if wait or first else losses.counted if losses.here else self._counted
+        if first:
+            self._counted = counted
+        elif counted != self._counted:
+            raise PipelineError("the loss gives a sum and a count in some steps only; it must in all or none")
+        return total.count() if counted else None
+
+    def _total(self, losses: Losses) -> Total:
+        table = losses.table(self._device)
+        work = dist.all_reduce(table, group=self._group, async_op=True)
+        return Total(table, lambda: self._settle(work, table) if work is not None else None)
 
 
 def _even_costs(stages: Sequence[Sequence[Layer]]) -> Costs:

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.program.phases import Anatomy, Layer, Phase
 from stretto.runtime.draws import Draw, draws
-from stretto.runtime.rooms import Lent
 from stretto.runtime.segments import Grads, Segment, run_segment
 from stretto.runtime.sites import Sites, Table
 from stretto.runtime.split_backward import Closure, Deferral
@@ -70,7 +69,9 @@ class Stage:
         self._functions = self._parts(anatomy)
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
         self._passes: dict[int, _Pass] = {}
-        self._without: list[nn.Parameter] = []  # parameters that have no gradient yet
+        late = {id(parameter) for layer in self.deferral.layers for parameter in layer.parameters()}
+        self._early = [p for p in self._module.parameters() if p.requires_grad and id(p) not in late]
+        self._without = self._early.copy()  # of these, the ones that have no gradient yet
         self.draw = Draw()
 
     def forward(self, microbatch: int, part: int, value: Value, loss: Callable[[Value], Value] | None = None) -> Value:
@@ -111,6 +112,8 @@ class Stage:
         going.segments[at] = None
         with self.deferral.into(self._closures(going, at)):
             out = segment.backward(grads)
+        if self._without:
+            self._own_gradients()
         if at == 0 and self.index > 0:  # what was not used has a gradient too: nothing
             out = [
                 room.zeros() if grad is None and room else grad for grad, room in zip(out, going.inputs, strict=True)
@@ -127,19 +130,21 @@ class Stage:
         if part == len(going.closures) - 1 and all(segment is None for segment in going.segments):
             del self._passes[microbatch]
 
-    def own_gradients(self, lent: Lent) -> None:
-        """A parameter's first gradient may be part of what the backward was given; if that is lent, it is copied."""
-        if self._without:
-            first = [parameter for parameter in self._without if parameter.grad is not None]
-            for parameter in first:
-                parameter.grad = lent.own(parameter.grad)
-            if first:
-                self._without = [parameter for parameter in self._without if parameter.grad is None]
+    def _own_gradients(self) -> None:
+        """Copy parameters' first gradients: autograd may take one for its own that others still hold, to send it, say,
+        or to make a weight gradient of, and would then add to it in place.
+        """
+        first = [parameter for parameter in self._without if parameter.grad is not None]
+        for parameter in first:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.clone()
+        if first:
+            self._without = [parameter for parameter in self._without if parameter.grad is None]
 
     def begin(self, draw: Draw) -> None:
         """Begin a step, with these random numbers and no gradients."""
         self.draw = draw
-        self._without = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        self._without = self._early.copy()
 
     def forget(self) -> None:
         """Drop all that is under way."""

@@ -4,15 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from stretto.execute.lanes import Ticket
 from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind, Task
 from stretto.runtime.links import Links
+from stretto.runtime.losses import Losses
 from stretto.runtime.record import Recorder
 from stretto.runtime.rooms import Lent, Rooms, share_rooms
 from stretto.runtime.segments import Grads
@@ -20,47 +18,6 @@ from stretto.runtime.stage import Stage
 from stretto.runtime.structure import Room, Value, make_room, rooms_of
 
 Run = Callable[[], None]
-
-
-class Losses:
-    """The losses of a step's microbatches on this rank."""
-
-    def __init__(self, function: Callable[[Value, Value], Any], targets: list[Value] | None, microbatches: int) -> None:
-        self._function, self._targets, self._microbatches = function, targets, microbatches
-        self._sums: dict[int, Tensor] = {}
-        self._counts: dict[int, float] = {}
-        self._seed: Tensor | None = None
-        self.counted = False
-        """Whether the loss gives a sum and a count; gradients are then divided by the step's total."""
-
-    def __call__(self, output: Value, microbatch: int) -> Tensor:
-        assert self._targets is not None
-        loss = self._function(output, self._targets[microbatch])
-        if isinstance(loss, tuple):
-            loss, count = loss
-            self.counted = True
-            self._counts[microbatch] = float(count)
-        self._sums[microbatch] = loss.detach()
-        return loss  # type: ignore[no-any-return]
-
-    def seed(self, microbatch: int) -> Tensor:
-        """The gradient that a microbatch's backward begins with."""
-        if self._seed is None:
-            loss = self._sums[microbatch]
-            self._seed = torch.full_like(loss, 1.0 if self.counted else 1 / self._microbatches)
-        return self._seed
-
-    @property
-    def total(self) -> float:
-        return float(sum(float(loss) for loss in self._sums.values()))
-
-    @property
-    def count(self) -> float:
-        return sum(self._counts.values()) if self.counted else float(len(self._sums))
-
-    def not_finite(self) -> int:
-        """The first microbatch whose loss is not finite, −1 if there is none."""
-        return next((k for k, loss in sorted(self._sums.items()) if not bool(torch.isfinite(loss))), -1)
 
 
 @dataclass(slots=True)
@@ -204,7 +161,6 @@ class Walk:
             out = of.backward(microbatch, part, grads)
             if lent is not None:
                 out = lent.own(out)
-                of.own_gradients(lent)
             if not ends:
                 self._grads[here] = out
             elif stage:
