@@ -231,6 +231,8 @@ BAD = {
         ["simulate", "gpipe", "--cost", "activation_bytes=1,offload_bytes=2"],
         "offload_bytes and recompute_bytes are parts of activation_bytes, but exceed them on stage 0 (2 > 1)",
     ),
+    "fit of nothing": (["compare", "1f1b", "--fit"], "--fit goes with a .trace.json, and --cores with --fit"),
+    "cores of nothing": (["compare", "plan.trace.json", "--cores", "2"], "--cores with --fit"),
     "no trace": (["show", "bad.trace.json"], "bad.trace.json: not a trace of Stretto's"),
     "missing trace": (["show", "none.trace.json"], "cannot read none.trace.json: No such file or directory"),
     "layers of a trace": (["show", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),
@@ -352,6 +354,16 @@ def test_offload_and_recompute_from_the_command_line() -> None:
     assert kept["makespan"] == moved["makespan"] < both["makespan"]
     assert [found["devices"][0]["peak_bytes"] for found in (kept, moved, both)] == [120, 30, 27]
     assert moved["devices"][0]["exposed_copy"] == 0
+
+
+def test_compare_says_how_far_off_a_simulation_with_fitted_costs_is(tmp_path: Path) -> None:
+    run("show", "1f1b", "--cost", "F=1,I=2,W=1", "-o", "mine.trace.json", cwd=tmp_path)
+    done = run("compare", "mine.trace.json", "--fit", cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "mine.trace.json: a simulation with the costs fitted to it is +0.0% off"
+    shared = run("compare", "mine.trace.json", "--fit", "--cores", "2", "--json", cwd=tmp_path)
+    alone, fitted = json.loads(shared.stdout)
+    assert fitted["name"] == "mine.trace.json, fitted"
+    assert fitted["makespan"] > alone["makespan"]
 
 
 def test_compare_draws_and_takes_traces(tmp_path: Path) -> None:

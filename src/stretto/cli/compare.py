@@ -27,11 +27,13 @@ from stretto.cli.inputs import (
     read_costs,
     training_of,
 )
-from stretto.costs import Costs
+from stretto.costs import Costs, Shared
 from stretto.draw import draw_comparison
 from stretto.ir.errors import PlanError, StrettoError
 from stretto.schedules.catalogue import SCHEDULES, schedule_named
+from stretto.simulate import simulate
 from stretto.timeline import Timeline
+from stretto.timeline import fit as fit_costs
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -67,6 +69,13 @@ def compare(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Draw them all on one scale, as .svg or .png.")
     ] = None,
+    fit: Annotated[
+        bool,
+        typer.Option("--fit", help="Also simulate each trace with costs fitted to it, and say how far off that is."),
+    ] = False,
+    cores: Annotated[
+        int | None, typer.Option(min=1, help="With --fit: the devices were processes that shared this many cores.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compare schedules at the same sizes and costs.
@@ -76,7 +85,7 @@ def compare(
     the step, in span the worst device's within its own first start and last end; activations, I to W
     (between the two), params, exposed (transfer time not hidden), comm (the same of dispatch and
     combine), copy (of copies to and from host memory) and bytes are the worst device's.
-    A .trace.json is compared as it is.
+    A .trace.json is compared as it is; with --fit, so is what a simulation makes of the costs that it shows.
     What cannot be made at these sizes is named below the table.
 
     Examples:
@@ -86,7 +95,11 @@ def compare(
       stretto compare 1f1b zb_h1 dualpipe mine.csv -d 8 -m 32 --cost F=1,B=2,FB=2.6
 
       stretto compare -d 8 -m 32 -o compared.png
+
+      stretto compare measured.trace.json --fit --cores 2
     """
+    if (fit and not any(map(is_trace, names or []))) or (cores is not None and not fit):
+        raise PlanError("--fit goes with a .trace.json, and --cores with --fit")
     table = read_costs(cost, costs)
     if output is not None and output.suffix.lower() not in (".svg", ".png"):
         raise PlanError(f"-o draws .svg or .png (got {output})")
@@ -103,6 +116,8 @@ def compare(
                 if names:
                     raise type(error)(reason) from None
                 refused.append(reason)
+    fitted = {name: _fitted(timeline, cores) for name, timeline in timelines.items() if fit and is_trace(name)}
+    timelines |= {f"{name}, fitted": timeline for name, timeline in fitted.items()}
     rows = [_compared(name, timeline, table) for name, timeline in timelines.items()]
     ranked = sorted(rows, key=lambda row: row.makespan)
     if output is not None:
@@ -112,10 +127,20 @@ def compare(
         out.print(msgspec.json.format(msgspec.json.encode(rows)).decode())
     else:
         _print(ranked)
+        for name, timeline in fitted.items():
+            off = timeline.makespan / timelines[name].makespan - 1
+            out.print(f"{name}: a simulation with the costs fitted to it is {off:+.1%} off")
         if output is not None:
             out.print(f"wrote {output}")
     for reason in refused:
         err.print(f"left out: {reason}")
+
+
+def _fitted(timeline: Timeline, cores: int | None) -> Timeline:
+    """What a simulation makes of a timeline's program, with costs fitted to its times."""
+    program = timeline.program
+    shared = {} if cores is None else {"cores": Shared(cores, {"compute": 1}, devices=program.devices)}
+    return simulate(program, msgspec.structs.replace(fit_costs(timeline), shared=shared))
 
 
 def _targets(names: list[str], sizes: Sizes) -> list[tuple[str, Sizes]]:
