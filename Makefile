@@ -23,6 +23,7 @@ check: .venv/dev
 bench: .venv/test
 	$(BIN)/python benchmarks/simulate/run.py
 	$(BIN)/python benchmarks/runtime/run.py --repeat 100
+	$(BIN)/python benchmarks/runtime/four_ranks.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
