@@ -15,8 +15,9 @@ Job = Callable[..., Any]
 class Ranks:
     """Processes that wait for jobs. A job is a function of an importable module, run on each with its rank."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, backend: str = "gloo", device: str = "cpu") -> None:
         self._count, self._number = count, 0
+        self._over = backend, device
         self._folder = tempfile.TemporaryDirectory()
         self._start()
 
@@ -25,13 +26,19 @@ class Ranks:
         self._jobs = [context.Queue() for _ in range(self._count)]
         self._results: Any = context.Queue()
         self._processes = [
-            context.Process(target=_serve, args=(rank, self._jobs[rank], self._results), daemon=True)
+            context.Process(target=_serve, args=(rank, self._jobs[rank], self._results, *self._over), daemon=True)
             for rank in range(self._count)
         ]
         for process in self._processes:
             process.start()
 
-    def run(self, job: Job, count: int, *arguments: Any, timeout: float = 120) -> list[Any]:
+    def run(
+        self,
+        job: Job,
+        count: int,
+        *arguments: Any,
+        timeout: float = float(os.environ.get("STRETTO_TEST_SECONDS", "120")),
+    ) -> list[Any]:
         """The result of each rank; raises if one fails or is not done in time, and begins anew with fresh processes."""
         self._number += 1
         meeting = Path(self._folder.name) / str(self._number)
@@ -65,27 +72,34 @@ class Ranks:
             process.join()
 
 
-def _serve(rank: int, jobs: Any, results: Any) -> None:
+def _serve(rank: int, jobs: Any, results: Any, backend: str, device: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
+
+    if backend != "gloo":
+        import stretto.onegpu  # noqa: F401  (registers the backends)
+    if device == "cuda":
+        torch.cuda.set_device(0)
 
     torch.set_num_threads(1)
     while True:
         job, _, count, meeting, arguments = jobs.get()
         try:
-            results.put((rank, False, _together(job, rank, count, meeting, arguments)))
+            results.put((rank, False, _together(job, rank, count, meeting, arguments, backend, device)))
         except BaseException:
             results.put((rank, True, traceback.format_exc()))
 
 
-def _together(job: Job, rank: int, count: int, meeting: str, arguments: tuple[Any, ...]) -> Any:
+def _together(
+    job: Job, rank: int, count: int, meeting: str, arguments: tuple[Any, ...], backend: str, device: str
+) -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=count)
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=count)
     dist.barrier()  # a rank that is done at once must not leave while another is still connecting
     try:
-        mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("pp",))
+        mesh = init_device_mesh(device, (count,), mesh_dim_names=("pp",))
         return job(mesh["pp"], *arguments)
     finally:
         dist.destroy_process_group()

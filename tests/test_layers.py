@@ -5,7 +5,20 @@ from pathlib import Path
 
 import stretto
 
-ROOMS = ["ir", "schedules", "costs", "program", "timeline", "check", "simulate", "draw", "execute", "runtime", "cli"]
+ROOMS = [
+    "ir",
+    "schedules",
+    "costs",
+    "program",
+    "timeline",
+    "check",
+    "simulate",
+    "draw",
+    "execute",
+    "runtime",
+    "onegpu",
+    "cli",
+]
 SOURCE = Path(stretto.__file__).parent
 
 

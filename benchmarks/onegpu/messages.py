@@ -1,0 +1,111 @@
+"""Messages between ranks that share a GPU: GB/s at 64 MiB and the time of a small one, by their streams' clocks.
+
+Messages are begun one after the other and waited for in the end, as a pipeline does. The peer is the plain thing: the
+same bytes copied from the other process's memory, opened beforehand, without any signal. Run by torchrun, or by `stretto onegpu run --devices 4 benchmarks/onegpu/messages.py`.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import stretto.onegpu
+from stretto.onegpu import driver
+
+SIZE, ROUNDS, REPEAT = 64 * 2**20, 20, 9
+Round = Callable[[], Any]
+
+
+def stream_seconds(run: Round, rounds: int) -> float:
+    """How long a round takes by the slowest rank's stream, with all queued before it begins; the median of many."""
+    found = []
+    for _ in range(REPEAT):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda._sleep(100_000_000)  # about 50 ms
+        start.record()
+        for work in [run() for _ in range(rounds)]:
+            if work is not None:
+                work.wait()
+        end.record()
+        while not end.query():
+            time.sleep(0.001)
+        took = torch.tensor(start.elapsed_time(end) / 1e3 / rounds)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        found.append(float(took))
+    return statistics.median(found)
+
+
+def main() -> None:
+    dist.init_process_group("onegpu")
+    torch.cuda.set_device(0)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    source = torch.full((SIZE,), rank, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    handles: list[tuple[bytes, int]] = [(b"", 0)] * ranks
+    dist.all_gather_object(handles, driver.share(source.data_ptr()))
+    opened = {peer: driver.open_shared(it[0]) + it[1] for peer, it in enumerate(handles) if peer != rank}
+    stream = torch.cuda.current_stream().cuda_stream
+    share = SIZE // ranks
+
+    def send() -> Any:
+        if rank == 0:
+            return dist.isend(source, 1)
+        return dist.irecv(target, 0) if rank == 1 else None
+
+    def plain_send() -> None:
+        if rank == 1:
+            driver.copy(stream, target.data_ptr(), opened[0], SIZE)
+
+    def broadcast() -> Any:
+        return dist.broadcast(source if rank == 0 else target, 0, async_op=True)
+
+    def plain_broadcast() -> None:
+        if rank:
+            driver.copy(stream, target.data_ptr(), opened[0], SIZE)
+
+    def all_to_all() -> Any:
+        return dist.all_to_all_single(target, source, async_op=True)
+
+    def plain_all_to_all() -> None:
+        for peer, place in opened.items():
+            driver.copy(stream, target.data_ptr() + peer * share, place + rank * share, share)
+        target[rank * share : (rank + 1) * share].copy_(source[rank * share : (rank + 1) * share])
+
+    small = torch.zeros(256, device="cuda")
+
+    def ping() -> None:
+        if rank == 0:
+            dist.send(small, 1)
+            dist.recv(small, 1)
+        elif rank == 1:
+            dist.recv(small, 0)
+            dist.send(small, 0)
+
+    if rank == 0:
+        print(f"{ranks} ranks, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}\n")
+        print("| 64 MiB | ours, GB/s | plain copy, GB/s | ratio |\n|---|---|---|---|", flush=True)
+    moved = {"send/recv": SIZE, "broadcast": SIZE * (ranks - 1), "all-to-all": SIZE * (ranks - 1)}
+    pairs = ((send, plain_send), (broadcast, plain_broadcast), (all_to_all, plain_all_to_all))
+    for (name, count), (ours, plain) in zip(moved.items(), pairs, strict=True):
+        stream_seconds(ours, ROUNDS)
+        mine, theirs = stream_seconds(ours, ROUNDS), stream_seconds(plain, ROUNDS)
+        if rank == 0:
+            print(
+                f"| {name} | {count / mine / 1e9:.0f} | {count / theirs / 1e9:.0f} | {theirs / mine:.2f} |", flush=True
+            )
+    stream_seconds(ping, 50)
+    took = stream_seconds(ping, 50) / 2
+    if rank == 0:
+        print(f"\n1 KiB, one way: {took * 1e6:.1f} µs", flush=True)
+    assert stretto.onegpu
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""The process in the middle: it brings both sides of each message together and has the device copy it.
+
+Ranks say where their bytes lie and let their streams raise a flag when they get there. Once both flags are up, the broker
+queues the copy and, behind it, a third flag that the ranks' streams wait for. It has its own context on the device, so that
+nothing a rank's host does, such as the loading of a kernel that first waits for all its streams, can keep a message from
+being moved; and no stream of its own ever waits, so that messages cannot hold each other up.
+"""
+
+import contextlib
+import os
+import selectors
+import socket
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from stretto.onegpu import driver
+from stretto.onegpu.board import BLOCKS, EVER, Board
+from stretto.onegpu.model import LinkModel
+from stretto.onegpu.wire import Bye, Failed, Here, Join, Joined, Leave, Links, Message, Place, Taken, hear, tell
+
+_LOOKS = 16  # at the flags, for each at what ranks say
+
+
+@dataclass(slots=True)
+class _Channel:
+    """From one rank of a group to another."""
+
+    block: int
+    sends: deque[tuple[Place, int]] = field(default_factory=deque)
+    wants: deque[Place] = field(default_factory=deque)
+    matched: deque[tuple[Place, Place]] = field(default_factory=deque)
+    """On the device: both sides are known, but have not both raised their flags."""
+    flying: deque[tuple[int, float]] = field(default_factory=deque)
+    """Messages whose link takes time: their number, and when they may arrive."""
+    stream: int = 0
+
+
+@dataclass(slots=True)
+class _Group:
+    size: int
+    first: int
+    members: dict[int, socket.socket] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+    channels: dict[tuple[int, int], _Channel] = field(default_factory=dict)
+    model: LinkModel | None = None
+    failed: str = ""
+
+    def channel(self, source: int, target: int) -> _Channel:
+        return self.channels.setdefault((source, target), _Channel(self.first + source * self.size + target))
+
+
+class Broker:
+    def __init__(self, server: socket.socket) -> None:
+        self._server = server
+        self._board = Board()
+        self._groups: dict[str, _Group] = {}
+        self._free: dict[int, list[int]] = {}
+        self._blocks = 0
+        self._context: driver.Context | None = None
+        self._opened: dict[bytes, int] = {}
+        self._watched: dict[int, tuple[str, _Group, _Channel]] = {}  # channels with flags or clocks to look at
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        self._connections: set[socket.socket] = set()
+
+    def serve(self) -> None:
+        """Until all ranks have gone, or none has come within a minute."""
+        begin, met = time.monotonic(), False
+        while self._connections or (not met and time.monotonic() - begin < 60):
+            for key, _ in self._selector.select(0 if self._watched else 1.0):
+                if key.fileobj is self._server:
+                    connection, _ = self._server.accept()
+                    tell(connection, Bye(), self._board.file)
+                    self._selector.register(connection, selectors.EVENT_READ)
+                    self._connections.add(connection)
+                    met = True
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._hear(key.fileobj)
+            for _ in range(_LOOKS):
+                self._look()
+
+    def _hear(self, connection: socket.socket) -> None:
+        message, file = hear(connection)
+        if message is None or isinstance(message, Bye):
+            self._selector.unregister(connection)
+            self._connections.discard(connection)
+            connection.close()
+            self._gone(connection, in_peace=message is not None)
+        else:
+            self._act(connection, message, file)
+
+    def _act(self, connection: socket.socket, message: Message, file: int) -> None:
+        if isinstance(message, Join):
+            self._join(connection, message)
+            return
+        group = self._groups.get(message.group)  # type: ignore[union-attr]
+        rank = next((rank for rank, it in group.members.items() if it is connection), -1) if group else -1
+        if group is None or rank < 0:
+            return
+        match message:
+            case Place():
+                self._place(message.group, group, rank, message, file)
+            case Taken():
+                self._say(group.members[message.peer], Taken(message.group, rank, message.number))
+            case Failed():
+                self._fail(message.group, group, message.why)
+            case Links():
+                group.model = message.model
+            case Leave():
+                self._leave(message.group, group, rank)
+
+    def _join(self, connection: socket.socket, message: Join) -> None:
+        group = self._groups.get(message.group)
+        if group is None:
+            self._groups[message.group] = group = _Group(message.size, self._allot(message.size))
+        group.members[message.rank] = connection
+        self._say(connection, Joined(message.group, group.first))
+
+    def _allot(self, size: int) -> int:
+        if self._free.get(size):
+            return self._free[size].pop()
+        first = self._blocks
+        self._blocks += size * size
+        return first if self._blocks <= BLOCKS else -1
+
+    def _place(self, name: str, group: _Group, rank: int, place: Place, file: int) -> None:
+        channel = group.channel(rank, place.peer) if place.sends else group.channel(place.peer, rank)
+        if place.sends:
+            channel.sends.append((place, file))
+        else:
+            channel.wants.append(place)
+        target = place.peer if place.sends else rank
+        while channel.sends and channel.wants and not group.failed:
+            (sent, file), wanted = channel.sends.popleft(), channel.wants.popleft()
+            source = wanted.peer
+            if sent.count != wanted.count or (sent.device < 0) != (wanted.device < 0):
+                where = ["the device" if it.device >= 0 else "the host" for it in (sent, wanted)]
+                self._fail(
+                    name,
+                    group,
+                    f"rank {source} sent {sent.count} bytes on {where[0]} as message {sent.number} to rank {target}, "
+                    f"which expected {wanted.count} on {where[1]}",
+                )
+            elif sent.device >= 0:
+                channel.matched.append((sent, wanted))
+                self._watched[channel.block] = name, group, channel
+            else:
+                self._say(group.members[target], Here(name, source, sent.number), file)
+            if file >= 0:
+                os.close(file)
+
+    def _look(self) -> None:
+        """Copy what both sides are ready for, and let arrive what has had its link's time."""
+        board = self._board
+        for block, (name, group, channel) in list(self._watched.items()):
+            while channel.matched:
+                sent, wanted = channel.matched[0]
+                up = (board.read(board.ready(block, sent.number, sender=it)) > sent.number for it in (True, False))
+                if not all(up):
+                    break
+                channel.matched.popleft()
+                try:
+                    self._copy(group, channel, sent, wanted)
+                except driver.DriverError as error:
+                    self._fail(name, group, f"the broker could not move a message from rank {wanted.peer}: {error}")
+            while channel.flying and time.perf_counter() >= channel.flying[0][1]:
+                board.write(board.go(block), channel.flying.popleft()[0] + 1)
+            if not channel.matched and not channel.flying:
+                self._watched.pop(block, None)
+
+    def _copy(self, group: _Group, channel: _Channel, sent: Place, wanted: Place) -> None:
+        board, number = self._board, sent.number
+        if self._context is None:
+            self._context = driver.Context(sent.device)
+        if not channel.stream:
+            channel.stream = self._context.stream()
+        if sent.count:
+            driver.copy(channel.stream, self._open(wanted), self._open(sent), sent.count)
+        if group.model is not None:
+            driver.wait_value(channel.stream, board.address(board.go(channel.block)), number + 1)
+            begin = max(time.perf_counter(), channel.flying[-1][1] if channel.flying else 0.0)
+            channel.flying.append((number, begin + group.model.seconds(sent.count)))
+        driver.write_value(channel.stream, board.address(board.done(channel.block)), number + 1)
+
+    def _open(self, place: Place) -> int:
+        found = self._opened.get(place.handle)
+        if found is None:
+            found = self._opened[place.handle] = driver.open_shared(place.handle)
+        return found + place.offset
+
+    def _fail(self, name: str, group: _Group, why: str) -> None:
+        """Tell all members, and let go of every stream that waits."""
+        if group.failed:
+            return
+        group.failed = why
+        for connection in group.members.values():
+            self._say(connection, Failed(name, why))
+        for source in range(group.size):
+            for target in range(group.size):
+                channel = group.channel(source, target)
+                self._watched.pop(channel.block, None)
+                self._board.write(self._board.go(channel.block), EVER)
+                if channel.stream:
+                    driver.synchronize(channel.stream)
+                self._board.write(self._board.done(channel.block), EVER)
+
+    def _leave(self, name: str, group: _Group, rank: int) -> None:
+        group.left.add(rank)
+        if len(group.left) == group.size:
+            for channel in group.channels.values():
+                if channel.stream:
+                    driver.synchronize(channel.stream)
+            for block in range(group.first, group.first + group.size**2):
+                self._board.clear(block)
+            self._free.setdefault(group.size, []).append(group.first)
+            del self._groups[name]
+
+    def _gone(self, connection: socket.socket, *, in_peace: bool) -> None:
+        for name, group in list(self._groups.items()):
+            for rank, it in list(group.members.items()):
+                if it is connection:
+                    if rank not in group.left:
+                        self._fail(name, group, f"rank {rank} {'has left' if in_peace else 'died'}")
+                    self._leave(name, group, rank)
+
+    def _say(self, connection: socket.socket, message: Message, file: int = -1) -> None:
+        with contextlib.suppress(OSError):  # one that is gone will be found to be
+            tell(connection, message, file)
+
+
+def main() -> None:
+    """The listening socket is handed down as a file."""
+    server = socket.socket(fileno=int(sys.argv[1]))
+    Broker(server).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""A rank's side: it tells the broker where bytes lie, and knows how far its messages have got."""
+
+import atexit
+import contextlib
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stretto.onegpu import driver
+from stretto.onegpu.board import RING, Board
+from stretto.onegpu.model import LinkModel
+from stretto.onegpu.wire import Bye, Failed, Here, Join, Joined, Leave, Links, Message, Place, Taken, hear, tell
+
+_WINDOW = 64  # messages on the host that a channel's sender may be ahead of its receiver
+
+
+class GroupError(RuntimeError):
+    """A group cannot go on: a rank is gone, stands still, or wants something else than the others."""
+
+
+@dataclass(eq=False, slots=True)
+class Move:
+    """One side of a message."""
+
+    engine: "Engine"
+    block: int
+    peer: int
+    number: int
+    sends: bool
+    tensor: Tensor
+    """Kept until the move has ended."""
+    deadline: float
+    _ended: bool = False
+
+    def end(self) -> None:
+        self._ended = True
+
+    @property
+    def ended(self) -> bool:
+        if not self._ended and self.tensor.is_cuda:
+            board = self.engine.board
+            self._ended = board.read(board.done(self.block)) > self.number
+        return self._ended
+
+    def hold_back(self) -> None:
+        """Whatever comes next on the current stream waits for it."""
+        if not self.ended:
+            board = self.engine.board
+            stream = torch.cuda.current_stream().cuda_stream
+            driver.wait_value(stream, board.address(board.done(self.block)), self.number + 1)
+
+
+class Member:
+    """This process's part in a group."""
+
+    def __init__(self, engine: "Engine", name: str, rank: int, size: int, first: int, seconds: float) -> None:
+        self._engine, self.name, self.rank, self._size = engine, name, rank, size
+        self._first, self._seconds = first, seconds
+        self._counts: dict[tuple[int, bool], int] = {}
+        self._under_way: deque[Move] = deque()
+        self._waiting: dict[tuple[int, bool, int], Move] = {}
+        """On the host: by peer, direction and number."""
+        self._begin = threading.Lock()
+        self.error: str | None = None
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise GroupError(self.error)
+
+    def send(self, tensor: Tensor, peer: int) -> Move:
+        """Offer a tensor to a rank."""
+        return self._moved(tensor.contiguous(), peer, sends=True)
+
+    def receive(self, tensor: Tensor, peer: int) -> Move:
+        """Take a tensor from a rank."""
+        if not tensor.is_contiguous():
+            raise ValueError("a tensor to be received must be contiguous")
+        return self._moved(tensor, peer, sends=False)
+
+    def wait(self, move: Move) -> None:
+        """Until a move has ended, on the host."""
+        with self._engine.changed:
+            while not move.ended:
+                self.check()
+                self._engine.changed.wait(0.05)
+        self.check()
+
+    def model_links(self, model: LinkModel | None) -> None:
+        self._engine.tell(Links(self.name, model))
+
+    def fail(self, why: str, *, tell: bool = True) -> None:
+        """The group cannot go on; the first reason counts."""
+        with self._engine.changed:
+            if self.error is None:
+                self.error = why
+                if tell:
+                    self._engine.tell(Failed(self.name, why))
+            self._engine.changed.notify_all()
+
+    def watch(self) -> None:
+        """Give up on what has taken too long."""
+        now = time.monotonic()
+        for move in list(self._under_way):
+            if self.error is None and now > move.deadline and not move.ended:
+                verb = "take" if move.sends else "send"
+                self.fail(
+                    f"rank {self.rank} has waited {self._seconds:g} s for rank {move.peer} to {verb} message {move.number}"
+                )
+
+    def here(self, peer: int, number: int, file: int) -> None:
+        """What a receive waits for lies in a file."""
+        move = self._waiting.pop((peer, False, number), None)
+        if move is not None:
+            _read(file, move.tensor)
+            self._engine.tell(Taken(self.name, peer, number))
+            move.end()
+
+    def taken(self, peer: int, number: int) -> None:
+        move = self._waiting.pop((peer, True, number), None)
+        if move is not None:
+            move.end()
+
+    def _moved(self, tensor: Tensor, peer: int, *, sends: bool) -> Move:
+        with self._begin:
+            self.check()
+            number = self._counts.get((peer, sends), 0)
+            source, target = (self.rank, peer) if sends else (peer, self.rank)
+            block = self._first + source * self._size + target
+            move = Move(self._engine, block, peer, number, sends, tensor, time.monotonic() + self._seconds)
+            place = Place(self.name, peer, number, sends, tensor.nbytes)
+            if tensor.is_cuda:
+                self._on_device(move, place)
+            else:
+                self._on_host(move, place)
+            self._counts[peer, sends] = number + 1
+            self._keep(move)
+        return move
+
+    def _on_device(self, move: Move, place: Place) -> None:
+        board, tensor = self._engine.board, move.tensor
+        while move.number - board.read(board.done(move.block)) >= RING - 1:
+            self.check()
+            time.sleep(0.0002)
+        place.device = tensor.device.index
+        if tensor.nbytes:
+            place.handle, place.offset = driver.share(tensor.data_ptr())
+        word = board.address(board.ready(move.block, move.number, sender=move.sends))
+        self._engine.tell(place)
+        driver.write_value(torch.cuda.current_stream().cuda_stream, word, move.number + 1)
+
+    def _on_host(self, move: Move, place: Place) -> None:
+        with self._engine.changed:
+            while sum(peer == move.peer and sends == move.sends for peer, sends, _ in self._waiting) >= _WINDOW:
+                self.check()
+                self._engine.changed.wait(0.05)
+            self._waiting[move.peer, move.sends, move.number] = move
+        file = os.memfd_create("stretto-message") if move.sends else -1
+        try:
+            if file >= 0:
+                _write(file, move.tensor)
+            self._engine.tell(place, file)
+        finally:
+            if file >= 0:
+                os.close(file)
+
+    def _keep(self, move: Move) -> None:
+        """Hold on to what is under way, and let go of what is not."""
+        with self._engine.changed:
+            while self._under_way and self._under_way[0].ended:
+                self._under_way.popleft()
+            if len(self._under_way) > 4 * _WINDOW:
+                self._under_way = deque(it for it in self._under_way if not it.ended)
+            self._under_way.append(move)
+
+
+class Engine:
+    """This process's connection to a broker."""
+
+    _all: dict[str, "Engine"] = {}  # noqa: RUF012
+
+    @classmethod
+    def get(cls, address: str) -> "Engine":
+        """The one with the broker at this address."""
+        if address not in cls._all:
+            cls._all[address] = Engine(address)
+            atexit.register(cls._all[address].close)
+        return cls._all[address]
+
+    @classmethod
+    def any_address(cls) -> str:
+        """Of a broker that this process knows; of a new one if it knows none."""
+        return next((address for address, engine in cls._all.items() if not engine.lost), None) or _start_broker()
+
+    def __init__(self, address: str) -> None:
+        self.changed = threading.Condition()
+        self.lost = False
+        self._members: dict[str, Member] = {}
+        self._joined: dict[str, int] = {}
+        self._telling = threading.Lock()
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.connect(f"\0{address}")
+        _, file = hear(self._connection)
+        self.board = Board(file)
+        threading.Thread(target=self._listen, name="stretto onegpu", daemon=True).start()
+        threading.Thread(target=self._watch, name="stretto onegpu watch", daemon=True).start()
+
+    def join(self, name: str, rank: int, size: int, seconds: float) -> Member:
+        """Take part in a group."""
+        self.tell(Join(name, rank, size))
+        with self.changed:
+            if not self.changed.wait_for(lambda: name in self._joined or self.lost, seconds) or self.lost:
+                raise GroupError("the broker of this machine's ranks does not answer")
+            first = self._joined.pop(name)
+            if first < 0:
+                raise GroupError("too many groups: the broker has no room for more")
+            self._members[name] = member = Member(self, name, rank, size, first, seconds)
+        return member
+
+    def leave(self, name: str) -> None:
+        with self.changed:
+            self._members.pop(name, None)
+        self.tell(Leave(name))
+
+    def tell(self, message: Message, file: int = -1) -> None:
+        with self._telling, contextlib.suppress(OSError):
+            tell(self._connection, message, file)
+
+    def close(self) -> None:
+        self.lost = True
+        self.tell(Bye())
+
+    def _listen(self) -> None:
+        while True:
+            message, file = hear(self._connection)
+            if message is None:
+                break
+            self._act(message, file)
+            if file >= 0:
+                os.close(file)
+        if not self.lost:
+            self.lost = True
+            for member in list(self._members.values()):
+                member.fail("the broker of this machine's ranks died", tell=False)
+
+    def _act(self, message: Message, file: int) -> None:
+        with self.changed:
+            match message:
+                case Joined():
+                    self._joined[message.group] = message.first
+                case Here() if message.group in self._members:
+                    self._members[message.group].here(message.peer, message.number, file)
+                case Taken() if message.group in self._members:
+                    self._members[message.group].taken(message.peer, message.number)
+                case Failed() if message.group in self._members:
+                    self._members[message.group].fail(message.why, tell=False)
+            self.changed.notify_all()
+
+    def _watch(self) -> None:
+        while not self.lost:
+            time.sleep(0.1)
+            for member in list(self._members.values()):
+                member.watch()
+
+
+def _start_broker() -> str:
+    """A broker of its own process, which ends when its last rank does; its address is a name in the kernel."""
+    address = f"stretto-{uuid.uuid4().hex}"
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(f"\0{address}")
+    server.listen(64)
+    # It takes a share of the device of its own, whatever that of the ranks is.
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"}
+    subprocess.Popen(
+        [sys.executable, "-m", "stretto.onegpu.broker", str(server.fileno())],
+        pass_fds=[server.fileno()],
+        env=environment,
+        start_new_session=True,  # a Ctrl-C is for the ranks; it goes when they have
+    )
+    server.close()
+    return address
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _write(file: int, tensor: Tensor) -> None:
+    if tensor.nbytes:
+        os.ftruncate(file, tensor.nbytes)
+        with mmap.mmap(file, tensor.nbytes) as memory:
+            there = torch.frombuffer(memory, dtype=torch.uint8)
+            there.copy_(_bytes(tensor))
+            del there
+
+
+def _read(file: int, tensor: Tensor) -> None:
+    if tensor.nbytes:
+        with mmap.mmap(file, tensor.nbytes) as memory:
+            there = torch.frombuffer(memory, dtype=torch.uint8)
+            _bytes(tensor).copy_(there)
+            del there

@@ -1,0 +1,464 @@
+"""A process group whose ranks share one GPU, or only a machine: `torch.distributed` on top of sends and receives."""
+
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.onegpu.engine import Engine, Member, Move
+from stretto.onegpu.model import LinkModel
+
+_PARTS = ("messages", "collectives")  # each with channels of its own
+_SMALL = 65536  # elements up to which an all-reduce is an all-gather and a sum
+
+
+class Work(dist._Work):
+    """What a group has begun. On a device, `wait` lets the current stream wait, and the host goes on."""
+
+    def __init__(self, result: list[Tensor]) -> None:
+        super().__init__()
+        self._result = result
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        self.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+    def result(self) -> list[Tensor]:
+        return self._result
+
+
+class _Moves(Work):
+    """Sends and receives."""
+
+    def __init__(self, member: Member, moves: list[Move], result: list[Tensor]) -> None:
+        super().__init__(result)
+        self._member, self._moves = member, moves
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
+        settle(self._member, self._moves)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(move.ended for move in self._moves)
+
+
+class _OnStream(Work):
+    """A collective on the group's own stream."""
+
+    def __init__(self, member: Member, event: Any, result: list[Tensor]) -> None:
+        super().__init__(result)
+        self._member, self._event = member, event
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
+        self._member.check()
+        self._event.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+
+class _InThread(Work):
+    """A collective in the group's own thread."""
+
+    def __init__(self, run: Callable[[], None], result: list[Tensor]) -> None:
+        super().__init__(result)
+        self._run, self._ended, self._error = run, threading.Event(), None
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            self._error: BaseException | None = error
+        self._ended.set()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+
+def settle(member: Member, moves: Sequence[Move]) -> None:
+    """Go no further, on the current stream or on the host, until the moves have ended."""
+    member.check()
+    for move in moves:
+        if move.tensor.is_cuda:
+            move.hold_back()
+        else:
+            member.wait(move)
+
+
+class Group(dist.ProcessGroup):
+    """Point-to-point messages are in order, and rendezvous, for each directed pair of ranks; tags are not looked at.
+
+    Collectives are made of the same messages, on channels of their own, and reduce in the order of the ranks, so that
+    all ranks get the same bits. Tensors of the CPU are left to gloo, unless `host` says to move them through shared memory.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, *, host: bool) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._name = rank, size, ""
+        self._seconds = timeout.total_seconds()
+        if rank == 0:
+            store.set("broker", f"{Engine.any_address()} {uuid.uuid4().hex}")
+        address, self._key = store.get("broker").decode().split()
+        self._engine = Engine.get(address)
+        self._members = tuple(self._engine.join(f"{self._key} {part}", rank, size, self._seconds) for part in _PARTS)
+        self._host = host
+        self._gloo = None if host else _gloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._stream: Any = None
+        self._queue: queue.SimpleQueue[_InThread | None] | None = None
+
+    def model_links(self, model: LinkModel | None) -> None:
+        """Let messages take the time that they would on such links."""
+        for member in self._members:
+            member.model_links(model)
+
+    # What torch.distributed asks of any group.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "onecpu" if self._host else "onegpu"
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def shutdown(self) -> None:
+        for part in _PARTS:
+            self._engine.leave(f"{self._key} {part}")
+        if self._queue is not None:
+            self._queue.put(None)
+
+    def abort(self) -> None:
+        for member in self._members:
+            member.fail(f"rank {self._rank} gave up")
+
+    # Messages between two.
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Any:
+        if self._is_gloo(tensors):
+            return self._gloo.send(tensors, peer, tag)  # type: ignore[union-attr]
+        member = self._members[0]
+        return _Moves(member, [member.send(tensor, peer) for tensor in tensors], tensors)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Any:
+        if self._is_gloo(tensors):
+            return self._gloo.recv(tensors, peer, tag)  # type: ignore[union-attr]
+        member = self._members[0]
+        return _Moves(member, [member.receive(tensor, peer) for tensor in tensors], tensors)
+
+    # Collectives.
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        root = opts.rootRank if opts is not None else 0
+        if self._is_gloo(tensors):
+            return self._gloo.broadcast(tensors, opts)  # type: ignore[union-attr]
+
+        def run() -> None:
+            for tensor in tensors:
+                if self._rank == root:
+                    self._exchange(dict.fromkeys(self._peers(), tensor), {})
+                else:
+                    self._exchange({}, {root: tensor})
+
+        return self._begin(run, tensors)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        if self._is_gloo(tensors):
+            return self._gloo.allreduce(tensors, opts)  # type: ignore[union-attr]
+        op = _op(opts)
+
+        def run() -> None:
+            for tensor in tensors:
+                self._all_reduce(tensor, op)
+
+        return self._begin(run, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        if self._is_gloo(tensors):
+            return self._gloo.reduce(tensors, opts)  # type: ignore[union-attr]
+        op = _op(opts)
+
+        def run() -> None:
+            for tensor in tensors:
+                whole = tensor.contiguous()
+                if self._rank == opts.rootRank:
+                    parts = self._rooms(whole)
+                    self._exchange({}, {peer: parts[peer] for peer in self._peers()})
+                    parts[self._rank] = whole
+                    tensor.copy_(_reduced(parts, op))
+                else:
+                    self._exchange({opts.rootRank: whole}, {})
+
+        return self._begin(run, tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        if self._is_gloo(inputs):
+            return self._gloo.allgather(outputs, inputs, *_given(opts))  # type: ignore[union-attr]
+
+        def run() -> None:
+            for rooms, mine in zip(outputs, inputs, strict=True):
+                self._all_gather(rooms, mine)
+
+        return self._begin(run, [room for rooms in outputs for room in rooms])
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        rooms = list(output.view(-1).chunk(self._size)) if output.numel() else [output] * self._size
+        return self._single(self.allgather([rooms], [given.reshape(-1)], *_given(opts)), [output])
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self.allgather(outputs, inputs, opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        works = [self.all_gather_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
+        return _All(works, outputs)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        if self._is_gloo(outputs):
+            return self._gloo.reduce_scatter(outputs, inputs, *_given(opts))  # type: ignore[union-attr]
+        op = _op(opts)
+
+        def run() -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                rooms = self._rooms(output)
+                self._exchange(
+                    {peer: parts[peer] for peer in self._peers()}, {peer: rooms[peer] for peer in self._peers()}
+                )
+                rooms[self._rank] = parts[self._rank]
+                output.copy_(_reduced(rooms, op).view_as(output))
+
+        return self._begin(run, outputs)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        parts = list(given.contiguous().view(-1).chunk(self._size)) if given.numel() else [given] * self._size
+        return self._single(self.reduce_scatter([output.view(-1)], [parts], *_given(opts)), [output])
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        works = [self.reduce_scatter_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
+        return _All(works, outputs)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        if self._is_gloo(outputs):  # which has only the other form
+            sizes = [[tensor.numel() for tensor in tensors] for tensors in (outputs, inputs)]
+            flat, given = outputs[0].new_empty(sum(sizes[0])), torch.cat([tensor.reshape(-1) for tensor in inputs])
+            self._gloo.alltoall_base(flat, given, *sizes).wait()  # type: ignore[union-attr]
+            for output, part in zip(outputs, flat.split(sizes[0]), strict=True):
+                output.copy_(part.view_as(output))
+            return _All([], outputs)
+
+        def run() -> None:
+            self._exchange(
+                {peer: inputs[peer] for peer in self._peers()}, {peer: outputs[peer] for peer in self._peers()}
+            )
+            outputs[self._rank].copy_(inputs[self._rank])
+
+        return self._begin(run, outputs)
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Any:
+        if self._is_gloo([output]):
+            return self._gloo.alltoall_base(output, given, output_sizes, input_sizes, *_given(opts))  # type: ignore[union-attr]
+        outputs, inputs = self._rows(output, output_sizes), self._rows(given.contiguous(), input_sizes)
+        return self._single(self.alltoall(outputs, inputs), [output])
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
+        if self._is_gloo(inputs):
+            return self._gloo.gather(outputs, inputs, opts)  # type: ignore[union-attr]
+
+        def run() -> None:
+            if self._rank == opts.rootRank:
+                self._exchange({}, {peer: outputs[0][peer] for peer in self._peers()})
+                outputs[0][self._rank].copy_(inputs[0])
+            else:
+                self._exchange({opts.rootRank: inputs[0]}, {})
+
+        return self._begin(run, [room for rooms in outputs for room in rooms], inputs[0])
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
+        if self._is_gloo(outputs):
+            return self._gloo.scatter(outputs, inputs, opts)  # type: ignore[union-attr]
+
+        def run() -> None:
+            if self._rank == opts.rootRank:
+                self._exchange({peer: inputs[0][peer] for peer in self._peers()}, {})
+                outputs[0].copy_(inputs[0][self._rank])
+            else:
+                self._exchange({}, {opts.rootRank: outputs[0]})
+
+        return self._begin(run, outputs)
+
+    def barrier(self, opts: Any = None) -> Any:  # noqa: ARG002
+        """Of the hosts; what streams are at does not matter."""
+        if self._gloo is not None:
+            return self._gloo.barrier()
+        return self.allreduce([torch.zeros(1)])
+
+    # Under these names older releases of PyTorch ask for the same.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _is_gloo(self, tensors: list[Tensor]) -> bool:
+        return self._gloo is not None and not tensors[0].is_cuda
+
+    def _peers(self) -> list[int]:
+        """The others, the next one first, so that not all begin with the same."""
+        return [(self._rank + k) % self._size for k in range(1, self._size)]
+
+    def _rooms(self, like: Tensor) -> list[Tensor]:
+        """A room for each rank's."""
+        made = like.new_empty((self._size, like.numel()))
+        return list(made)
+
+    def _rows(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
+        if sizes:
+            return list(tensor.split(sizes))
+        if len(tensor) % self._size:
+            raise ValueError(f"{len(tensor)} rows cannot be shared evenly among {self._size} ranks")
+        return list(tensor.chunk(self._size)) if len(tensor) else [tensor] * self._size
+
+    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+        """Send and receive, and go no further until all have."""
+        member = self._members[1]
+        moves = [member.receive(tensor, peer) for peer, tensor in receives.items()]
+        moves += [member.send(tensor, peer) for peer, tensor in sends.items()]
+        settle(member, moves)
+
+    def _all_gather(self, rooms: list[Tensor], mine: Tensor) -> None:
+        mine = mine.contiguous()
+        self._exchange(dict.fromkeys(self._peers(), mine), {peer: rooms[peer] for peer in self._peers()})
+        rooms[self._rank].copy_(mine.view_as(rooms[self._rank]))
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
+        """Small ones are gathered by all and reduced by all; of large ones each rank reduces a part."""
+        flat = tensor.contiguous().view(-1)
+        if flat.numel() <= _SMALL:
+            parts = self._rooms(flat)
+            self._all_gather(parts, flat)
+            tensor.copy_(_reduced(parts, op).view_as(tensor))
+            return
+        shares = list(flat.tensor_split(self._size))
+        mine = shares[self._rank]
+        rooms = self._rooms(mine)
+        self._exchange({peer: shares[peer] for peer in self._peers()}, {peer: rooms[peer] for peer in self._peers()})
+        rooms[self._rank] = mine
+        mine.copy_(_reduced(rooms, op))
+        self._exchange(dict.fromkeys(self._peers(), mine), {peer: shares[peer] for peer in self._peers()})
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view_as(tensor))
+
+    def _begin(self, run: Callable[[], None], result: list[Tensor], like: Tensor | None = None) -> Work:
+        """Run a collective: on a device on the group's own stream, after what is on the current one; else in a thread."""
+        self._members[1].check()
+        like = result[0] if like is None else like
+        if not like.is_cuda:
+            if self._queue is None:
+                self._queue = queue.SimpleQueue()
+                threading.Thread(target=_serve, args=(self._queue,), name="stretto onecpu", daemon=True).start()
+            work = _InThread(run, result)
+            self._queue.put(work)
+            return work
+        with torch.cuda.device(like.device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(priority=-1)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream), torch.no_grad():
+                run()
+                event = torch.cuda.Event()
+                event.record()
+        return _OnStream(self._members[1], event, result)
+
+    def _single(self, work: Any, result: list[Tensor]) -> Any:
+        if isinstance(work, Work):
+            work._result = result
+        return work
+
+
+class _All(Work):
+    """Several at once."""
+
+    def __init__(self, works: list[Any], result: list[Tensor]) -> None:
+        super().__init__(result)
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _serve(works: "queue.SimpleQueue[_InThread | None]") -> None:
+    while (work := works.get()) is not None:
+        with torch.no_grad():
+            work.run()
+
+
+def _given(opts: Any) -> tuple[Any, ...]:
+    return () if opts is None else (opts,)
+
+
+def _op(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+_OPERATIONS: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
+    (dist.ReduceOp.SUM, torch.add),
+    (dist.ReduceOp.AVG, torch.add),
+    (dist.ReduceOp.PRODUCT, torch.mul),
+    (dist.ReduceOp.MIN, torch.minimum),
+    (dist.ReduceOp.MAX, torch.maximum),
+    (dist.ReduceOp.BAND, torch.bitwise_and),
+    (dist.ReduceOp.BOR, torch.bitwise_or),
+    (dist.ReduceOp.BXOR, torch.bitwise_xor),
+]
+
+
+def _reduced(parts: list[Tensor], op: Any) -> Tensor:
+    """Of all ranks', in their order."""
+    function = next((function for known, function in _OPERATIONS if op == known), None)
+    if function is None:
+        raise NotImplementedError(f"onegpu does not reduce by {op}")
+    total = parts[0].reshape(-1)
+    for part in parts[1:]:
+        total = function(total, part.reshape(-1))
+    return total / len(parts) if op == dist.ReduceOp.AVG else total
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    made = dist.ProcessGroup(store, rank, size)
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return made
