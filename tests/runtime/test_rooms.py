@@ -13,7 +13,7 @@ def test_a_room_is_lent_to_one_at_a_time_and_no_room_is_idle_for_good(plan: stre
     program = stretto.lower(plan)
     for rank in range(plan.devices):
         tasks = [task for task in program.tasks() if task.device == rank]
-        rooms = share_rooms(tasks)
+        rooms, after = share_rooms(tasks)
         assert rooms.keys() == {at for at, task in enumerate(tasks) if task.kind in RECEIVES}
         ends = {
             (task.stage, task.microbatch): at
@@ -24,6 +24,10 @@ def test_a_room_is_lent_to_one_at_a_time_and_no_room_is_idle_for_good(plan: stre
         for at, end, room in spans:
             assert not [1 for other, until, taken in spans if taken == room and other < at <= until < end]
             assert not [1 for other, _, taken in spans if taken == room and at < other <= end]
+        for at, _, room in spans:
+            assert after.get(at) == max(
+                (end for other, end, taken in spans if taken == room and other < at), default=None
+            )
         for kind, stage in {room[:2] for room in rooms.values()}:
             of = [(at, end) for at, end, room in spans if room[:2] == (kind, stage)]
             most = max(sum(at <= when <= end for at, end in of) for when, _ in of)
@@ -34,6 +38,6 @@ def test_in_the_steady_state_of_1f1b_rooms_are_as_many_as_microbatches_in_flight
     program = stretto.lower(stretto.one_f_one_b(devices=4, microbatches=32))
     for rank, inputs in ((1, 3), (2, 2), (3, 1)):
         tasks = [task for task in program.tasks() if task.device == rank]
-        rooms = set(share_rooms(tasks).values())
+        rooms = set(share_rooms(tasks)[0].values())
         assert len({room for room in rooms if room[0] is Kind.RECV_F}) in (inputs, inputs + 1)  # one may come early
         assert len({room for room in rooms if room[0] is Kind.RECV_B}) <= 2

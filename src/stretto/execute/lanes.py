@@ -12,6 +12,18 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
+class Awaited(Protocol):
+    """Something that was started, and that a supervisor can wait for."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+    def wait(self, seconds: float) -> bool: ...
+
+
 class Ticket:
     """Something that was started. `done` once its lane has seen it end, with `error` if it failed."""
 

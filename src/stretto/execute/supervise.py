@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.execute.lanes import Ticket
+from stretto.execute.lanes import Awaited
 from stretto.ir.errors import PipelineError
 
 BEAT = 0.2  # seconds between two heartbeats
@@ -99,7 +99,7 @@ class Supervisor:
         if self._reason is None and self._asked and time.monotonic() - self._asked > _GRACE:
             self.fail(f"rank {self.rank} was asked to end")
 
-    def wait(self, ticket: Ticket, what: Callable[[], str]) -> None:
+    def wait(self, ticket: Awaited, what: Callable[[], str]) -> None:
         """Wait for something that was started; raise if it fails, or if what it waits for can never come."""
         if ticket.done and ticket.error is None:
             return

@@ -22,12 +22,16 @@ class Groups:
         self.number = self._pipelines.index(self._mine)
         """Which of the pipelines that train side by side this is."""
 
-    def make(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        everybody = None if device.type == "cpu" else self.make(range(len(self._mine)), backend="gloo")
+        self.host = everybody or group
+        """A group of the pipeline's ranks for tensors of the host."""
+
+    def make(self, members: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup | None:
         """A group of these ranks of the pipeline; None on a rank that is not among them."""
         found = None
         for pipeline in self._pipelines:
             processes = [pipeline[rank] for rank in members]
-            made = dist.new_group(processes)
+            made = dist.new_group(processes, backend=backend)
             if pipeline == self._mine and dist.get_rank() in processes:
                 found = made
         return found

@@ -1,5 +1,6 @@
 """Moves values between devices: one group of two ranks for each directed link."""
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.execute.lanes import HostLane, Ticket
+from stretto.execute.streams import StreamTicket
 from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
@@ -49,8 +51,8 @@ class Links:
         self._instant = dist.get_backend() == "fake"  # its works have always ended, but do not say so
         self._sends: dict[int, _Link] = {}
         self._receives: dict[int, _Link] = {}
-        self._flying: deque[Ticket] = deque()
-        self.started: list[Ticket] | None = None
+        self._flying: deque[Ticket | StreamTicket] = deque()
+        self.started: list[Ticket | StreamTicket] | None = None
         """If given, all that is started is put there."""
         directed = sorted(
             {(lane.device, lane.peer) for lane in program.lanes if lane.name == "send" and lane.peer is not None}
@@ -108,7 +110,7 @@ class Links:
             link.known[stage] = DESCRIPTIONS.decode(bytes(header.tolist()))
         return link.known[stage]
 
-    def receive(self, peer: int, tensors: list[Tensor]) -> list[Ticket]:
+    def receive(self, peer: int, tensors: list[Tensor]) -> list[Ticket | StreamTicket]:
         """Ask for tensors, to be there once the tickets are done."""
         link = self._receives[peer]
         tickets = [self._started(link.group.recv([_raw(tensor)], link.peer, 0), link, tensor) for tensor in tensors]
@@ -131,14 +133,20 @@ class Links:
         if ticket is not None:
             self._supervisor.wait(ticket, lambda: f"word from rank {peer} of what is to come")
 
-    def _started(self, work: dist.Work | None, link: _Link, tensor: Tensor) -> Ticket | None:
+    def _started(self, work: dist.Work | None, link: _Link, tensor: Tensor) -> Ticket | StreamTicket | None:
         """A ticket for what a process group has started, None if it has ended already."""
         if work is None or self._instant or work.is_completed():
             return None
-        ticket = link.lane.follow(work, tensor)
+        ticket = StreamTicket(work, tensor) if self.device.type == "cuda" else link.lane.follow(work, tensor)
         if self.started is not None:
             self.started.append(ticket)
         return ticket
+
+    def abort(self) -> None:
+        """Give up on all that is under way, so that no stream waits for it."""
+        for link in (*self._sends.values(), *self._receives.values()):
+            with contextlib.suppress(RuntimeError):
+                link.group.abort()
 
     def close(self) -> None:
         for link in (*self._sends.values(), *self._receives.values()):

@@ -5,6 +5,7 @@ import hashlib
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stretto.check import check
 from stretto.costs import Costs, PhaseTimes
 from stretto.execute.lanes import HostLane
+from stretto.execute.streams import Reached, StreamTicket
 from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError, PlanError, ProgramError
 from stretto.ir.plan import Plan
@@ -144,7 +146,7 @@ class Pipeline:
         with its microbatch; without `check_finite` only once the loss is asked for, and until then nobody waits for it.
         """
         trained = self._trained()
-        with self._supervisor.guarding():
+        with self._guarding():
             losses, given = self._losses(targets), self._given(inputs, "inputs", 0)
             before = {p: p.grad for p in trained if p.grad is not None} if accumulate else {}
             for parameter in trained:
@@ -155,7 +157,10 @@ class Pipeline:
             recorder = Recorder(len(self._walk.tasks)) if record else None
             self._walk.run(given, losses, recorder)
             self._links.settle()
-            timeline = recorder.gathered(self.program, self._group, self._settle) if recorder is not None else None
+            self._catch_up(recorder is not None)
+            timeline = (
+                recorder.gathered(self.program, self._groups.host, self._settle) if recorder is not None else None
+            )
             self._replicas.sum_gradients(self._together)
             total = self._total(losses)
             count = self._count(losses, total, wait=check_finite)
@@ -174,7 +179,7 @@ class Pipeline:
         if self._evaluation is None:
             program = self._lowered(forward_only(self.plan))
             self._evaluation = Walk(program, self._supervisor, self._stages, self._links, training=False)
-        with self._supervisor.guarding():
+        with self._guarding():
             losses, given = self._losses(targets), self._given(inputs, "inputs", 0)
             self._evaluation.run(given, losses)
             self._links.settle()
@@ -325,8 +330,26 @@ class Pipeline:
             self._settle(work, tensor)
 
     def _settle(self, work: dist.Work, held: Tensor) -> None:
-        if not work.is_completed():
+        if held.is_cuda:
+            work.wait()
+        elif not work.is_completed():
             self._supervisor.wait(self._collectives.follow(work, held), lambda: "the others to end the step")
+
+    @contextmanager
+    def _guarding(self) -> Iterator[None]:
+        """A step: what goes wrong in it is told to all, and no stream is left waiting."""
+        try:
+            with self._supervisor.guarding():
+                yield
+        except BaseException:
+            if self._device.type == "cuda":
+                self._links.abort()
+            raise
+
+    def _catch_up(self, wanted: bool = True) -> None:
+        """Let the host wait until the device has got here."""
+        if wanted and self._device.type == "cuda":
+            self._supervisor.wait(StreamTicket(Reached()), lambda: "the device to end the step")
 
     def _given(self, batch: Any, name: str, stage: int) -> list[Value] | None:
         """The microbatches, demanded where they are needed."""
@@ -353,7 +376,13 @@ class Pipeline:
     def _total(self, losses: Losses) -> Total:
         table = losses.table(self._device)
         work = dist.all_reduce(table, group=self._group, async_op=True)
-        return Total(table, lambda: self._settle(work, table) if work is not None else None)
+
+        def wait() -> None:
+            if work is not None:
+                self._settle(work, table)
+            self._catch_up()
+
+        return Total(table, wait)
 
 
 def _even_costs(stages: Sequence[Sequence[Layer]]) -> Costs:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.execute.lanes import Ticket
+from stretto.execute.streams import StreamTicket
 from stretto.program.program import Program
 from stretto.timeline import Timeline
 
@@ -22,9 +24,14 @@ class Recorder:
 
     def __init__(self, tasks: int) -> None:
         self._start, self._end = np.zeros(tasks), np.zeros(tasks)
-        self._started: list[tuple[int, list[Ticket]]] = []
+        self._started: list[tuple[int, list[Ticket | StreamTicket]]] = []
+        self._events: dict[int, tuple[Any, Any]] = {}
+        self._zero: Any = None
+        self._host = 0.0
 
-    def run(self, at: int, run: Callable[[], None], waited: Callable[[], float], started: list[Ticket]) -> None:
+    def run(
+        self, at: int, run: Callable[[], None], waited: Callable[[], float], started: list[Ticket | StreamTicket]
+    ) -> None:
         """Run a task. It starts once it no longer waits, and ends when all that it started has."""
         before, begin = waited(), time.perf_counter()
         started.clear()
@@ -34,8 +41,25 @@ class Recorder:
         if started:
             self._started.append((at, started.copy()))
 
+    def events(self, at: int) -> tuple[Any, Any]:
+        """Two events to time a task on a device by."""
+        if self._zero is None:
+            torch.cuda.synchronize()
+            self._zero = _event()
+            self._zero.record()
+            self._zero.synchronize()
+            self._host = time.perf_counter()
+        self._events[at] = pair = _event(), _event()
+        return pair
+
+    def _read_events(self) -> None:
+        """Once the device has ended all: its times, by the host's clock."""
+        for at, pair in self._events.items():
+            self._start[at], self._end[at] = (self._host + self._zero.elapsed_time(event) / 1e3 for event in pair)
+
     def gathered(self, program: Program, group: dist.ProcessGroup, settle: Settle) -> Timeline | None:
         """All ranks' times, on the first rank, by its clock; None on the others."""
+        self._read_events()
         for at, tickets in self._started:
             self._end[at] = max(ticket.end for ticket in tickets)
         talk = _Talk(group, settle)
@@ -50,6 +74,10 @@ class Recorder:
             start[here], end[here] = times.numpy()
         begin = start.min()
         return Timeline(program, start - begin, end - begin)
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class _Talk:

@@ -9,9 +9,13 @@ from torch import Tensor
 from stretto.program.task import RECEIVES, Kind, Task
 from stretto.runtime.structure import Value, leaves_of, rebuilt, tensors_of
 
+Room = tuple[Kind, int, int]
+"""A kind of receive, a stage and a number."""
 
-def share_rooms(tasks: Sequence[Task]) -> dict[int, tuple[Kind, int, int]]:
-    """For each task of a rank that receives, by its place, the room that it fills: a kind, a stage and a number.
+
+def share_rooms(tasks: Sequence[Task]) -> tuple[dict[int, Room], dict[int, int]]:
+    """For each task of a rank that receives, by its place: the room that it fills, and the last task before it that
+    needed what was there.
 
     What arrives for a microbatch is needed until its stage has done all for it: the forward's input and the output's
     gradient both, since weight gradients are made of them. Then the next one may take the room.
@@ -19,8 +23,10 @@ def share_rooms(tasks: Sequence[Task]) -> dict[int, tuple[Kind, int, int]]:
     last = {(stage, microbatch): at for at, task in enumerate(tasks) for stage, microbatch in _computes(task)}
     free: dict[tuple[Kind, int], list[int]] = defaultdict(list)
     made: dict[tuple[Kind, int], int] = defaultdict(int)
-    held: dict[int, list[tuple[Kind, int, int]]] = defaultdict(list)
-    taken = {}
+    held: dict[int, list[Room]] = defaultdict(list)
+    taken: dict[int, Room] = {}
+    emptied: dict[Room, int] = {}
+    after: dict[int, int] = {}
     for at, task in enumerate(tasks):
         if task.kind in RECEIVES:
             of = (task.kind, task.stage)
@@ -29,9 +35,12 @@ def share_rooms(tasks: Sequence[Task]) -> dict[int, tuple[Kind, int, int]]:
                 made[of] += 1
             taken[at] = room = (*of, free[of].pop())
             held[last[task.stage, task.microbatch]].append(room)
-        for kind, stage, number in held.pop(at, ()):
-            free[kind, stage].append(number)
-    return taken
+            if room in emptied:
+                after[at] = emptied[room]
+        for room in held.pop(at, ()):
+            free[room[:2]].append(room[2])
+            emptied[room] = at
+    return taken, after
 
 
 def _computes(task: Task) -> list[tuple[int, int]]:
@@ -71,9 +80,9 @@ class Rooms:
     """All rooms of a rank."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Kind, int, int], Lent] = {}
+        self._made: dict[Room, Lent] = {}
 
-    def take(self, room: tuple[Kind, int, int] | None, make: Callable[[], Value]) -> Lent:
+    def take(self, room: Room | None, make: Callable[[], Value]) -> Lent:
         """What this room holds; None is a room for once."""
         if room is None:
             return Lent.of(make())

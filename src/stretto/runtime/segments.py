@@ -29,15 +29,19 @@ class Segment:
     def __init__(self, arrived: list[Tensor | None], edges: list[GradientEdge | None]) -> None:
         self._arrived, self._edges = arrived, edges
 
-    def backward(self, grads: Grads) -> list[Tensor | None]:
-        """The gradients of the inputs' leaves, from those of the outputs' leaves; parameters get theirs. Only once."""
+    def backward(self, grads: Grads, *, keep: bool = False) -> list[Tensor | None]:
+        """The gradients of the inputs' leaves, from those of the outputs' leaves; parameters get theirs. Only once.
+
+        With `keep`, what was saved is let go of only with the segment.
+        """
         pairs = [
             (edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if edge is not None and grad is not None
         ]
         if pairs:
             edges, given = zip(*pairs, strict=True)
-            _run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
-        self._edges = []
+            _run_backward(edges, given, keep, False, (), allow_unreachable=True, accumulate_grad=True)
+        if not keep:
+            self._edges = []
         return self._arrived
 
 

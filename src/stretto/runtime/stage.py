@@ -69,6 +69,8 @@ class Stage:
         self._functions = self._parts(anatomy)
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
         self._passes: dict[int, _Pass] = {}
+        self.used: list[object] | None = None
+        """If given, what backwards and weight gradients have used is put there, and not let go of."""
         late = {id(parameter) for layer in self.deferral.layers for parameter in layer.parameters()}
         self._early = [p for p in self._module.parameters() if p.requires_grad and id(p) not in late]
         self._without = self._early.copy()  # of these, the ones that have no gradient yet
@@ -111,7 +113,9 @@ class Stage:
         assert segment is not None, "a backward that was run before"
         going.segments[at] = None
         with self.deferral.into(self._closures(going, at)):
-            out = segment.backward(grads)
+            out = segment.backward(grads, keep=self.used is not None)
+        if self.used is not None:
+            self.used.append(segment)
         if self._without:
             self._own_gradients()
         if at == 0 and self.index > 0:  # what was not used has a gradient too: nothing
@@ -125,6 +129,8 @@ class Stage:
         going = self._passes[microbatch]
         closures, going.closures[part] = going.closures[part], []
         closures.reverse()
+        if self.used is not None:
+            self.used.append(closures.copy())
         while closures:  # nothing in them needs a gradient, so nothing is recorded
             closures.pop()()  # each is dropped, with what it holds, once it has run
         if part == len(going.closures) - 1 and all(segment is None for segment in going.segments):

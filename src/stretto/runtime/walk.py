@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.execute.lanes import Ticket
+from stretto.execute.streams import Streams, StreamTicket
 from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
@@ -25,7 +26,7 @@ class _Arrival:
     """Something that was asked for; there once its tickets are done."""
 
     lent: Lent
-    tickets: list[Ticket]
+    tickets: list[Ticket | StreamTicket]
 
 
 class Walk:
@@ -44,16 +45,21 @@ class Walk:
         self._grads: dict[tuple[int, int], Grads | _Arrival] = {}
         self._outputs: dict[tuple[int, int], Value] = {}
         self._sent: dict[tuple[int, int], list[Room | None]] = {}  # what was sent, of which gradients will come
-        self.tasks = [task for task in program.tasks() if task.device == supervisor.rank]
+        places = [place for place, task in enumerate(program.tasks()) if task.device == supervisor.rank]
+        self.tasks = [program.task(place) for place in places]
         self._rooms = Rooms()
-        self._room_of = {} if links.varying else share_rooms(self.tasks)
+        self._room_of, after = ({}, {}) if links.varying else share_rooms(self.tasks)
+        self._streams = Streams(program, self.tasks, places, after) if links.device.type == "cuda" else None
+        self._used: list[object] | None = [] if self._streams is not None and self._streams.keeps else None
         self._runs = self.compiled()
 
     def run(self, inputs: list[Value] | None, losses: Losses, recorder: Recorder | None = None) -> None:
         self._inputs, self._losses = inputs, losses
         self._supervisor.task = self._doing
         try:
-            if recorder is not None:
+            if self._streams is not None:
+                self._queue(self._streams, recorder)
+            elif recorder is not None:
                 self._record(recorder)
             else:
                 for at, run in enumerate(self._runs):
@@ -67,8 +73,27 @@ class Walk:
             for stage in self._stages.values():
                 stage.forget()
 
+    def _queue(self, streams: Streams, recorder: Recorder | None) -> None:
+        """On a device, tasks are queued and not waited for."""
+        for stage in self._stages.values():
+            stage.used = self._used
+        streams.begin()
+        started: list[Ticket | StreamTicket] | None = [] if recorder is not None else None
+        self._links.started = started
+        try:
+            for at, run in enumerate(self._runs):
+                self._at = at
+                self._supervisor.check()
+                streams.run(at, run, None if recorder is None else recorder.events(at), started)
+                if self._used is not None:
+                    streams.keep(self._used.copy())
+                    self._used.clear()
+        finally:
+            self._links.started = None
+        streams.end()
+
     def _record(self, recorder: Recorder) -> None:
-        started: list[Ticket] = []
+        started: list[Ticket | StreamTicket] = []
         self._links.started = started
         try:
             for at, run in enumerate(self._runs):
@@ -85,7 +110,10 @@ class Walk:
         if not isinstance(value, _Arrival):
             return value, None
         for ticket in value.tickets:
-            self._supervisor.wait(ticket, what)
+            if isinstance(ticket, StreamTicket):
+                ticket.work.wait()  # the stream does; the host goes on
+            else:
+                self._supervisor.wait(ticket, what)
         return value.lent.value, value.lent
 
     def compiled(self) -> list[Run]:
@@ -138,6 +166,8 @@ class Walk:
             out = run(microbatch, part, value)
             if lent is not None:
                 out = lent.own(out)
+            if self._used is not None:
+                self._used += (value, out)
             if not ends:
                 self._values[here] = out
             elif local:
@@ -161,6 +191,8 @@ class Walk:
             out = of.backward(microbatch, part, grads)
             if lent is not None:
                 out = lent.own(out)
+            if self._used is not None:
+                self._used += (grads, out)
             if not ends:
                 self._grads[here] = out
             elif stage:
