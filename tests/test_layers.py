@@ -14,6 +14,7 @@ ROOMS = [
     "check",
     "simulate",
     "draw",
+    "broker",
     "execute",
     "runtime",
     "onegpu",

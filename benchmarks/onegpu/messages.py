@@ -1,7 +1,9 @@
 """Messages between ranks that share a GPU: GB/s at 64 MiB and the time of a small one, by their streams' clocks.
 
+    stretto onegpu run --devices 4 benchmarks/onegpu/messages.py
+
 Messages are begun one after the other and waited for in the end, as a pipeline does. The peer is the plain thing: the
-same bytes copied from the other process's memory, opened beforehand, without any signal. Run by torchrun, or by `stretto onegpu run --devices 4 benchmarks/onegpu/messages.py`.
+same bytes copied from the other process's memory, opened beforehand, without any signal.
 """
 
 import statistics
@@ -13,20 +15,21 @@ import torch
 import torch.distributed as dist
 
 import stretto.onegpu
-from stretto.onegpu import driver
+from stretto.broker import driver
 
 SIZE, ROUNDS, REPEAT = 64 * 2**20, 20, 9
 Round = Callable[[], Any]
+cuda: Any = torch.cuda
 
 
 def stream_seconds(run: Round, rounds: int) -> float:
     """How long a round takes by the slowest rank's stream, with all queued before it begins; the median of many."""
     found = []
     for _ in range(REPEAT):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         dist.barrier()
-        torch.cuda._sleep(100_000_000)  # about 50 ms
+        cuda._sleep(100_000_000)  # about 50 ms
         start.record()
         for work in [run() for _ in range(rounds)]:
             if work is not None:

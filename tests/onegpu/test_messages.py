@@ -1,5 +1,6 @@
-"""Groups of ours: right in every operation, in order, and of one mind about failure. Over shared memory of the CPU here; the
-same over one GPU where STRETTO_TEST_DEVICE=cuda says so.
+"""Groups of ours: right in every operation, and in order.
+
+Over shared memory of the CPU here; the same over one GPU where STRETTO_TEST_DEVICE=cuda says so.
 """
 
 import os

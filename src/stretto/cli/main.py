@@ -11,6 +11,7 @@ from stretto import __version__
 from stretto.cli.check import check
 from stretto.cli.compare import compare
 from stretto.cli.console import err, out
+from stretto.cli.onegpu import app as onegpu
 from stretto.cli.show import show
 from stretto.cli.simulate import simulate
 from stretto.cli.update import update
@@ -19,6 +20,7 @@ from stretto.ir.errors import StrettoError
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 for command in (show, simulate, check, compare, update):
     app.command()(command)
+app.add_typer(onegpu, name="onegpu")
 
 # The base of what typer raises for a bad command line: click's, of which typer carries a copy whose
 # import path varies between versions.

@@ -1,26 +1,27 @@
 """Several ranks on one GPU: a backend of `torch.distributed`, registered as "onegpu" by importing this.
 
-`init_process_group("onegpu")` makes groups whose ranks may all use the same GPU: tensors are copied from process to process
-within its memory, ordered by streams, and tensors of the CPU go to gloo. "onecpu" is the same for tensors of the CPU,
-through shared memory: it has the same order, rendezvous and failures, and needs no GPU.
+`init_process_group("onegpu")` makes groups whose ranks may all use the same GPU: tensors are copied from process to
+process within its memory, ordered by streams, and tensors of the CPU go to gloo. "onecpu" is the same for tensors of
+the CPU, through shared memory: it has the same order, rendezvous and failures, and needs no GPU.
 """
 
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
+from stretto.broker.model import PRESETS, LinkModel
 from stretto.onegpu.engine import GroupError
 from stretto.onegpu.group import Group
-from stretto.onegpu.model import PRESETS, LinkModel
 
 __all__ = ["PRESETS", "Group", "GroupError", "LinkModel"]
 
 
-def _on_gpu(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Group:
+def _on_gpu(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
     return Group(store, rank, size, timeout, host=False)
 
 
-def _on_cpu(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Group:
+def _on_cpu(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
     return Group(store, rank, size, timeout, host=True)
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stretto.onegpu import driver
-from stretto.onegpu.board import RING, Board
-from stretto.onegpu.model import LinkModel
-from stretto.onegpu.wire import Bye, Failed, Here, Join, Joined, Leave, Links, Message, Place, Taken, hear, tell
+from stretto.broker import driver
+from stretto.broker.board import RING, Board
+from stretto.broker.model import LinkModel
+from stretto.broker.wire import Bye, Failed, Here, Join, Joined, Leave, Links, Message, Place, Taken, hear, tell
 
 _WINDOW = 64  # messages on the host that a channel's sender may be ahead of its receiver
 
@@ -114,7 +114,8 @@ class Member:
             if self.error is None and now > move.deadline and not move.ended:
                 verb = "take" if move.sends else "send"
                 self.fail(
-                    f"rank {self.rank} has waited {self._seconds:g} s for rank {move.peer} to {verb} message {move.number}"
+                    f"rank {self.rank} has waited {self._seconds:g} s for rank {move.peer} to {verb} "
+                    f"message {move.number}"
                 )
 
     def here(self, peer: int, number: int, file: int) -> None:
@@ -278,10 +279,11 @@ def _start_broker() -> str:
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.bind(f"\0{address}")
     server.listen(64)
-    # It takes a share of the device of its own, whatever that of the ranks is.
+    # It has a share of the device of its own, whatever that of the ranks is, and as many queues as there are.
     environment = {key: value for key, value in os.environ.items() if key != "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"}
+    environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     subprocess.Popen(
-        [sys.executable, "-m", "stretto.onegpu.broker", str(server.fileno())],
+        [sys.executable, "-m", "stretto.broker.serve", str(server.fileno())],
         pass_fds=[server.fileno()],
         env=environment,
         start_new_session=True,  # a Ctrl-C is for the ranks; it goes when they have

@@ -1,5 +1,6 @@
 """A process group whose ranks share one GPU, or only a machine: `torch.distributed` on top of sends and receives."""
 
+import os
 import queue
 import threading
 import uuid
@@ -10,15 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
+from stretto.broker.model import LinkModel
 from stretto.onegpu.engine import Engine, Member, Move
-from stretto.onegpu.model import LinkModel
 
-_PARTS = ("messages", "collectives")  # each with channels of its own
+_ProcessGroup: Any = dist.ProcessGroup
+_Work: Any = c10d.Work
+_cuda: Any = torch.cuda
+_PARTS = ("messages", "collectives", "reductions")  # each with channels of its own, since each has its own order
 _SMALL = 65536  # elements up to which an all-reduce is an all-gather and a sum
 
 
-class Work(dist._Work):
+class Work(_Work):  # type: ignore[misc]
     """What a group has begun. On a device, `wait` lets the current stream wait, and the host goes on."""
 
     def __init__(self, result: list[Tensor]) -> None:
@@ -71,13 +76,14 @@ class _InThread(Work):
 
     def __init__(self, run: Callable[[], None], result: list[Tensor]) -> None:
         super().__init__(result)
-        self._run, self._ended, self._error = run, threading.Event(), None
+        self._run, self._ended = run, threading.Event()
+        self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
             self._run()
         except BaseException as error:
-            self._error: BaseException | None = error
+            self._error = error
         self._ended.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
@@ -100,14 +106,14 @@ def settle(member: Member, moves: Sequence[Move]) -> None:
             member.wait(move)
 
 
-class Group(dist.ProcessGroup):
+class Group(_ProcessGroup):  # type: ignore[misc]
     """Point-to-point messages are in order, and rendezvous, for each directed pair of ranks; tags are not looked at.
 
     Collectives are made of the same messages, on channels of their own, and reduce in the order of the ranks, so that
-    all ranks get the same bits. Tensors of the CPU are left to gloo, unless `host` says to move them through shared memory.
+    all ranks get the same bits. Tensors of the CPU are left to gloo, or with `host` moved through shared memory.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, *, host: bool) -> None:
+    def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta, *, host: bool) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._name = rank, size, ""
         self._seconds = timeout.total_seconds()
@@ -117,7 +123,9 @@ class Group(dist.ProcessGroup):
         self._engine = Engine.get(address)
         self._members = tuple(self._engine.join(f"{self._key} {part}", rank, size, self._seconds) for part in _PARTS)
         self._host = host
-        self._gloo = None if host else _gloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._gloo: Any = None if host else _gloo(c10d.PrefixStore("gloo", store), rank, size, timeout)
+        if link := os.environ.get("STRETTO_ONEGPU_LINK"):
+            self.model_links(LinkModel.parse(link))
         self._stream: Any = None
         self._queue: queue.SimpleQueue[_InThread | None] | None = None
 
@@ -161,13 +169,13 @@ class Group(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Any:
         if self._is_gloo(tensors):
-            return self._gloo.send(tensors, peer, tag)  # type: ignore[union-attr]
+            return self._gloo.send(tensors, peer, tag)
         member = self._members[0]
         return _Moves(member, [member.send(tensor, peer) for tensor in tensors], tensors)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Any:
         if self._is_gloo(tensors):
-            return self._gloo.recv(tensors, peer, tag)  # type: ignore[union-attr]
+            return self._gloo.recv(tensors, peer, tag)
         member = self._members[0]
         return _Moves(member, [member.receive(tensor, peer) for tensor in tensors], tensors)
 
@@ -176,20 +184,15 @@ class Group(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         root = opts.rootRank if opts is not None else 0
         if self._is_gloo(tensors):
-            return self._gloo.broadcast(tensors, opts)  # type: ignore[union-attr]
+            return self._gloo.broadcast(tensors, opts)
 
-        def run() -> None:
-            for tensor in tensors:
-                if self._rank == root:
-                    self._exchange(dict.fromkeys(self._peers(), tensor), {})
-                else:
-                    self._exchange({}, {root: tensor})
-
-        return self._begin(run, tensors)
+        if self._rank == root:
+            return self._move([(peer, tensor) for tensor in tensors for peer in self._peers()], [], tensors)
+        return self._move([], [(root, tensor) for tensor in tensors], tensors)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         if self._is_gloo(tensors):
-            return self._gloo.allreduce(tensors, opts)  # type: ignore[union-attr]
+            return self._gloo.allreduce(tensors, opts)
         op = _op(opts)
 
         def run() -> None:
@@ -202,7 +205,7 @@ class Group(dist.ProcessGroup):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         if self._is_gloo(tensors):
-            return self._gloo.reduce(tensors, opts)  # type: ignore[union-attr]
+            return self._gloo.reduce(tensors, opts)
         op = _op(opts)
 
         def run() -> None:
@@ -220,13 +223,16 @@ class Group(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         if self._is_gloo(inputs):
-            return self._gloo.allgather(outputs, inputs, *_given(opts))  # type: ignore[union-attr]
+            return self._gloo.allgather(outputs, inputs, *_given(opts))
 
-        def run() -> None:
-            for rooms, mine in zip(outputs, inputs, strict=True):
-                self._all_gather(rooms, mine)
-
-        return self._begin(run, [room for rooms in outputs for room in rooms])
+        whole = [mine.contiguous() for mine in inputs]
+        for rooms, mine in zip(outputs, whole, strict=True):
+            rooms[self._rank].copy_(mine.view_as(rooms[self._rank]))
+        return self._move(
+            [(peer, mine) for mine in whole for peer in self._peers()],
+            [(peer, rooms[peer]) for rooms in outputs for peer in self._peers()],
+            [room for rooms in outputs for room in rooms],
+        )
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         rooms = list(output.view(-1).chunk(self._size)) if output.numel() else [output] * self._size
@@ -241,7 +247,7 @@ class Group(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         if self._is_gloo(outputs):
-            return self._gloo.reduce_scatter(outputs, inputs, *_given(opts))  # type: ignore[union-attr]
+            return self._gloo.reduce_scatter(outputs, inputs, *_given(opts))
         op = _op(opts)
 
         def run() -> None:
@@ -263,56 +269,49 @@ class Group(dist.ProcessGroup):
         works = [self.reduce_scatter_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
         return _All(works, outputs)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:  # noqa: ARG002
         if self._is_gloo(outputs):  # which has only the other form
             sizes = [[tensor.numel() for tensor in tensors] for tensors in (outputs, inputs)]
             flat, given = outputs[0].new_empty(sum(sizes[0])), torch.cat([tensor.reshape(-1) for tensor in inputs])
-            self._gloo.alltoall_base(flat, given, *sizes).wait()  # type: ignore[union-attr]
-            for output, part in zip(outputs, flat.split(sizes[0]), strict=True):
+            self._gloo.alltoall_base(flat, given, *sizes).wait()
+            for output, part in zip(outputs, torch.split(flat, sizes[0]), strict=True):
                 output.copy_(part.view_as(output))
             return _All([], outputs)
 
-        def run() -> None:
-            self._exchange(
-                {peer: inputs[peer] for peer in self._peers()}, {peer: outputs[peer] for peer in self._peers()}
-            )
-            outputs[self._rank].copy_(inputs[self._rank])
-
-        return self._begin(run, outputs)
+        outputs[self._rank].copy_(inputs[self._rank])
+        peers = self._peers()
+        return self._move([(to, inputs[to]) for to in peers], [(other, outputs[other]) for other in peers], outputs)
 
     def all_to_all_single(
-        self, output: Tensor, given: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
     ) -> Any:
         if self._is_gloo([output]):
-            return self._gloo.alltoall_base(output, given, output_sizes, input_sizes, *_given(opts))  # type: ignore[union-attr]
+            return self._gloo.alltoall_base(output, given, output_sizes, input_sizes, *_given(opts))
         outputs, inputs = self._rows(output, output_sizes), self._rows(given.contiguous(), input_sizes)
         return self._single(self.alltoall(outputs, inputs), [output])
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         if self._is_gloo(inputs):
-            return self._gloo.gather(outputs, inputs, opts)  # type: ignore[union-attr]
+            return self._gloo.gather(outputs, inputs, opts)
 
-        def run() -> None:
-            if self._rank == opts.rootRank:
-                self._exchange({}, {peer: outputs[0][peer] for peer in self._peers()})
-                outputs[0][self._rank].copy_(inputs[0])
-            else:
-                self._exchange({opts.rootRank: inputs[0]}, {})
-
-        return self._begin(run, [room for rooms in outputs for room in rooms], inputs[0])
+        if self._rank != opts.rootRank:
+            return self._move([(opts.rootRank, inputs[0])], [], [])
+        outputs[0][self._rank].copy_(inputs[0])
+        return self._move([], [(peer, outputs[0][peer]) for peer in self._peers()], outputs[0])
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         if self._is_gloo(outputs):
-            return self._gloo.scatter(outputs, inputs, opts)  # type: ignore[union-attr]
+            return self._gloo.scatter(outputs, inputs, opts)
 
-        def run() -> None:
-            if self._rank == opts.rootRank:
-                self._exchange({peer: inputs[0][peer] for peer in self._peers()}, {})
-                outputs[0].copy_(inputs[0][self._rank])
-            else:
-                self._exchange({}, {opts.rootRank: outputs[0]})
-
-        return self._begin(run, outputs)
+        if self._rank != opts.rootRank:
+            return self._move([], [(opts.rootRank, outputs[0])], outputs)
+        outputs[0].copy_(inputs[0][self._rank])
+        return self._move([(peer, inputs[0][peer]) for peer in self._peers()], [], outputs)
 
     def barrier(self, opts: Any = None) -> Any:  # noqa: ARG002
         """Of the hosts; what streams are at does not matter."""
@@ -341,14 +340,21 @@ class Group(dist.ProcessGroup):
 
     def _rows(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
         if sizes:
-            return list(tensor.split(sizes))
+            return list(torch.split(tensor, sizes))
         if len(tensor) % self._size:
             raise ValueError(f"{len(tensor)} rows cannot be shared evenly among {self._size} ranks")
         return list(tensor.chunk(self._size)) if len(tensor) else [tensor] * self._size
 
+    def _move(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], result: list[Tensor]) -> Work:
+        """A collective that only moves: it begins now, and is waited for when it is waited for."""
+        member = self._members[1]
+        moves = [member.receive(tensor, peer) for peer, tensor in receives]
+        moves += [member.send(tensor, peer) for peer, tensor in sends]
+        return _Moves(member, moves, result)
+
     def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
         """Send and receive, and go no further until all have."""
-        member = self._members[1]
+        member = self._members[2]
         moves = [member.receive(tensor, peer) for peer, tensor in receives.items()]
         moves += [member.send(tensor, peer) for peer, tensor in sends.items()]
         settle(member, moves)
@@ -376,10 +382,10 @@ class Group(dist.ProcessGroup):
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view_as(tensor))
 
-    def _begin(self, run: Callable[[], None], result: list[Tensor], like: Tensor | None = None) -> Work:
-        """Run a collective: on a device on the group's own stream, after what is on the current one; else in a thread."""
-        self._members[1].check()
-        like = result[0] if like is None else like
+    def _begin(self, run: Callable[[], None], result: list[Tensor]) -> Work:
+        """Run a collective that reduces: on the group's stream, behind what is on the current one, or in a thread."""
+        self._members[2].check()
+        like = result[0]
         if not like.is_cuda:
             if self._queue is None:
                 self._queue = queue.SimpleQueue()
@@ -389,13 +395,13 @@ class Group(dist.ProcessGroup):
             return work
         with torch.cuda.device(like.device):
             if self._stream is None:
-                self._stream = torch.cuda.Stream(priority=-1)
+                self._stream = _cuda.Stream(priority=-1)
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream), torch.no_grad():
                 run()
-                event = torch.cuda.Event()
+                event = _cuda.Event()
                 event.record()
-        return _OnStream(self._members[1], event, result)
+        return _OnStream(self._members[2], event, result)
 
     def _single(self, work: Any, result: list[Tensor]) -> Any:
         if isinstance(work, Work):
@@ -456,7 +462,7 @@ def _reduced(parts: list[Tensor], op: Any) -> Tensor:
     return total / len(parts) if op == dist.ReduceOp.AVG else total
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def _gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     made = dist.ProcessGroup(store, rank, size)
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)

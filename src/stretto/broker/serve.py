@@ -1,9 +1,12 @@
 """The process in the middle: it brings both sides of each message together and has the device copy it.
 
-Ranks say where their bytes lie and let their streams raise a flag when they get there. Once both flags are up, the broker
-queues the copy and, behind it, a third flag that the ranks' streams wait for. It has its own context on the device, so that
-nothing a rank's host does, such as the loading of a kernel that first waits for all its streams, can keep a message from
-being moved; and no stream of its own ever waits, so that messages cannot hold each other up.
+Ranks say where their bytes lie and let their streams raise a flag when they get there. The broker queues the copy, to
+begin when both flags are up, and behind it a third flag that the ranks' streams wait for. It has its own context on the
+device, so that nothing a rank's host does, such as the loading of a kernel that first waits for all its streams, can
+keep a message from being moved.
+
+A stream that waits can hold up others, once there are more of them than the device has queues. So only a few channels
+at a time have a stream to wait on; for all others the broker looks at the flags itself, and queues what is ready.
 """
 
 import contextlib
@@ -15,12 +18,14 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from stretto.onegpu import driver
-from stretto.onegpu.board import BLOCKS, EVER, Board
-from stretto.onegpu.model import LinkModel
-from stretto.onegpu.wire import Bye, Failed, Here, Join, Joined, Leave, Links, Message, Place, Taken, hear, tell
+from stretto.broker import driver
+from stretto.broker.board import BLOCKS, EVER, RING, Board
+from stretto.broker.model import LinkModel
+from stretto.broker.wire import Bye, Failed, Here, Join, Joined, Leave, Links, Message, Place, Taken, hear, tell
 
 _LOOKS = 16  # at the flags, for each at what ranks say
+_WAITING = 24  # streams that may wait; the device has 32 queues for a process that asks for them
+_COPYING = 4  # streams that never wait
 
 
 @dataclass(slots=True)
@@ -35,6 +40,8 @@ class _Channel:
     flying: deque[tuple[int, float]] = field(default_factory=deque)
     """Messages whose link takes time: their number, and when they may arrive."""
     stream: int = 0
+    """The last one it was copied on, and if that waits, the number of messages it will have moved."""
+    queued: int = 0
 
 
 @dataclass(slots=True)
@@ -58,7 +65,9 @@ class Broker:
         self._groups: dict[str, _Group] = {}
         self._free: dict[int, list[int]] = {}
         self._blocks = 0
-        self._context: driver.Context | None = None
+        self._idle: list[int] = []  # streams to wait on
+        self._armed: dict[int, _Channel] = {}  # channels that have one, by their block
+        self._copying: list[int] = []
         self._opened: dict[bytes, int] = {}
         self._watched: dict[int, tuple[str, _Group, _Channel]] = {}  # channels with flags or clocks to look at
         self._selector = selectors.DefaultSelector()
@@ -146,43 +155,76 @@ class Broker:
                 )
             elif sent.device >= 0:
                 channel.matched.append((sent, wanted))
-                self._watched[channel.block] = name, group, channel
+                if group.model is not None or not self._arm(channel):
+                    self._watched[channel.block] = name, group, channel
+                else:
+                    self._move(name, group, channel, waits=True)
             else:
                 self._say(group.members[target], Here(name, source, sent.number), file)
             if file >= 0:
                 os.close(file)
 
+    def _arm(self, channel: _Channel) -> bool:
+        """Whether a channel has a stream of its own to wait on; none that is behind with others can be given one."""
+        if channel.block in self._armed:
+            return True
+        if len(channel.matched) > 1 or channel.flying:
+            return False
+        if not self._copying:
+            made = driver.make_streams(channel.matched[0][0].device, _WAITING + _COPYING)
+            self._idle, self._copying = made[_COPYING:], made[:_COPYING]
+        if not self._idle:
+            for block, other in list(self._armed.items()):
+                if self._board.read(self._board.done(block)) >= other.queued:
+                    del self._armed[block]
+                    self._idle.append(other.stream)
+        if not self._idle:
+            return False
+        channel.stream = self._idle.pop()
+        self._armed[channel.block] = channel
+        return True
+
     def _look(self) -> None:
         """Copy what both sides are ready for, and let arrive what has had its link's time."""
-        board = self._board
+        read, ready = self._board.read, self._board.ready
         for block, (name, group, channel) in list(self._watched.items()):
             while channel.matched:
-                sent, wanted = channel.matched[0]
-                up = (board.read(board.ready(block, sent.number, sender=it)) > sent.number for it in (True, False))
-                if not all(up):
+                number = channel.matched[0][0].number
+                if (
+                    read(ready(block, number, sender=True)) <= number
+                    or read(ready(block, number, sender=False)) <= number
+                ):
                     break
-                channel.matched.popleft()
-                try:
-                    self._copy(group, channel, sent, wanted)
-                except driver.DriverError as error:
-                    self._fail(name, group, f"the broker could not move a message from rank {wanted.peer}: {error}")
+                channel.stream = self._copying[block % _COPYING]
+                self._move(name, group, channel, waits=False)
             while channel.flying and time.perf_counter() >= channel.flying[0][1]:
-                board.write(board.go(block), channel.flying.popleft()[0] + 1)
+                self._arrive(channel, channel.flying.popleft()[0])
             if not channel.matched and not channel.flying:
                 self._watched.pop(block, None)
 
-    def _copy(self, group: _Group, channel: _Channel, sent: Place, wanted: Place) -> None:
-        board, number = self._board, sent.number
-        if self._context is None:
-            self._context = driver.Context(sent.device)
-        if not channel.stream:
-            channel.stream = self._context.stream()
-        if sent.count:
-            driver.copy(channel.stream, self._open(wanted), self._open(sent), sent.count)
-        if group.model is not None:
-            driver.wait_value(channel.stream, board.address(board.go(channel.block)), number + 1)
-            begin = max(time.perf_counter(), channel.flying[-1][1] if channel.flying else 0.0)
-            channel.flying.append((number, begin + group.model.seconds(sent.count)))
+    def _move(self, name: str, group: _Group, channel: _Channel, *, waits: bool) -> None:
+        """Queue the first message that is known on both sides."""
+        sent, wanted = channel.matched.popleft()
+        board, stream, number = self._board, channel.stream, sent.number
+        try:
+            if waits:
+                for sender in (True, False):
+                    word = board.ready(channel.block, number, sender=sender)
+                    if board.read(word) <= number:
+                        driver.wait_value(stream, board.address(word), number + 1)
+            if sent.count:
+                driver.copy(stream, self._open(wanted), self._open(sent), sent.count)
+            if group.model is None:
+                self._arrive(channel, number)
+            else:
+                begin = max(time.perf_counter(), channel.flying[-1][1] if channel.flying else 0.0)
+                channel.flying.append((number, begin + group.model.seconds(sent.count)))
+        except driver.DriverError as error:
+            self._fail(name, group, f"the broker could not move a message from rank {wanted.peer}: {error}")
+
+    def _arrive(self, channel: _Channel, number: int) -> None:
+        channel.queued = number + 1
+        board = self._board
         driver.write_value(channel.stream, board.address(board.done(channel.block)), number + 1)
 
     def _open(self, place: Place) -> int:
@@ -202,7 +244,10 @@ class Broker:
             for target in range(group.size):
                 channel = group.channel(source, target)
                 self._watched.pop(channel.block, None)
-                self._board.write(self._board.go(channel.block), EVER)
+                if channel.block in self._armed:
+                    for number in range(RING):
+                        self._board.write(self._board.ready(channel.block, number, sender=True), EVER)
+                        self._board.write(self._board.ready(channel.block, number, sender=False), EVER)
                 if channel.stream:
                     driver.synchronize(channel.stream)
                 self._board.write(self._board.done(channel.block), EVER)
@@ -215,6 +260,9 @@ class Broker:
                     driver.synchronize(channel.stream)
             for block in range(group.first, group.first + group.size**2):
                 self._board.clear(block)
+                self._watched.pop(block, None)
+                if block in self._armed:
+                    self._idle.append(self._armed.pop(block).stream)
             self._free.setdefault(group.size, []).append(group.first)
             del self._groups[name]
 

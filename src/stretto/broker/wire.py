@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from stretto.onegpu.model import LinkModel
+from stretto.broker.model import LinkModel
 
 _LARGEST = 65536
 

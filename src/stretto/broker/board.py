@@ -4,10 +4,10 @@ import ctypes
 import mmap
 import os
 
-from stretto.onegpu import driver
+from stretto.broker import driver
 
 RING = 1024  # messages of a channel that may be under way
-_SENDER, _RECEIVER, _DONE, _GO = 0, RING, 2 * RING, 2 * RING + 1
+_SENDER, _RECEIVER, _DONE = 0, RING, 2 * RING
 _BLOCK = 2 * RING + 16
 BLOCKS = 4096
 _BYTES = 4 * _BLOCK * BLOCKS
@@ -39,11 +39,6 @@ class Board:
     @staticmethod
     def done(block: int) -> int:
         return block * _BLOCK + _DONE
-
-    @staticmethod
-    def go(block: int) -> int:
-        """How many messages have had their link's time, where one is kept."""
-        return block * _BLOCK + _GO
 
     def read(self, word: int) -> int:
         return self._words[word]

@@ -1,0 +1,121 @@
+"""Calls of the CUDA driver that PyTorch has no name for: stream memory operations, memory of other processes."""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from stretto.ir.errors import StrettoError
+
+_GEQ = 0  # wait until (value in memory − value), as a signed number, is at least 0
+_LAZY_PEER_ACCESS = 1
+_PORTABLE_AND_MAPPED = 1 | 2
+HANDLE_BYTES = 64
+
+
+class DriverError(StrettoError):
+    """A call of the CUDA driver failed."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
+
+
+_ADDRESS, _STREAM, _WORD, _SIZE = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cuInit": (ctypes.c_uint,),
+    "cuDeviceGet": (ctypes.c_void_p, ctypes.c_int),
+    "cuDevicePrimaryCtxRetain": (ctypes.c_void_p, ctypes.c_int),
+    "cuCtxSetCurrent": (ctypes.c_void_p,),
+    "cuStreamCreateWithPriority": (ctypes.c_void_p, ctypes.c_uint, ctypes.c_int),
+    "cuStreamSynchronize": (_STREAM,),
+    "cuStreamWriteValue32_v2": (_STREAM, _ADDRESS, _WORD, ctypes.c_uint),
+    "cuStreamWaitValue32_v2": (_STREAM, _ADDRESS, _WORD, ctypes.c_uint),
+    "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, _SIZE, _STREAM),
+    "cuMemGetAddressRange_v2": (ctypes.c_void_p, ctypes.c_void_p, _ADDRESS),
+    "cuIpcGetMemHandle": (ctypes.c_void_p, _ADDRESS),
+    "cuIpcOpenMemHandle_v2": (ctypes.c_void_p, _Handle, ctypes.c_uint),
+    "cuMemHostRegister_v2": (ctypes.c_void_p, _SIZE, ctypes.c_uint),
+    "cuMemHostGetDevicePointer_v2": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint),
+}
+
+
+@cache
+def _function(name: str) -> Any:
+    try:
+        function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except OSError as error:
+        raise DriverError(f"no CUDA driver here: {error}") from None
+    function.argtypes = _ARGUMENTS.get(name)
+    return function
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = _function(name)(*arguments)
+    if status:
+        text = ctypes.c_char_p()
+        _function("cuGetErrorString")(status, ctypes.byref(text))
+        raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def make_streams(device: int, count: int) -> list[int]:
+    """Streams that do not wait for each other, on a device that is made this process's own."""
+    _call("cuInit", 0)
+    found, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(found), device)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), found)
+    _call("cuCtxSetCurrent", context)
+    made = [ctypes.c_void_p() for _ in range(count)]
+    for stream in made:
+        _call("cuStreamCreateWithPriority", ctypes.byref(stream), 1, -5)
+    return [stream.value or 0 for stream in made]
+
+
+def synchronize(stream: int) -> None:
+    """Wait until a stream has nothing left to do."""
+    _call("cuStreamSynchronize", stream)
+
+
+def write_value(stream: int, address: int, value: int) -> None:
+    """Write a number once all before it on the stream is done, and seen by all."""
+    _call("cuStreamWriteValue32_v2", stream, address, value, 0)
+
+
+def wait_value(stream: int, address: int, value: int) -> None:
+    """Go no further on the stream until a number has come this far."""
+    _call("cuStreamWaitValue32_v2", stream, address, value, _GEQ)
+
+
+def copy(stream: int, target: int, source: int, count: int) -> None:
+    """Copy bytes within the device."""
+    _call("cuMemcpyDtoDAsync_v2", target, source, count, stream)
+
+
+def share(address: int) -> tuple[bytes, int]:
+    """A handle by which other processes open the allocation that an address lies in, and how far into it that is."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+    handle = _Handle()
+    try:
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)
+    except DriverError as error:
+        raise DriverError(
+            f"this memory cannot be shared with other processes ({error}); "
+            "if PYTORCH_CUDA_ALLOC_CONF sets expandable_segments, unset it"
+        ) from None
+    return bytes(handle), address - base.value
+
+
+def open_shared(handle: bytes) -> int:
+    """Where another process's allocation lies in this one."""
+    address = ctypes.c_uint64()
+    made = _Handle.from_buffer_copy(handle)
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), made, _LAZY_PEER_ACCESS)
+    return address.value
+
+
+def register_host(address: int, count: int) -> int:
+    """Make host memory known to the device; where it lies there."""
+    _call("cuMemHostRegister_v2", address, count, _PORTABLE_AND_MAPPED)
+    device = ctypes.c_uint64()
+    _call("cuMemHostGetDevicePointer_v2", ctypes.byref(device), address, 0)
+    return device.value
