@@ -287,6 +287,9 @@ def _start_broker() -> str:
         pass_fds=[server.fileno()],
         env=environment,
         start_new_session=True,  # a Ctrl-C is for the ranks; it goes when they have
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,  # whoever reads what the ranks print must not wait for it
+        stderr=subprocess.DEVNULL,
     )
     server.close()
     return address
