@@ -1,10 +1,11 @@
 """What must hold of the runtime on CUDA, shown on ranks that share one GPU.
 
-    stretto onegpu run --devices 4 benchmarks/onegpu/prove.py numerics | compare | memory | overlap | kill
+    stretto onegpu run --devices 4 benchmarks/onegpu/prove.py numerics compare memory overlap
 
 numerics: every schedule trains a small transformer; its gradients against one process that runs the same microbatches.
 compare: step time beside torch.distributed.pipelining on the same model. memory: what 100 steps leave behind.
 overlap: a step by CUDA events, and how much of its communication is hidden. kill: a rank dies; what the others say.
+small: a few steps under compute-sanitizer.
 """
 
 import os
@@ -132,20 +133,21 @@ def numerics(mesh: DeviceMesh) -> None:
 def compare(mesh: DeviceMesh) -> None:
     say("| schedule | ours, ms | torch, ms | ratio | ours, GiB | torch, GiB | ratio |\n|---|---|---|---|---|---|---|")
     width, rank = 1024, mesh.get_local_rank()
+    torch.set_float32_matmul_precision("high")
     for name, (schedule, peer) in PEERS.items():
         plan = schedule(devices=mesh.size(), microbatches=4 * mesh.size())
         here = sorted({stage for device, stage in plan.placement.homes if device == rank})
         torch.manual_seed(1)
-        inputs, targets = torch.randn(2, 8 * plan.microbatches, TOKENS, width, device="cuda", dtype=torch.bfloat16)
+        inputs, targets = torch.randn(2, 8 * plan.microbatches, TOKENS, width, device="cuda")
 
         def distance(output: Tensor, target: Tensor) -> Tensor:
-            return F.mse_loss(output.float(), target.float())
+            return F.mse_loss(output, target)
 
         pipe = stretto.Pipeline(
-            lambda _: Block(width).bfloat16(), layer_count=plan.stages, plan=plan, loss=distance, mesh=mesh, timeout=30
+            lambda _: Block(width), layer_count=plan.stages, plan=plan, loss=distance, mesh=mesh, timeout=30
         )
         stages: list[Any] = [
-            PipelineStage(Block(width).bfloat16().cuda(), index, plan.stages, torch.device("cuda", 0)) for index in here
+            PipelineStage(Block(width).cuda(), index, plan.stages, torch.device("cuda", 0)) for index in here
         ]
         made = peer(stages, n_microbatches=plan.microbatches, loss_fn=distance)
         first, last = 0 in here, plan.stages - 1 in here
@@ -195,6 +197,8 @@ def memory(mesh: DeviceMesh) -> None:
             losses.append(pipe.step(inputs, targets).loss)
             optimizer.step()
             if step in (9, 99):
+                torch.cuda.synchronize()
+                time.sleep(0.5)  # until what was sent is let go of
                 held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
         grown = torch.tensor([after - before for before, after in zip(*held, strict=True)], device="cuda")
         dist.all_reduce(grown, op=dist.ReduceOp.MAX)
@@ -249,9 +253,22 @@ def kill(mesh: DeviceMesh) -> None:
     os._exit(1)
 
 
+def small(mesh: DeviceMesh) -> None:
+    """One step of each of three schedules, for a tool that looks at every access."""
+    for name in ("one_f_one_b", "zb_v", "dualpipe"):
+        plan = SCHEDULES[name](devices=mesh.size(), microbatches=2 * mesh.size())
+        given = layers(max(plan.stages, 4), torch.float32, phased=True, width=32)
+        pipe = stretto.Pipeline(given, plan=plan, loss=loss, mesh=mesh, timeout=200)
+        say(f"{name}: loss {pipe.step(*batch(plan.microbatches)).loss:.4f}")
+        pipe.close()
+
+
 def say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
+
+
+PARTS = {part.__name__: part for part in (numerics, compare, memory, overlap, kill, small)}
 
 
 def main() -> None:
@@ -260,7 +277,7 @@ def main() -> None:
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("pp",))["pp"]
     for name in sys.argv[1:]:
         say(f"\n{name}, {mesh.size()} devices, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}\n")
-        {"numerics": numerics, "compare": compare, "memory": memory, "overlap": overlap, "kill": kill}[name](mesh)
+        PARTS[name](mesh)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -6,10 +6,10 @@ import os
 
 from stretto.broker import driver
 
-RING = 1024  # messages of a channel that may be under way
+RING = 256  # messages of a channel that may be under way
 _SENDER, _RECEIVER, _DONE = 0, RING, 2 * RING
 _BLOCK = 2 * RING + 16
-BLOCKS = 4096
+BLOCKS = 8192
 _BYTES = 4 * _BLOCK * BLOCKS
 EVER = 2**31 - 1  # ahead of every count
 

@@ -9,6 +9,7 @@ from stretto.ir.errors import StrettoError
 _GEQ = 0  # wait until (value in memory − value), as a signed number, is at least 0
 _LAZY_PEER_ACCESS = 1
 _PORTABLE_AND_MAPPED = 1 | 2
+_BUFFER_ID = 7
 HANDLE_BYTES = 64
 
 
@@ -31,6 +32,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuStreamWriteValue32_v2": (_STREAM, _ADDRESS, _WORD, ctypes.c_uint),
     "cuStreamWaitValue32_v2": (_STREAM, _ADDRESS, _WORD, ctypes.c_uint),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, _SIZE, _STREAM),
+    "cuPointerGetAttribute": (ctypes.c_void_p, ctypes.c_int, _ADDRESS),
     "cuMemGetAddressRange_v2": (ctypes.c_void_p, ctypes.c_void_p, _ADDRESS),
     "cuIpcGetMemHandle": (ctypes.c_void_p, _ADDRESS),
     "cuIpcOpenMemHandle_v2": (ctypes.c_void_p, _Handle, ctypes.c_uint),
@@ -92,6 +94,19 @@ def copy(stream: int, target: int, source: int, count: int) -> None:
 
 def share(address: int) -> tuple[bytes, int]:
     """A handle by which other processes open the allocation that an address lies in, and how far into it that is."""
+    number = ctypes.c_uint64()
+    _call("cuPointerGetAttribute", ctypes.byref(number), _BUFFER_ID, address)
+    known = _shared.get(number.value)  # allocations are numbered, so another at the same address is another
+    if known is None:
+        known = _shared[number.value] = _handle_of(address)
+    handle, base = known
+    return handle, address - base
+
+
+_shared: dict[int, tuple[bytes, int]] = {}
+
+
+def _handle_of(address: int) -> tuple[bytes, int]:
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
     handle = _Handle()
@@ -102,7 +117,7 @@ def share(address: int) -> tuple[bytes, int]:
             f"this memory cannot be shared with other processes ({error}); "
             "if PYTORCH_CUDA_ALLOC_CONF sets expandable_segments, unset it"
         ) from None
-    return bytes(handle), address - base.value
+    return bytes(handle), base.value
 
 
 def open_shared(handle: bytes) -> int:

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -54,10 +55,10 @@ class Streams:
 
     def run(self, at: int, run: Run, times: tuple[Any, Any] | None = None, started: list[Any] | None = None) -> None:
         """Queue a task. If it is to be timed, between two events, and with all that it has started in between."""
-        stream = self._streams[at] or self._main
+        own = self._streams[at]
         for k in self._waits[at]:
-            stream.wait_event(self._events[k])
-        with torch.cuda.stream(stream):
+            (own or self._main).wait_event(self._events[k])
+        with nullcontext() if own is None else torch.cuda.stream(own):
             if times is not None and started is not None:
                 started.clear()
                 times[0].record()

@@ -108,8 +108,10 @@ class Member:
             self._engine.changed.notify_all()
 
     def watch(self) -> None:
-        """Give up on what has taken too long."""
+        """Let go of what has ended, and give up on what has taken too long."""
         now = time.monotonic()
+        with self._engine.changed:
+            self._under_way = deque(move for move in self._under_way if not move.ended)
         for move in list(self._under_way):
             if self.error is None and now > move.deadline and not move.ended:
                 verb = "take" if move.sends else "send"
@@ -179,8 +181,6 @@ class Member:
         with self._engine.changed:
             while self._under_way and self._under_way[0].ended:
                 self._under_way.popleft()
-            if len(self._under_way) > 4 * _WINDOW:
-                self._under_way = deque(it for it in self._under_way if not it.ended)
             self._under_way.append(move)
 
 

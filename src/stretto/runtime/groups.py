@@ -22,6 +22,7 @@ class Groups:
         self.number = self._pipelines.index(self._mine)
         """Which of the pipelines that train side by side this is."""
 
+        self._made: list[dist.ProcessGroup] = []
         everybody = None if device.type == "cpu" else self.make(range(len(self._mine)), backend="gloo")
         self.host = everybody or group
         """A group of the pipeline's ranks for tensors of the host."""
@@ -34,4 +35,11 @@ class Groups:
             made = dist.new_group(processes, backend=backend)
             if pipeline == self._mine and dist.get_rank() in processes:
                 found = made
+                self._made.append(made)
         return found
+
+    def close(self) -> None:
+        """Let go of all that were made."""
+        for group in self._made:
+            dist.destroy_process_group(group)
+        self._made.clear()

@@ -123,6 +123,8 @@ class Pipeline:
         ties = [*tied, *(_ties(layers) if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else [])]
         self._replicas = self._shared(shares, ties)
         self._replicas.start_equal()
+        if self._device.type == "cuda":  # autograd's thread would find no context for its first matrix product
+            torch.autograd.backward(torch.zeros(1, device=self._device, requires_grad=True).sum())
         self._walk = Walk(self.program, self._supervisor, self._stages, self._links)
         self._evaluation: Walk | None = None
         self._counted: bool | None = None  # whether the loss gives a sum and a count, once a step has shown it
@@ -193,6 +195,7 @@ class Pipeline:
         self._supervisor.close()
         self._links.close()
         self._collectives.close()
+        self._groups.close()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's, under the names that `nn.Sequential(*layers)` would give them."""
