@@ -107,13 +107,15 @@ class Broker:
             return
         group = self._groups.get(message.group)  # type: ignore[union-attr]
         rank = next((rank for rank, it in group.members.items() if it is connection), -1) if group else -1
-        if group is None or rank < 0:
+        peer = getattr(message, "peer", None)
+        if group is None or rank < 0 or (peer is not None and peer not in range(group.size)):
             return
         match message:
             case Place():
                 self._place(message.group, group, rank, message, file)
             case Taken():
-                self._say(group.members[message.peer], Taken(message.group, rank, message.number))
+                if message.peer in group.members:
+                    self._say(group.members[message.peer], Taken(message.group, rank, message.number))
             case Failed():
                 self._fail(message.group, group, message.why)
             case Links():
@@ -124,16 +126,23 @@ class Broker:
     def _join(self, connection: socket.socket, message: Join) -> None:
         group = self._groups.get(message.group)
         if group is None:
-            self._groups[message.group] = group = _Group(message.size, self._allot(message.size))
+            first = self._allot(message.size)
+            if first < 0:
+                self._say(connection, Joined(message.group, first))
+                return
+            self._groups[message.group] = group = _Group(message.size, first)
         group.members[message.rank] = connection
         self._say(connection, Joined(message.group, group.first))
+        if group.failed:
+            self._say(connection, Failed(message.group, group.failed))
 
     def _allot(self, size: int) -> int:
         if self._free.get(size):
             return self._free[size].pop()
-        first = self._blocks
+        if self._blocks + size * size > BLOCKS:
+            return -1
         self._blocks += size * size
-        return first if self._blocks <= BLOCKS else -1
+        return self._blocks - size * size
 
     def _place(self, name: str, group: _Group, rank: int, place: Place, file: int) -> None:
         channel = group.channel(rank, place.peer) if place.sends else group.channel(place.peer, rank)
@@ -155,27 +164,34 @@ class Broker:
                 )
             elif sent.device >= 0:
                 channel.matched.append((sent, wanted))
-                if group.model is not None or not self._arm(channel):
-                    self._watched[channel.block] = name, group, channel
-                else:
-                    self._move(name, group, channel, waits=True)
+                try:
+                    self._begin(name, group, channel)
+                except driver.DriverError as error:
+                    self._fail(name, group, f"the broker could not move a message from rank {source}: {error}")
             else:
                 self._say(group.members[target], Here(name, source, sent.number), file)
             if file >= 0:
                 os.close(file)
 
+    def _begin(self, name: str, group: _Group, channel: _Channel) -> None:
+        """A message is known on both sides: queue it if its channel may wait on a stream, or else look at its flags."""
+        if not self._copying:
+            made = driver.make_streams(channel.matched[0][0].device, _WAITING + _COPYING)
+            self._idle, self._copying = made[_COPYING:], made[:_COPYING]
+        if group.model is None and self._arm(channel):
+            self._move(group, channel, waits=True)
+        else:
+            self._watched[channel.block] = name, group, channel
+
     def _arm(self, channel: _Channel) -> bool:
         """Whether a channel has a stream of its own to wait on; none that is behind with others can be given one."""
         if channel.block in self._armed:
             return True
-        if len(channel.matched) > 1 or channel.flying:
+        if len(channel.matched) > 1 or channel.flying or not self._is_done(channel):
             return False
-        if not self._copying:
-            made = driver.make_streams(channel.matched[0][0].device, _WAITING + _COPYING)
-            self._idle, self._copying = made[_COPYING:], made[:_COPYING]
         if not self._idle:
             for block, other in list(self._armed.items()):
-                if self._board.read(self._board.done(block)) >= other.queued:
+                if self._is_done(other):
                     del self._armed[block]
                     self._idle.append(other.stream)
         if not self._idle:
@@ -183,6 +199,10 @@ class Broker:
         channel.stream = self._idle.pop()
         self._armed[channel.block] = channel
         return True
+
+    def _is_done(self, channel: _Channel) -> bool:
+        """Whether all that was queued has been copied."""
+        return self._board.read(self._board.done(channel.block)) >= channel.queued
 
     def _look(self) -> None:
         """Copy what both sides are ready for, and let arrive what has had its link's time."""
@@ -196,31 +216,31 @@ class Broker:
                 ):
                     break
                 channel.stream = self._copying[block % _COPYING]
-                self._move(name, group, channel, waits=False)
+                try:
+                    self._move(group, channel, waits=False)
+                except driver.DriverError as error:
+                    self._fail(name, group, f"the broker could not move a message: {error}")
             while channel.flying and time.perf_counter() >= channel.flying[0][1]:
                 self._arrive(channel, channel.flying.popleft()[0])
             if not channel.matched and not channel.flying:
                 self._watched.pop(block, None)
 
-    def _move(self, name: str, group: _Group, channel: _Channel, *, waits: bool) -> None:
+    def _move(self, group: _Group, channel: _Channel, *, waits: bool) -> None:
         """Queue the first message that is known on both sides."""
         sent, wanted = channel.matched.popleft()
         board, stream, number = self._board, channel.stream, sent.number
-        try:
-            if waits:
-                for sender in (True, False):
-                    word = board.ready(channel.block, number, sender=sender)
-                    if board.read(word) <= number:
-                        driver.wait_value(stream, board.address(word), number + 1)
-            if sent.count:
-                driver.copy(stream, self._open(wanted), self._open(sent), sent.count)
-            if group.model is None:
-                self._arrive(channel, number)
-            else:
-                begin = max(time.perf_counter(), channel.flying[-1][1] if channel.flying else 0.0)
-                channel.flying.append((number, begin + group.model.seconds(sent.count)))
-        except driver.DriverError as error:
-            self._fail(name, group, f"the broker could not move a message from rank {wanted.peer}: {error}")
+        if waits:
+            for sender in (True, False):
+                word = board.ready(channel.block, number, sender=sender)
+                if board.read(word) <= number:
+                    driver.wait_value(stream, board.address(word), number + 1)
+        if sent.count:
+            driver.copy(stream, self._open(wanted), self._open(sent), sent.count)
+        if group.model is None:
+            self._arrive(channel, number)
+        else:
+            begin = max(time.perf_counter(), channel.flying[-1][1] if channel.flying else 0.0)
+            channel.flying.append((number, begin + group.model.seconds(sent.count)))
 
     def _arrive(self, channel: _Channel, number: int) -> None:
         channel.queued = number + 1

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stretto.broker import driver
-from stretto.broker.board import RING, Board
+from stretto.broker.board import EVER, RING, Board
 from stretto.broker.model import LinkModel
 from stretto.broker.wire import Bye, Failed, Here, Join, Joined, Leave, Links, Message, Place, Taken, hear, tell
 
@@ -106,6 +106,11 @@ class Member:
                 if tell:
                     self._engine.tell(Failed(self.name, why))
             self._engine.changed.notify_all()
+
+    def let_go(self) -> None:
+        """Let all streams go on that wait for a message, where the broker cannot."""
+        for block in range(self._first, self._first + self._size**2):
+            self._engine.board.write(self._engine.board.done(block), EVER)
 
     def watch(self) -> None:
         """Let go of what has ended, and give up on what has taken too long."""
@@ -252,6 +257,7 @@ class Engine:
             self.lost = True
             for member in list(self._members.values()):
                 member.fail("the broker of this machine's ranks died", tell=False)
+                member.let_go()
 
     def _act(self, message: Message, file: int) -> None:
         with self.changed:

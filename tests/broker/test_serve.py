@@ -1,0 +1,224 @@
+"""The broker over a device that is not there: its streams are queues, its copies are written down."""
+
+import random
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from stretto.broker import driver
+from stretto.broker.board import EVER, Board
+from stretto.broker.model import LinkModel
+from stretto.broker.serve import Broker
+from stretto.broker.wire import Failed, Join, Links, Message, Place, hear
+
+
+class Device:
+    """Streams that do what is next on them when they can. Allocations are known by their handles."""
+
+    def __init__(self, board: Callable[[], Board]) -> None:
+        self._board, self._streams = board, dict[int, deque[Any]]()
+        self.copies: list[tuple[int, int, int]] = []
+
+    def make_streams(self, device: int, count: int) -> list[int]:
+        assert device == 0
+        self._streams = {k + 1: deque() for k in range(count)}
+        return list(self._streams)
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        self._streams[stream].append(lambda: self._board().read(address // 4) >= value)
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        self._streams[stream].append(lambda: self._written(address // 4, value))
+
+    def copy(self, stream: int, target: int, source: int, count: int) -> None:
+        self._streams[stream].append(lambda: self._copied(source, target, count))
+
+    def synchronize(self, stream: int) -> None:
+        self.run()
+        assert not self._streams[stream], "a stream would wait for good"
+
+    def open_shared(self, handle: bytes) -> int:
+        return int.from_bytes(handle)
+
+    def run(self, order: random.Random | None = None) -> None:
+        """All that can be done, stream after stream, in any order."""
+        moved = True
+        while moved:
+            moved = False
+            streams = list(self._streams.values())
+            if order is not None:
+                order.shuffle(streams)
+            for stream in streams:
+                while stream and stream[0]():
+                    stream.popleft()
+                    moved = True
+
+    def _written(self, word: int, value: int) -> bool:
+        assert self._board().read(word) < value, "a count went back"
+        self._board().write(word, value)
+        return True
+
+    def _copied(self, source: int, target: int, count: int) -> bool:
+        self.copies.append((source, target, count))
+        return True
+
+
+class World:
+    """A broker and ranks that speak for themselves."""
+
+    def __init__(self, broker: Broker, device: Device, ranks: int) -> None:
+        self.broker, self.device, self.ranks = broker, device, ranks
+        self.ends = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(ranks)]
+        for rank in range(ranks):
+            self.say(rank, Join("g", rank, ranks))
+            hear(self.ends[rank][1])
+        self.group = broker._groups["g"]
+
+    def say(self, rank: int, message: Message) -> None:
+        self.broker._act(self.ends[rank][0], message, -1)
+
+    def place(self, rank: int, peer: int, number: int, *, sends: bool, count: int = 8) -> None:
+        handle = (1000 * rank + number + 1).to_bytes(8)
+        self.say(rank, Place("g", peer, number, sends, count, 0, handle))
+
+    def flag(self, source: int, target: int, number: int, *, sender: bool) -> None:
+        board, block = self.broker._board, self.block(source, target)
+        board.write(board.ready(block, number, sender=sender), number + 1)
+
+    def block(self, source: int, target: int) -> int:
+        return self.group.first + source * self.ranks + target
+
+    def done(self, source: int, target: int) -> int:
+        return self.broker._board.read(self.broker._board.done(self.block(source, target)))
+
+    def close(self) -> None:
+        for pair in self.ends:
+            for end in pair:
+                end.close()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], World]]:
+    made: list[World] = []
+
+    def make(ranks: int) -> World:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            broker = Broker(server)
+        device = Device(lambda: broker._board)
+        for name in ("make_streams", "wait_value", "write_value", "copy", "synchronize", "open_shared"):
+            monkeypatch.setattr(driver, name, getattr(device, name))
+        monkeypatch.setattr(driver, "register_host", lambda *_: 0)
+        made.append(World(broker, device, ranks))
+        return made[-1]
+
+    yield make
+    for it in made:
+        it.close()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_comes_first_every_message_is_copied_once_and_in_order(
+    world: Callable[[int], World], seed: int
+) -> None:
+    """With more channels than may wait, sides and flags in any order that a rank's own order allows."""
+    order = random.Random(seed)
+    it = world(order.choice((2, 4, 7)))
+    channels = [(a, b) for a in range(it.ranks) for b in range(it.ranks) if a != b]
+    per = 4
+    todo: dict[Any, list[Callable[[], None]]] = {}
+    for a, b in channels:
+        for number in range(per):
+            for sends in (True, False):
+                rank, peer = (a, b) if sends else (b, a)
+                todo.setdefault(("place", a, b, sends), []).append(
+                    lambda rank=rank, peer=peer, number=number, sends=sends: it.place(rank, peer, number, sends=sends)
+                )
+                todo.setdefault(("flag", a, b, sends), []).append(
+                    lambda a=a, b=b, number=number, sends=sends: it.flag(a, b, number, sender=sends)
+                )
+    while todo:
+        key = order.choice(sorted(todo))
+        what, *rest = key
+        if what == "flag" and len(todo.get(("place", *rest), [])) >= len(todo[key]):
+            continue  # a rank says where its bytes lie before its stream can get there
+        todo[key].pop(0)()
+        if not todo[key]:
+            del todo[key]
+        if order.random() < 0.3:
+            it.broker._look()
+            it.device.run(order)
+    for _ in range(per):
+        it.broker._look()
+        it.device.run(order)
+    assert all(it.done(a, b) == per for a, b in channels)
+    expected = [(1000 * a + n + 1, 1000 * b + n + 1, 8) for a, b in channels for n in range(per)]
+    assert sorted(it.device.copies) == sorted(expected)
+    for a, b in channels:
+        copies = [source for source, target, _ in it.device.copies if (source // 1000, target // 1000) == (a, b)]
+        assert copies == sorted(copies)
+    assert not it.broker._watched
+
+
+def test_nothing_is_copied_before_both_sides_are_ready(world: Callable[[int], World]) -> None:
+    it = world(2)
+    it.place(0, 1, 0, sends=True)
+    it.place(1, 0, 0, sends=False)
+    it.flag(0, 1, 0, sender=True)
+    it.device.run()
+    assert not it.device.copies
+    it.flag(0, 1, 0, sender=False)
+    it.device.run()
+    assert (it.device.copies, it.done(0, 1)) == ([(1, 1001, 8)], 1)
+
+
+def test_a_link_takes_its_time_and_one_message_after_the_other(world: Callable[[int], World]) -> None:
+    it = world(2)
+    it.say(0, Links("g", LinkModel(1e-6, 0)))  # a kilobyte a second
+    for number in range(2):
+        it.place(0, 1, number, sends=True, count=50)
+        it.place(1, 0, number, sends=False, count=50)
+        it.flag(0, 1, number, sender=True)
+        it.flag(0, 1, number, sender=False)
+    start, seen = time.perf_counter(), {}
+    while it.done(0, 1) < 2 and time.perf_counter() - start < 10:
+        it.broker._look()
+        it.device.run()
+        seen.setdefault(it.done(0, 1), time.perf_counter() - start)
+    assert seen[1] >= 0.05
+    assert seen[2] >= 0.1
+
+
+def test_when_a_rank_dies_nobody_waits(world: Callable[[int], World]) -> None:
+    it = world(3)
+    it.place(0, 1, 0, sends=True)
+    it.place(1, 0, 0, sends=False)
+    it.flag(0, 1, 0, sender=True)
+    it.broker._gone(it.ends[1][0], in_peace=False)
+    assert all(it.done(a, b) == EVER for a in range(3) for b in range(3))
+    for rank in (0, 2):
+        assert hear(it.ends[rank][1])[0] == Failed("g", "rank 1 died")
+
+
+def test_blocks_are_used_again_once_all_have_left(world: Callable[[int], World]) -> None:
+    it = world(2)
+    it.place(0, 1, 0, sends=True)
+    it.place(1, 0, 0, sends=False)
+    for sender in (True, False):
+        it.flag(0, 1, 0, sender=sender)
+    it.device.run()
+    for rank in range(2):
+        it.broker._leave("g", it.group, rank)
+    it.say(0, Join("h", 0, 2))
+    assert it.broker._groups["h"].first == it.group.first
+    assert it.done(0, 1) == 0
+
+
+def test_a_peer_that_is_not_there_is_ignored(world: Callable[[int], World]) -> None:
+    it = world(2)
+    it.place(0, 7, 0, sends=True)
+    it.place(0, -1, 0, sends=True)
+    assert not it.group.channels
