@@ -4,7 +4,7 @@ import os
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,96 +14,14 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from stretto.broker.model import LinkModel
-from stretto.onegpu.engine import Engine, Member, Move
+from stretto.onegpu.engine import Engine
+from stretto.onegpu.reduce import reduced
+from stretto.onegpu.works import All, InThread, Moves, OnStream, Work, serve, settle
 
 _ProcessGroup: Any = dist.ProcessGroup
-_Work: Any = c10d.Work
 _cuda: Any = torch.cuda
 _PARTS = ("messages", "collectives", "reductions")  # each with channels of its own, since each has its own order
 _SMALL = 65536  # elements up to which an all-reduce is an all-gather and a sum
-
-
-class Work(_Work):  # type: ignore[misc]
-    """What a group has begun. On a device, `wait` lets the current stream wait, and the host goes on."""
-
-    def __init__(self, result: list[Tensor]) -> None:
-        super().__init__()
-        self._result = result
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        self.wait()
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(self._result)
-        return future
-
-    def result(self) -> list[Tensor]:
-        return self._result
-
-
-class _Moves(Work):
-    """Sends and receives."""
-
-    def __init__(self, member: Member, moves: list[Move], result: list[Tensor]) -> None:
-        super().__init__(result)
-        self._member, self._moves = member, moves
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
-        settle(self._member, self._moves)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(move.ended for move in self._moves)
-
-
-class _OnStream(Work):
-    """A collective on the group's own stream."""
-
-    def __init__(self, member: Member, event: Any, result: list[Tensor]) -> None:
-        super().__init__(result)
-        self._member, self._event = member, event
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
-        self._member.check()
-        self._event.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return bool(self._event.query())
-
-
-class _InThread(Work):
-    """A collective in the group's own thread."""
-
-    def __init__(self, run: Callable[[], None], result: list[Tensor]) -> None:
-        super().__init__(result)
-        self._run, self._ended = run, threading.Event()
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._run()
-        except BaseException as error:
-            self._error = error
-        self._ended.set()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        return self._ended.is_set()
-
-
-def settle(member: Member, moves: Sequence[Move]) -> None:
-    """Go no further, on the current stream or on the host, until the moves have ended."""
-    member.check()
-    for move in moves:
-        if move.tensor.is_cuda:
-            move.hold_back()
-        else:
-            member.wait(move)
 
 
 class Group(_ProcessGroup):  # type: ignore[misc]
@@ -127,7 +45,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if link := os.environ.get("STRETTO_ONEGPU_LINK"):
             self.model_links(LinkModel.parse(link))
         self._stream: Any = None
-        self._queue: queue.SimpleQueue[_InThread | None] | None = None
+        self._queue: queue.SimpleQueue[InThread | None] | None = None
 
     def model_links(self, model: LinkModel | None) -> None:
         """Let messages take the time that they would on such links."""
@@ -171,13 +89,13 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if self._is_gloo(tensors):
             return self._gloo.send(tensors, peer, tag)
         member = self._members[0]
-        return _Moves(member, [member.send(tensor, peer) for tensor in tensors], tensors)
+        return Moves(member, [member.send(tensor, peer) for tensor in tensors], tensors)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Any:
         if self._is_gloo(tensors):
             return self._gloo.recv(tensors, peer, tag)
         member = self._members[0]
-        return _Moves(member, [member.receive(tensor, peer) for tensor in tensors], tensors)
+        return Moves(member, [member.receive(tensor, peer) for tensor in tensors], tensors)
 
     # Collectives.
 
@@ -215,7 +133,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                     parts = self._rooms(whole)
                     self._exchange({}, {peer: parts[peer] for peer in self._peers()})
                     parts[self._rank] = whole
-                    tensor.copy_(_reduced(parts, op))
+                    tensor.copy_(reduced(parts, op))
                 else:
                     self._exchange({opts.rootRank: whole}, {})
 
@@ -243,7 +161,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         works = [self.all_gather_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
-        return _All(works, outputs)
+        return All(works, outputs)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         if self._is_gloo(outputs):
@@ -257,7 +175,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                     {peer: parts[peer] for peer in self._peers()}, {peer: rooms[peer] for peer in self._peers()}
                 )
                 rooms[self._rank] = parts[self._rank]
-                output.copy_(_reduced(rooms, op).view_as(output))
+                output.copy_(reduced(rooms, op).view_as(output))
 
         return self._begin(run, outputs)
 
@@ -267,7 +185,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         works = [self.reduce_scatter_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
-        return _All(works, outputs)
+        return All(works, outputs)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:  # noqa: ARG002
         if self._is_gloo(outputs):  # which has only the other form
@@ -276,7 +194,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             self._gloo.alltoall_base(flat, given, *sizes).wait()
             for output, part in zip(outputs, torch.split(flat, sizes[0]), strict=True):
                 output.copy_(part.view_as(output))
-            return _All([], outputs)
+            return All([], outputs)
 
         outputs[self._rank].copy_(inputs[self._rank])
         peers = self._peers()
@@ -350,7 +268,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         member = self._members[1]
         moves = [member.receive(tensor, peer) for peer, tensor in receives]
         moves += [member.send(tensor, peer) for peer, tensor in sends]
-        return _Moves(member, moves, result)
+        return Moves(member, moves, result)
 
     def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
         """Send and receive, and go no further until all have."""
@@ -370,14 +288,14 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if flat.numel() <= _SMALL:
             parts = self._rooms(flat)
             self._all_gather(parts, flat)
-            tensor.copy_(_reduced(parts, op).view_as(tensor))
+            tensor.copy_(reduced(parts, op).view_as(tensor))
             return
         shares = list(flat.tensor_split(self._size))
         mine = shares[self._rank]
         rooms = self._rooms(mine)
         self._exchange({peer: shares[peer] for peer in self._peers()}, {peer: rooms[peer] for peer in self._peers()})
         rooms[self._rank] = mine
-        mine.copy_(_reduced(rooms, op))
+        mine.copy_(reduced(rooms, op))
         self._exchange(dict.fromkeys(self._peers(), mine), {peer: shares[peer] for peer in self._peers()})
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view_as(tensor))
@@ -389,8 +307,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if not like.is_cuda:
             if self._queue is None:
                 self._queue = queue.SimpleQueue()
-                threading.Thread(target=_serve, args=(self._queue,), name="stretto onecpu", daemon=True).start()
-            work = _InThread(run, result)
+                threading.Thread(target=serve, args=(self._queue,), name="stretto onecpu", daemon=True).start()
+            work = InThread(run, result)
             self._queue.put(work)
             return work
         with torch.cuda.device(like.device):
@@ -401,34 +319,12 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                 run()
                 event = _cuda.Event()
                 event.record()
-        return _OnStream(self._members[2], event, result)
+        return OnStream(self._members[2], event, result)
 
     def _single(self, work: Any, result: list[Tensor]) -> Any:
         if isinstance(work, Work):
             work._result = result
         return work
-
-
-class _All(Work):
-    """Several at once."""
-
-    def __init__(self, works: list[Any], result: list[Tensor]) -> None:
-        super().__init__(result)
-        self._works = works
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
-        for work in self._works:
-            work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-def _serve(works: "queue.SimpleQueue[_InThread | None]") -> None:
-    while (work := works.get()) is not None:
-        with torch.no_grad():
-            work.run()
 
 
 def _given(opts: Any) -> tuple[Any, ...]:
@@ -437,29 +333,6 @@ def _given(opts: Any) -> tuple[Any, ...]:
 
 def _op(opts: Any) -> Any:
     return dist.ReduceOp.SUM if opts is None else opts.reduceOp
-
-
-_OPERATIONS: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
-    (dist.ReduceOp.SUM, torch.add),
-    (dist.ReduceOp.AVG, torch.add),
-    (dist.ReduceOp.PRODUCT, torch.mul),
-    (dist.ReduceOp.MIN, torch.minimum),
-    (dist.ReduceOp.MAX, torch.maximum),
-    (dist.ReduceOp.BAND, torch.bitwise_and),
-    (dist.ReduceOp.BOR, torch.bitwise_or),
-    (dist.ReduceOp.BXOR, torch.bitwise_xor),
-]
-
-
-def _reduced(parts: list[Tensor], op: Any) -> Tensor:
-    """Of all ranks', in their order."""
-    function = next((function for known, function in _OPERATIONS if op == known), None)
-    if function is None:
-        raise NotImplementedError(f"onegpu does not reduce by {op}")
-    total = parts[0].reshape(-1)
-    for part in parts[1:]:
-        total = function(total, part.reshape(-1))
-    return total / len(parts) if op == dist.ReduceOp.AVG else total
 
 
 def _gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.check import check
-from stretto.costs import Costs, PhaseTimes
+from stretto.costs import Costs
 from stretto.execute.lanes import HostLane
 from stretto.execute.streams import Reached, StreamTicket
 from stretto.execute.supervise import Supervisor
@@ -27,6 +27,7 @@ from stretto.program.phases import Layer, cut_layers
 from stretto.program.program import Program
 from stretto.runtime.draws import Draw
 from stretto.runtime.groups import Groups
+from stretto.runtime.layers import Layers, builder, even_costs, modules_named, outermost, ties_of
 from stretto.runtime.links import Links
 from stretto.runtime.losses import Losses, Total
 from stretto.runtime.microbatches import cut
@@ -73,7 +74,7 @@ class Pipeline:
 
     def __init__(
         self,
-        layers: Sequence[nn.Module] | nn.ModuleList | nn.Sequential | Callable[[int], nn.Module],
+        layers: Layers | Callable[[int], nn.Module],
         *,
         plan: Plan,
         loss: Loss,
@@ -93,14 +94,14 @@ class Pipeline:
         if plan.devices != mesh.size():
             raise PlanError(f"the plan is for {plan.devices} devices, but the mesh has {mesh.size()} ranks")
         self._device = torch.device(mesh.device_type)
-        build, count = _builder(layers, layer_count)
+        build, count = builder(layers, layer_count)
         shares = cut_layers(range(count), stages=plan.stages, balance=balance)
         here = sorted({stage for device, stage in plan.placement.homes if device == self.rank})
         self._layers = {number: build(number).to(self._device) for stage in here for number in shares[stage]}
         if any(parameter.dtype == torch.float16 for parameter in self._trained()):
             raise PipelineError("float16 needs its gradients scaled, which a pipeline does not do; use bfloat16")
         self._anatomy = self._phases(build, shares)
-        self._costs = costs if costs is not None or self._anatomy is None else _even_costs(self._anatomy)
+        self._costs = costs if costs is not None or self._anatomy is None else even_costs(self._anatomy)
         self.program = self._lowered(plan)
         self._agree(f"{[tuple(share) for share in shares]} {checkpoint} {recompute} {varying_shapes} {tied}")
         if checkpoint and recompute:
@@ -120,7 +121,7 @@ class Pipeline:
         self._supervisor = self._supervised(timeout)
         self._collectives = HostLane("collectives")
         self._links = Links(self._groups, self.program, self._supervisor, self._device, varying=varying_shapes)
-        ties = [*tied, *(_ties(layers) if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else [])]
+        ties = [*tied, *(ties_of(layers) if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else [])]
         self._replicas = self._shared(shares, ties)
         self._replicas.start_equal()
         if self._device.type == "cuda":  # autograd's thread would find no context for its first matrix product
@@ -237,24 +238,12 @@ class Pipeline:
         )
 
     def _recomputed(self, patterns: Sequence[str]) -> dict[str, nn.Module]:
-        """This rank's modules with such names, the outermost where one is within another."""
-        if isinstance(patterns, str):
-            raise PipelineError(f"recompute is a list of names or patterns (got {patterns!r:.60})")
-        names = [
-            (name, module)
-            for number, layer in self._layers.items()
-            for name, module in layer.named_modules(prefix=str(number))
-        ]
-        found: dict[str, nn.Module] = {}
-        for name, module in names:
-            if any(fnmatch(name, pattern) for pattern in patterns) and not any(
-                name.startswith(f"{it}.") for it in found
-            ):
-                found[name] = module
+        """This rank's modules with such names. Each name must be somebody's."""
+        found = modules_named(self._layers, patterns)
         for pattern in patterns:
-            if not self._any(any(fnmatch(name, pattern) for name, _ in names)):
+            if not self._any(any(fnmatch(name, pattern) for name in found)):
                 raise PipelineError(f"no module is called {pattern!r:.60}, so it cannot be recomputed")
-        return found
+        return outermost(found)
 
     def _phases(self, build: Callable[[int], nn.Module], shares: Sequence[Sequence[int]]) -> list[list[Layer]] | None:
         """The phases of all stages, None if no layer offers any; otherwise other ranks' layers are asked too."""
@@ -386,32 +375,6 @@ class Pipeline:
             self._catch_up()
 
         return Total(table, wait)
-
-
-def _even_costs(stages: Sequence[Sequence[Layer]]) -> Costs:
-    """Times by which a pair is woven if nobody knows better."""
-    phases = {phase for stage in stages for layer in stage for phase in layer.phases}
-    times = {"compute": PhaseTimes(1, 1, 1), "comm": PhaseTimes(0.9, 0.9)}
-    return Costs(phases={phase.name: times[phase.lane] for phase in phases})
-
-
-def _builder(
-    layers: Sequence[nn.Module] | nn.ModuleList | nn.Sequential | Callable[[int], nn.Module], count: int | None
-) -> tuple[Callable[[int], nn.Module], int]:
-    if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
-        return layers.__getitem__, len(layers)
-    if count is None:
-        raise PlanError("layers are given as a function that builds one, so layer_count is needed")
-    return layers, count
-
-
-def _ties(layers: Sequence[nn.Module] | nn.ModuleList | nn.Sequential) -> list[list[str]]:
-    """The names of parameters that several layers share."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for number, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters(prefix=str(number), remove_duplicate=False):
-            names[id(parameter)].append(name)
-    return [same for same in names.values() if len(same) > 1]
 
 
 def _accumulate_in(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:

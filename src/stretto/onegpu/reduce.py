@@ -1,0 +1,30 @@
+"""Reductions of what all ranks gave, in the order of the ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_OPERATIONS: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
+    (dist.ReduceOp.SUM, torch.add),
+    (dist.ReduceOp.AVG, torch.add),
+    (dist.ReduceOp.PRODUCT, torch.mul),
+    (dist.ReduceOp.MIN, torch.minimum),
+    (dist.ReduceOp.MAX, torch.maximum),
+    (dist.ReduceOp.BAND, torch.bitwise_and),
+    (dist.ReduceOp.BOR, torch.bitwise_or),
+    (dist.ReduceOp.BXOR, torch.bitwise_xor),
+]
+
+
+def reduced(parts: list[Tensor], op: Any) -> Tensor:
+    """Of all ranks', in their order."""
+    function = next((function for known, function in _OPERATIONS if op == known), None)
+    if function is None:
+        raise NotImplementedError(f"onegpu does not reduce by {op}")
+    total = parts[0].reshape(-1)
+    for part in parts[1:]:
+        total = function(total, part.reshape(-1))
+    return total / len(parts) if op == dist.ReduceOp.AVG else total

@@ -1,0 +1,57 @@
+"""The layers that a pipeline is given: lists of them or a function, what they share, their names and phases."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
+from typing import TypeAlias
+
+from torch import nn
+
+from stretto.costs import Costs, PhaseTimes
+from stretto.ir.errors import PipelineError, PlanError
+from stretto.program.phases import Layer
+
+Layers: TypeAlias = Sequence[nn.Module] | nn.ModuleList | nn.Sequential
+
+
+def even_costs(stages: Sequence[Sequence[Layer]]) -> Costs:
+    """Times by which a pair is woven if nobody knows better."""
+    phases = {phase for stage in stages for layer in stage for phase in layer.phases}
+    times = {"compute": PhaseTimes(1, 1, 1), "comm": PhaseTimes(0.9, 0.9)}
+    return Costs(phases={phase.name: times[phase.lane] for phase in phases})
+
+
+def builder(layers: Layers | Callable[[int], nn.Module], count: int | None) -> tuple[Callable[[int], nn.Module], int]:
+    if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
+        return layers.__getitem__, len(layers)
+    if count is None:
+        raise PlanError("layers are given as a function that builds one, so layer_count is needed")
+    return layers, count
+
+
+def ties_of(layers: Layers) -> list[list[str]]:
+    """The names of parameters that several layers share."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters(prefix=str(number), remove_duplicate=False):
+            names[id(parameter)].append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def modules_named(layers: Mapping[int, nn.Module], patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules whose names match, under the names that `nn.Sequential` would give them."""
+    if isinstance(patterns, str):
+        raise PipelineError(f"recompute is a list of names or patterns (got {patterns!r:.60})")
+    return {
+        name: module
+        for number, layer in layers.items()
+        for name, module in layer.named_modules(prefix=str(number))
+        if any(fnmatch(name, pattern) for pattern in patterns)
+    }
+
+
+def outermost(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those that are not within another."""
+    return {
+        name: module for name, module in modules.items() if not any(name.startswith(f"{other}.") for other in modules)
+    }
