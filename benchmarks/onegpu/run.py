@@ -1,0 +1,49 @@
+"""All that is shown on one GPU, one part after the other, each with a deadline: python benchmarks/onegpu/run.py [PART …]"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RUN = [sys.executable, "-m", "stretto", "onegpu", "run"]
+SANITIZER = ["compute-sanitizer", "--target-processes", "all"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+MESSAGES, PROVE = str(HERE / "messages.py"), str(HERE / "prove.py")
+PARTS: dict[str, tuple[list[str], int]] = {
+    "messages-2": ([*RUN, "-d", "2", MESSAGES], 60),
+    "messages-4": ([*RUN, "-d", "4", MESSAGES], 60),
+    "messages-network": ([*RUN, "-d", "2", "--link", "network", MESSAGES], 90),
+    "numerics-4": ([*RUN, "-d", "4", PROVE, "numerics"], 90),
+    "numerics-8": ([*RUN, "-d", "8", PROVE, "numerics"], 120),
+    "compare-4": ([*RUN, "-d", "4", PROVE, "compare"], 60),
+    "memory-4": ([*RUN, "-d", "4", PROVE, "memory"], 60),
+    "overlap-4": ([*RUN, "-d", "4", PROVE, "overlap"], 60),
+    "kill-4": ([*RUN, "-d", "4", PROVE, "kill"], 60),
+    "sanitizer-2": ([*SANITIZER, *TORCHRUN, PROVE, "small"], 240),
+}
+_NOISE = ("E1", "W1", "[W", "*****")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="those to run; all if none is named")
+    print(f"{date.today()}")
+    for name in parser.parse_args().parts or PARTS:
+        command, seconds = PARTS[name]
+        print(f"\n== {name}", flush=True)
+        if shutil.which(command[0]) is None:
+            print(f"{command[0]} is not installed")
+            continue
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            text = done.stdout if done.returncode == 0 else done.stdout + done.stderr[-2000:]
+        except subprocess.TimeoutExpired as late:
+            text = f"{(late.stdout or b'').decode()}\nnot done after {seconds} s"
+        print("\n".join(line for line in text.splitlines() if not line.startswith(_NOISE)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
