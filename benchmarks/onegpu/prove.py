@@ -2,6 +2,7 @@
 
     stretto onegpu run --devices 4 benchmarks/onegpu/prove.py numerics compare memory overlap
 
+bitwise: the same against one process with the same stages, to the bit.
 numerics: every schedule trains a small transformer; its gradients against one process that runs the same microbatches.
 compare: step time beside torch.distributed.pipelining on the same model. memory: what 100 steps leave behind.
 overlap: a step by CUDA events, and how much of its communication is hidden. kill: a rank dies; what the others say.
@@ -13,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import stretto
 import stretto.onegpu
+from stretto.runtime.losses import Losses
+from stretto.runtime.stage import Stage
 
 VOCABULARY, WIDTH, TOKENS, ROWS = 512, 256, 128, 2
 SCHEDULES: dict[str, Callable[..., stretto.Plan]] = {
@@ -128,6 +132,35 @@ def numerics(mesh: DeviceMesh) -> None:
             errors.append(f"{float(worst):.1e}")
             pipe.close()
         say(f"| {name} | {' | '.join(errors)} |")
+
+
+def bitwise(mesh: DeviceMesh) -> None:
+    """Against one process with the same stages, each microbatch whole after the other; the same steps on both sides."""
+    for name, schedule in SCHEDULES.items():
+        plan = schedule(devices=mesh.size(), microbatches=2 * mesh.size() + 2)
+        inputs, targets = batch(plan.microbatches)
+        count = max(plan.stages, 4)
+        pipe = stretto.Pipeline(layers(count, torch.float32), plan=plan, loss=loss, mesh=mesh, timeout=30)
+        pipe.step(inputs, targets)
+        given = nn.Sequential(*layers(count, torch.float32)).cuda()
+        shares = stretto.cut_layers(range(count), stages=plan.stages)
+        anatomy = stretto.lower(plan).anatomy
+        stages = [Stage({k: given[k] for k in share}, anatomy, index) for index, share in enumerate(shares)]
+        losses = Losses(loss, list(targets.chunk(plan.microbatches)), plan.microbatches)
+        for k, x in enumerate(inputs.chunk(plan.microbatches)):
+            for index, stage in enumerate(stages):
+                x = stage.forward(k, 0, x, partial(losses, microbatch=k) if index == len(stages) - 1 else None)
+            grads: Any = [losses.seed(k)]
+            for stage in reversed(stages):
+                grads = stage.backward(k, 0, grads)
+                stage.weight(k, 0)
+        expected: dict[str, Any] = dict(given.named_parameters())
+        found: dict[str, Any] = dict(pipe.named_parameters())
+        different = [key for key, p in found.items() if not torch.equal(p.grad, expected[key].grad)]
+        total = torch.tensor([len(different), len(found)], device="cuda")
+        dist.all_reduce(total)
+        say(f"{name}: {int(total[0])} of {int(total[1])} parameters differ in any bit")
+        pipe.close()
 
 
 def compare(mesh: DeviceMesh) -> None:
@@ -268,7 +301,7 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-PARTS = {part.__name__: part for part in (numerics, compare, memory, overlap, kill, small)}
+PARTS = {part.__name__: part for part in (numerics, bitwise, compare, memory, overlap, kill, small)}
 
 
 def main() -> None:

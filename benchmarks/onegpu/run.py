@@ -1,4 +1,4 @@
-"""All that is shown on one GPU, one part after the other, each with a deadline: python benchmarks/onegpu/run.py [PART …]"""
+"""All that is shown on one GPU, part after part, each with a deadline: python benchmarks/onegpu/run.py [PART …]"""
 
 import argparse
 import shutil
@@ -18,6 +18,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "messages-network": ([*RUN, "-d", "2", "--link", "network", MESSAGES], 90),
     "numerics-4": ([*RUN, "-d", "4", PROVE, "numerics"], 90),
     "numerics-8": ([*RUN, "-d", "8", PROVE, "numerics"], 120),
+    "bitwise-4": ([*RUN, "-d", "4", PROVE, "bitwise"], 60),
     "compare-4": ([*RUN, "-d", "4", PROVE, "compare"], 60),
     "memory-4": ([*RUN, "-d", "4", PROVE, "memory"], 60),
     "overlap-4": ([*RUN, "-d", "4", PROVE, "overlap"], 60),
