@@ -145,6 +145,8 @@ class Broker:
         return self._blocks - size * size
 
     def _place(self, name: str, group: _Group, rank: int, place: Place, file: int) -> None:
+        if place.peer in group.left:
+            self._fail(name, group, f"rank {place.peer} has left")
         channel = group.channel(rank, place.peer) if place.sends else group.channel(place.peer, rank)
         if place.sends:
             channel.sends.append((place, file))
@@ -274,6 +276,13 @@ class Broker:
 
     def _leave(self, name: str, group: _Group, rank: int) -> None:
         group.left.add(rank)
+        owed = (
+            channel.sends or channel.wants or channel.matched
+            for ends, channel in group.channels.items()
+            if rank in ends
+        )
+        if any(owed):
+            self._fail(name, group, f"rank {rank} has left")
         if len(group.left) == group.size:
             for channel in group.channels.values():
                 if channel.stream:
@@ -290,8 +299,8 @@ class Broker:
         for name, group in list(self._groups.items()):
             for rank, it in list(group.members.items()):
                 if it is connection:
-                    if rank not in group.left:
-                        self._fail(name, group, f"rank {rank} {'has left' if in_peace else 'died'}")
+                    if not in_peace:
+                        self._fail(name, group, f"rank {rank} died")
                     self._leave(name, group, rank)
 
     def _say(self, connection: socket.socket, message: Message, file: int = -1) -> None:

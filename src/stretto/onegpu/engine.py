@@ -93,7 +93,6 @@ class Member:
             while not move.ended:
                 self.check()
                 self._engine.changed.wait(0.05)
-        self.check()
 
     def model_links(self, model: LinkModel | None) -> None:
         self._engine.tell(Links(self.name, model))

@@ -90,9 +90,9 @@ class InThread(Work):
 
 def settle(member: Member, moves: Sequence[Move]) -> None:
     """Go no further, on the current stream or on the host, until the moves have ended."""
-    member.check()
     for move in moves:
         if move.tensor.is_cuda:
+            member.check()
             move.hold_back()
         else:
             member.wait(move)
