@@ -174,6 +174,24 @@ def test_under_autocast_it_is_recomputed_as_it_was() -> None:
     torch.testing.assert_close(arrived, leaf.grad, rtol=0.02, atol=0.02)
 
 
+def test_an_input_that_is_changed_in_place_is_found_out() -> None:
+    class Changed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = Norm()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 2
+            y = self.norm(x)
+            x.add_(5)
+            return y.sin()  # type: ignore[no-any-return]
+
+    module, closures = Changed(), list[Closure]()
+    _, segment, deferral = forward(module, {"norm": module.norm}, torch.randn(1, WIDTH), closures)
+    with pytest.raises(PipelineError, match="a tensor that the backward needs was changed in place"):
+        backward(segment, deferral, torch.ones(1, WIDTH), closures)
+
+
 def test_what_cannot_be_recomputed_is_refused() -> None:
     with pytest.raises(PipelineError, match="drop draws random numbers and cannot be recomputed"):
         Sites({"drop": nn.Dropout(0.1)})

@@ -31,7 +31,7 @@ def launch(command: Sequence[str], devices: int, *, link: str | None, mps: bool)
             environment |= stack.enter_context(_mps())
             environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(max(1, 100 // devices))
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
-        process = subprocess.Popen([*ranks, *command], env=environment)
+        process = subprocess.Popen([*ranks, *command], env=environment, start_new_session=True)  # signals come by us
         with _passing_on(process):
             return process.wait()
 

@@ -11,6 +11,7 @@ at a time have a stream to wait on; for all others the broker looks at the flags
 
 import contextlib
 import os
+import resource
 import selectors
 import socket
 import sys
@@ -81,7 +82,7 @@ class Broker:
             for key, _ in self._selector.select(0 if self._watched else 1.0):
                 if key.fileobj is self._server:
                     connection, _ = self._server.accept()
-                    tell(connection, Bye(), self._board.file)
+                    self._say(connection, Bye(), self._board.file)
                     self._selector.register(connection, selectors.EVENT_READ)
                     self._connections.add(connection)
                     met = True
@@ -108,8 +109,11 @@ class Broker:
         group = self._groups.get(message.group)  # type: ignore[union-attr]
         rank = next((rank for rank, it in group.members.items() if it is connection), -1) if group else -1
         peer = getattr(message, "peer", None)
-        if group is None or rank < 0 or (peer is not None and peer not in range(group.size)):
-            return
+        if group is None or rank < 0 or group.failed or (peer is not None and peer not in range(group.size)):
+            if file >= 0:
+                os.close(file)
+            if group is None or not isinstance(message, Leave):
+                return
         match message:
             case Place():
                 self._place(message.group, group, rank, message, file)
@@ -146,7 +150,10 @@ class Broker:
 
     def _place(self, name: str, group: _Group, rank: int, place: Place, file: int) -> None:
         if place.peer in group.left:
+            if file >= 0:
+                os.close(file)
             self._fail(name, group, f"rank {place.peer} has left")
+            return
         channel = group.channel(rank, place.peer) if place.sends else group.channel(place.peer, rank)
         if place.sends:
             channel.sends.append((place, file))
@@ -180,22 +187,24 @@ class Broker:
         if not self._copying:
             made = driver.make_streams(channel.matched[0][0].device, _WAITING + _COPYING)
             self._idle, self._copying = made[_COPYING:], made[:_COPYING]
-        if group.model is None and self._arm(channel):
+        behind = len(channel.matched) > 1 or bool(channel.flying)
+        if not behind and self._arm(channel, timed=group.model is not None):
             self._move(group, channel, waits=True)
         else:
             self._watched[channel.block] = name, group, channel
 
-    def _arm(self, channel: _Channel) -> bool:
-        """Whether a channel has a stream of its own to wait on; none that is behind with others can be given one."""
+    def _arm(self, channel: _Channel, *, timed: bool) -> bool:
+        """Whether a channel has a stream to wait on. One that is timed gets none, nor one that others still count."""
         if channel.block in self._armed:
             return True
-        if len(channel.matched) > 1 or channel.flying or not self._is_done(channel):
+        if timed or not self._is_done(channel):
             return False
         if not self._idle:
             for block, other in list(self._armed.items()):
                 if self._is_done(other):
                     del self._armed[block]
                     self._idle.append(other.stream)
+                    other.stream = 0
         if not self._idle:
             return False
         channel.stream = self._idle.pop()
@@ -210,19 +219,20 @@ class Broker:
         """Copy what both sides are ready for, and let arrive what has had its link's time."""
         read, ready = self._board.read, self._board.ready
         for block, (name, group, channel) in list(self._watched.items()):
-            while channel.matched:
+            while channel.matched and not group.failed:
                 number = channel.matched[0][0].number
                 if (
                     read(ready(block, number, sender=True)) <= number
                     or read(ready(block, number, sender=False)) <= number
                 ):
                     break
-                channel.stream = self._copying[block % _COPYING]
+                if block not in self._armed:
+                    channel.stream = self._copying[block % _COPYING]
                 try:
                     self._move(group, channel, waits=False)
                 except driver.DriverError as error:
                     self._fail(name, group, f"the broker could not move a message: {error}")
-            while channel.flying and time.perf_counter() >= channel.flying[0][1]:
+            while channel.flying and not group.failed and time.perf_counter() >= channel.flying[0][1]:
                 self._arrive(channel, channel.flying.popleft()[0])
             if not channel.matched and not channel.flying:
                 self._watched.pop(block, None)
@@ -262,17 +272,27 @@ class Broker:
         group.failed = why
         for connection in group.members.values():
             self._say(connection, Failed(name, why))
-        for source in range(group.size):
-            for target in range(group.size):
-                channel = group.channel(source, target)
-                self._watched.pop(channel.block, None)
-                if channel.block in self._armed:
-                    for number in range(RING):
-                        self._board.write(self._board.ready(channel.block, number, sender=True), EVER)
-                        self._board.write(self._board.ready(channel.block, number, sender=False), EVER)
-                if channel.stream:
-                    driver.synchronize(channel.stream)
-                self._board.write(self._board.done(channel.block), EVER)
+        blocks = range(group.first, group.first + group.size**2)
+        for channel in group.channels.values():
+            self._watched.pop(channel.block, None)
+            self._drop(channel)
+            if channel.block in self._armed:
+                for number in range(RING):
+                    self._board.write(self._board.ready(channel.block, number, sender=True), EVER)
+                    self._board.write(self._board.ready(channel.block, number, sender=False), EVER)
+        for channel in group.channels.values():  # only now, since one may be queued behind another
+            if channel.stream:
+                driver.synchronize(channel.stream)
+        for block in blocks:
+            self._board.write(self._board.done(block), EVER)
+
+    def _drop(self, channel: _Channel) -> None:
+        """Forget what a channel was to move."""
+        for _, file in channel.sends:
+            if file >= 0:
+                os.close(file)
+        for waiting in (channel.sends, channel.wants, channel.matched, channel.flying):
+            waiting.clear()
 
     def _leave(self, name: str, group: _Group, rank: int) -> None:
         group.left.add(rank)
@@ -285,6 +305,7 @@ class Broker:
             self._fail(name, group, f"rank {rank} has left")
         if len(group.left) == group.size:
             for channel in group.channels.values():
+                self._drop(channel)
                 if channel.stream:
                     driver.synchronize(channel.stream)
             for block in range(group.first, group.first + group.size**2):
@@ -310,6 +331,8 @@ class Broker:
 
 def main() -> None:
     """The listening socket is handed down as a file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # messages on the host are files until they are taken
     server = socket.socket(fileno=int(sys.argv[1]))
     Broker(server).serve()
 

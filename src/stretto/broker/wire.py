@@ -97,7 +97,9 @@ def tell(connection: socket.socket, message: Message, file: int = -1) -> None:
 def hear(connection: socket.socket) -> tuple[Message | None, int]:
     """A message and its file, −1 for none; no message once the other side is gone, or talks nonsense."""
     try:
-        data, attached, _, _ = connection.recvmsg(_LARGEST, socket.CMSG_SPACE(array.array("i").itemsize))
+        data, attached, flags, _ = connection.recvmsg(_LARGEST, socket.CMSG_SPACE(array.array("i").itemsize))
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):  # a file was lost: too many are open
+            return None, -1
         file = next((array.array("i", bytes(what)[:4])[0] for _, _, what in attached), -1)
         return (_DECODER.decode(data) if data else None), file
     except (OSError, msgspec.DecodeError):

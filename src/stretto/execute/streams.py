@@ -71,13 +71,14 @@ class Streams:
             if at in self._events:
                 self._events[at].record()
 
-    def keep(self, what: object) -> None:
-        """Hold on to what the last task on the current stream has used."""
+    def keep(self, at: int, what: object, check: Callable[[], None]) -> None:
+        """Hold on to what a task has used. A host that is too far ahead waits, checking that there is reason to."""
         event = _event()
-        event.record()
+        event.record(self._streams[at] or self._main)
         self._kept.append((event, what))
         while self._kept and (self._kept[0][0].query() or len(self._kept) > _AHEAD):
             if not self._kept[0][0].query():
+                check()
                 time.sleep(0.00005)
                 continue
             self._kept.popleft()

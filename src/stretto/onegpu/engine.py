@@ -127,7 +127,9 @@ class Member:
     def here(self, peer: int, number: int, file: int) -> None:
         """What a receive waits for lies in a file."""
         move = self._waiting.pop((peer, False, number), None)
-        if move is not None:
+        if move is not None and file < 0:
+            self.fail(f"message {number} from rank {peer} to rank {self.rank} was lost")
+        elif move is not None:
             _read(file, move.tensor)
             self._engine.tell(Taken(self.name, peer, number))
             move.end()
@@ -211,6 +213,7 @@ class Engine:
         self.lost = False
         self._members: dict[str, Member] = {}
         self._joined: dict[str, int] = {}
+        self._failures: dict[str, str] = {}  # of groups that this process is about to join
         self._telling = threading.Lock()
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.connect(f"\0{address}")
@@ -229,6 +232,7 @@ class Engine:
             if first < 0:
                 raise GroupError("too many groups: the broker has no room for more")
             self._members[name] = member = Member(self, name, rank, size, first, seconds)
+            member.error = self._failures.pop(name, None)
         return member
 
     def leave(self, name: str) -> None:
@@ -269,6 +273,8 @@ class Engine:
                     self._members[message.group].taken(message.peer, message.number)
                 case Failed() if message.group in self._members:
                     self._members[message.group].fail(message.why, tell=False)
+                case Failed() if message.group in self._joined:
+                    self._failures[message.group] = message.why
             self.changed.notify_all()
 
     def _watch(self) -> None:

@@ -4,6 +4,7 @@ import os
 import queue
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -45,6 +46,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if link := os.environ.get("STRETTO_ONEGPU_LINK"):
             self.model_links(LinkModel.parse(link))
         self._stream: Any = None
+        self._held: deque[tuple[Any, object]] = deque()
         self._queue: queue.SimpleQueue[InThread | None] | None = None
 
     def model_links(self, model: LinkModel | None) -> None:
@@ -73,7 +75,14 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def size(self) -> int:
         return self._size
 
+    def check(self) -> None:
+        """Raise if the group cannot go on."""
+        for member in self._members:
+            member.check()
+
     def shutdown(self) -> None:
+        if _cuda.is_initialized():  # what is queued still looks at flags that others will use
+            _cuda.synchronize()
         for part in _PARTS:
             self._engine.leave(f"{self._key} {part}")
         if self._queue is not None:
@@ -319,6 +328,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                 run()
                 event = _cuda.Event()
                 event.record()
+            self._held.append((event, run))  # with all that it uses, until the device has ended it
+            while self._held[0][0].query() and len(self._held) > 1:
+                self._held.popleft()
         return OnStream(self._members[2], event, result)
 
     def _single(self, work: Any, result: list[Tensor]) -> Any:

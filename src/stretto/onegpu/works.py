@@ -44,6 +44,8 @@ class Moves(Work):
         return True
 
     def is_completed(self) -> bool:
+        if any(move.tensor.is_cuda for move in self._moves):
+            self._member.check()  # where streams were let go, nothing has arrived
         return all(move.ended for move in self._moves)
 
 

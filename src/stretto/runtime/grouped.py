@@ -30,24 +30,24 @@ class GroupedLinear(nn.Module):
 
 def grouped_linear(x_TD: Tensor, weight_GED: Tensor, counts_G: Tensor) -> Tensor:
     """Each group's rows by its matrix, transposed as in nn.Linear."""
-    if _has_kernel(x_TD):
-        return F.grouped_mm(x_TD, weight_GED.transpose(1, 2), offs=_ends(counts_G))
+    if _has_kernel(x_TD, weight_GED):
+        return F.grouped_mm(x_TD.contiguous(), weight_GED.transpose(1, 2), offs=_ends(counts_G))
     parts = zip(torch.split(x_TD, counts_G.tolist()), weight_GED, strict=True)
     return torch.cat([rows @ weight.T for rows, weight in parts])
 
 
 def grouped_outer(grad_TE: Tensor, x_TD: Tensor, counts_G: Tensor) -> Tensor:
     """The gradient of the matrices: for each group, its rows' outer products, summed."""
-    if _has_kernel(x_TD):
-        return F.grouped_mm(grad_TE.T, x_TD, offs=_ends(counts_G))
+    if _has_kernel(x_TD, grad_TE):
+        return F.grouped_mm(grad_TE.contiguous().T, x_TD.contiguous(), offs=_ends(counts_G))
     counts = counts_G.tolist()
     parts = zip(torch.split(grad_TE, counts), torch.split(x_TD, counts), strict=True)
     return torch.stack([grad.T @ x for grad, x in parts])
 
 
-def _has_kernel(x: Tensor) -> bool:
-    """Whether PyTorch multiplies this in one kernel, which wants rows of whole 16 bytes."""
-    aligned = x.shape[-1] * x.element_size() % 16 == 0
+def _has_kernel(x: Tensor, other: Tensor) -> bool:
+    """Whether PyTorch multiplies these in one kernel, which wants rows of whole 16 bytes."""
+    aligned = all(size * x.element_size() % 16 == 0 for size in (x.shape[-1], *other.shape[-2:]))
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 
 

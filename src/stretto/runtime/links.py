@@ -97,7 +97,7 @@ class Links:
     def send_tensors(self, peer: int, tensors: list[Tensor]) -> None:
         link = self._sends[peer]
         for tensor in tensors:
-            self._fly(_raw(tensor.contiguous()), link)
+            self._fly(_raw(tensor.contiguous()), link, tensor)
 
     def expect(self, peer: int, stage: int) -> Description:
         """What a stage hands on, heard of first if need be."""
@@ -121,8 +121,8 @@ class Links:
         while self._flying:
             self._supervisor.wait(self._flying.popleft(), lambda: "what it sent to be taken")
 
-    def _fly(self, tensor: Tensor, link: _Link) -> None:
-        ticket = self._started(link.group.send([tensor], link.peer, 0), link, tensor)
+    def _fly(self, tensor: Tensor, link: _Link, source: Tensor | None = None) -> None:
+        ticket = self._started(link.group.send([tensor], link.peer, 0), link, (tensor, source))
         while self._flying and self._flying[0].done and self._flying[0].error is None:
             self._flying.popleft()
         if ticket is not None:
@@ -133,14 +133,23 @@ class Links:
         if ticket is not None:
             self._supervisor.wait(ticket, lambda: f"word from rank {peer} of what is to come")
 
-    def _started(self, work: dist.Work | None, link: _Link, tensor: Tensor) -> Ticket | StreamTicket | None:
+    def _started(self, work: dist.Work | None, link: _Link, held: object) -> Ticket | StreamTicket | None:
         """A ticket for what a process group has started, None if it has ended already."""
-        if work is None or self._instant or work.is_completed():
+        if work is None or self._instant:
             return None
-        ticket = StreamTicket(work, tensor) if self.device.type == "cuda" else link.lane.follow(work, tensor)
+        if self.device.type == "cpu" and work.is_completed():
+            work.wait()  # which tells of an error
+            return None
+        ticket = StreamTicket(work, held) if self.device.type == "cuda" else link.lane.follow(work, held)
         if self.started is not None:
             self.started.append(ticket)
         return ticket
+
+    def check(self) -> None:
+        """Raise if a link has failed, as groups that do not block must be asked."""
+        for link in (*self._sends.values(), *self._receives.values()):
+            if hasattr(link.group, "check"):
+                link.group.check()
 
     def abort(self) -> None:
         """Give up on all that is under way, so that no stream waits for it."""

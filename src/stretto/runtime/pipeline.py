@@ -322,9 +322,9 @@ class Pipeline:
             self._settle(work, tensor)
 
     def _settle(self, work: dist.Work, held: Tensor) -> None:
-        if held.is_cuda:
+        if held.is_cuda or work.is_completed():
             work.wait()
-        elif not work.is_completed():
+        else:
             self._supervisor.wait(self._collectives.follow(work, held), lambda: "the others to end the step")
 
     @contextmanager
@@ -342,6 +342,7 @@ class Pipeline:
         """Let the host wait until the device has got here."""
         if wanted and self._device.type == "cuda":
             self._supervisor.wait(StreamTicket(Reached()), lambda: "the device to end the step")
+            self._links.check()
 
     def _given(self, batch: Any, name: str, stage: int) -> list[Value] | None:
         """The microbatches, demanded where they are needed."""

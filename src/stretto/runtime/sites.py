@@ -30,6 +30,8 @@ class Sites:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._anchor = torch.zeros((), requires_grad=True)
         self._table: Table | None = None
+        self.keeps = False
+        """Whether what a site's backward has used is let go of only with its graph."""
         for name, module in modules.items():
             if draws(module):
                 raise PipelineError(f"{name} draws random numbers and cannot be recomputed")
@@ -50,7 +52,7 @@ class Sites:
             if self._table is None or not torch.is_grad_enabled():
                 return usual(*arguments, **named)
             given = (arguments, named)
-            site = _Site(name, usual, given, [self._pack(leaf) for leaf in leaves_of(given)])
+            site = _Site(name, usual, given, [self._pack(leaf) for leaf in leaves_of(given)], self.keeps)
             out = _run(self._anchor, site, *tensors_of(given))
             storage = out.untyped_storage()
             if all(storage._cdata != leaf.untyped_storage()._cdata for leaf in tensors_of(given)):
@@ -65,11 +67,25 @@ class Sites:
             return saved
         found = self._table.get(saved.untyped_storage()._cdata)
         if found is None:
-            return saved.detach()
+            return _Kept(saved)
         alive, version, site = found
         if alive.expired() or saved._version != version or saved.dtype != site.dtype:  # another, or written to since
-            return saved.detach()
+            return _Kept(saved)
         return _Handle(site, saved.size(), saved.stride(), int(saved.storage_offset()))
+
+
+class _Kept:
+    """A tensor that is saved itself."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), tensor._version
+
+    def tensor(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise PipelineError("a tensor that the backward needs was changed in place")
+        return self._tensor
 
 
 class _Handle:
@@ -86,16 +102,17 @@ class _Handle:
 
 
 def _unpack(saved: Any) -> Any:
-    return saved.tensor() if isinstance(saved, _Handle) else saved
+    return saved.tensor() if isinstance(saved, _Handle | _Kept) else saved
 
 
 class _Site:
     """One run of a module: all that it takes to run it again."""
 
-    def __init__(self, name: str, function: Callable[..., Any], given: Any, packed: list[Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], given: Any, packed: list[Any], keeps: bool) -> None:
         self.name, self._function = name, function
         self._shape = rebuilt(given, [None] * len(packed))  # the tensors themselves must not be kept
         self._packed: list[Any] | None = packed
+        self._keeps = keeps
         self._needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(given)]
         self._again: tuple[list[Any], Tensor] | None = None
         self._device = next((leaf.device for leaf in tensors_of(given)), torch.device("cpu"))
@@ -114,7 +131,7 @@ class _Site:
     def first(self, tensors: list[Tensor]) -> Tensor:
         assert self._packed is not None
         found = iter(tensors)
-        return self.run([next(found) if isinstance(it, Tensor | _Handle) else it for it in self._packed])
+        return self.run([next(found) if isinstance(it, _Kept | _Handle) else it for it in self._packed])
 
     def again(self) -> tuple[list[Any], Tensor]:
         """The inputs, cut off from what made them, and the output with its graph up to them."""
@@ -134,9 +151,10 @@ class _Site:
     def backward(self, grad: Tensor) -> list[Tensor | None]:
         """The gradients of the tensors given; parameters get theirs."""
         leaves, out = self.again()
-        self._again = self._packed = None
+        if not self._keeps:
+            self._again = self._packed = None
         if out.requires_grad:
-            torch.autograd.backward(out, grad)
+            torch.autograd.backward(out, grad, retain_graph=self._keeps)
         return [leaf.grad for leaf in leaves if isinstance(leaf, Tensor)]
 
 

@@ -94,6 +94,8 @@ class Stage:
                 out = function(value, microbatch)
                 return out if loss is None else loss(out)
 
+            if self._sites is not None:
+                self._sites.keeps = self.used is not None
             with nullcontext() if self._sites is None else self._sites.into(going.sites):
                 out, going.segments[part] = run_segment(run, value, self.anchor, differentiable=differentiable)
         if part == len(self._functions) - 1:

@@ -50,7 +50,8 @@ class Walk:
         self._rooms = Rooms()
         self._room_of, after = ({}, {}) if links.varying else share_rooms(self.tasks)
         self._streams = Streams(program, self.tasks, places, after) if links.device.type == "cuda" else None
-        self._used: list[object] | None = [] if self._streams is not None and self._streams.keeps else None
+        keeps = self._streams is not None and (self._streams.keeps or links.varying)  # rooms for once are a lane's own
+        self._used: list[object] | None = [] if keeps else None
         self._runs = self.compiled()
 
     def run(self, inputs: list[Value] | None, losses: Losses, recorder: Recorder | None = None) -> None:
@@ -86,7 +87,7 @@ class Walk:
                 self._supervisor.check()
                 streams.run(at, run, None if recorder is None else recorder.events(at), started)
                 if self._used is not None:
-                    streams.keep(self._used.copy())
+                    streams.keep(at, self._used.copy(), self._supervisor.check)
                     self._used.clear()
         finally:
             self._links.started = None
