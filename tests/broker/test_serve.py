@@ -13,7 +13,7 @@ from stretto.broker import driver
 from stretto.broker.board import EVER, Board
 from stretto.broker.model import LinkModel
 from stretto.broker.serve import Broker
-from stretto.broker.wire import Failed, Join, Links, Message, Place, hear
+from stretto.broker.wire import Failed, Join, Leave, Links, Message, Place, hear
 
 
 class Device:
@@ -244,3 +244,68 @@ def test_a_channel_gets_a_stream_to_wait_on_only_when_all_before_it_was_copied(w
     assert it.block(a, b) not in it.broker._armed
     it.device.run()
     assert it.done(a, b) == 2
+
+
+def test_a_failure_ends_though_streams_were_given_on(world: Callable[[int], World]) -> None:
+    """A stream that one channel gave back waits for another's flags by then."""
+    it = world(6)
+    channels = [(a, b) for a in range(6) for b in range(6) if a != b][:25]
+    for k, (source, target) in enumerate(channels):
+        it.place(source, target, 0, sends=True)
+        it.place(target, source, 0, sends=False)
+        if k == 0:  # the first is done, so the last gets its stream
+            for sender in (True, False):
+                it.flag(source, target, 0, sender=sender)
+            it.device.run()
+    assert it.block(*channels[-1]) in it.broker._armed
+    it.broker._gone(it.ends[0][0], in_peace=False)
+    assert all(it.done(a, b) == EVER for a, b in channels)
+
+
+def test_a_link_may_be_timed_from_some_message_on(world: Callable[[int], World]) -> None:
+    it = world(2)
+    for number in range(3):
+        if number == 1:
+            it.say(0, Links("g", LinkModel(1.0)))
+        it.place(0, 1, number, sends=True)
+        it.place(1, 0, number, sends=False)
+    for number in range(3):
+        for sender in (True, False):
+            it.flag(0, 1, number, sender=sender)
+    deadline = time.perf_counter() + 10
+    while it.done(0, 1) < 3 and time.perf_counter() < deadline:
+        it.broker._look()
+        it.device.run()
+    assert [source for source, _, _ in it.device.copies] == [1, 2, 3]
+    assert it.done(0, 1) == 3
+
+
+def test_a_copy_that_fails_ends_the_group_for_good(world: Callable[[int], World], monkeypatch: Any) -> None:
+    it = world(2)
+    it.say(0, Links("g", LinkModel(1.0)))
+
+    def fails(*_: int) -> None:
+        raise driver.DriverError("out of luck")
+
+    monkeypatch.setattr(driver, "copy", fails)
+    for number in range(3):
+        it.place(0, 1, number, sends=True)
+        it.place(1, 0, number, sends=False)
+        for sender in (True, False):
+            it.flag(0, 1, number, sender=sender)
+    for _ in range(3):
+        it.broker._look()
+        it.device.run()
+    assert it.done(0, 1) == EVER
+    found = hear(it.ends[0][1])[0]
+    assert isinstance(found, Failed)
+    assert "out of luck" in found.why
+
+
+def test_whoever_leaves_when_all_is_done_fails_nobody(world: Callable[[int], World]) -> None:
+    it = world(3)
+    it.say(0, Leave("g"))
+    assert not it.group.failed
+    it.place(1, 0, 0, sends=True)
+    assert it.group.failed == "rank 0 has left"
+    assert it.done(1, 2) == EVER
