@@ -189,3 +189,14 @@ def wrong_sizes(mesh: Any) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def unknown_reduction(mesh: Any) -> str:
+    """Refused before anything is sent, so that the group goes on."""
+    tensor = torch.ones(2, device=mesh.device_type)
+    try:
+        dist.all_reduce(tensor, op=dist._make_nccl_premul_sum(2.0))
+    except ValueError as error:
+        dist.all_reduce(tensor)
+        return f"{error} {tensor.tolist()}"
+    return ""

@@ -218,6 +218,16 @@ def test_blocks_are_used_again_once_all_have_left(world: Callable[[int], World])
     assert it.done(0, 1) == 0
 
 
+def test_whoever_is_no_member_cannot_leave(world: Callable[[int], World]) -> None:
+    it = world(2)
+    stranger, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with stranger, end:
+        for _ in range(2):
+            it.broker._act(stranger, Leave("g"), -1)
+    it.say(0, Leave("g"))
+    assert "g" in it.broker._groups
+
+
 def test_a_peer_that_is_not_there_is_ignored(world: Callable[[int], World]) -> None:
     it = world(2)
     it.place(0, 7, 0, sends=True)

@@ -1,4 +1,4 @@
-"""Groups of ours: right in every operation, and in order.
+"""Groups of ours: right in every operation, and in order. Ranks look for themselves at what they get (`same`).
 
 Over shared memory of the CPU here; the same over one GPU where STRETTO_TEST_DEVICE=cuda says so.
 """
@@ -9,7 +9,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from messages import collectives, in_order, meshes, rendezvous, ring, sub_groups, uneven, wrong_sizes
+from messages import (
+    collectives,
+    in_order,
+    meshes,
+    rendezvous,
+    ring,
+    sub_groups,
+    uneven,
+    unknown_reduction,
+    wrong_sizes,
+)
 from ranks import Ranks
 
 DEVICE = os.environ.get("STRETTO_TEST_DEVICE", "cpu")
@@ -64,3 +74,7 @@ def test_meshes_and_functional_collectives(ranks: Ranks) -> None:
 def test_messages_of_different_size_are_an_error_on_both_sides(ranks: Ranks) -> None:
     for said in ranks.run(wrong_sizes, 2):
         assert said == f"rank 0 sent 16 bytes on {WHERE} as message 0 to rank 1, which expected 12 on {WHERE}"
+
+
+def test_a_reduction_that_we_do_not_know_is_refused_at_once(ranks: Ranks) -> None:
+    assert ranks.run(unknown_reduction, 2) == ["onegpu does not reduce by RedOpType.PREMUL_SUM [2.0, 2.0]"] * 2

@@ -22,7 +22,21 @@ from dataclasses import dataclass, field
 from stretto.broker import driver
 from stretto.broker.board import BLOCKS, EVER, RING, Board
 from stretto.broker.model import LinkModel
-from stretto.broker.wire import Bye, Failed, Here, Join, Joined, Leave, Links, Message, Place, Taken, hear, tell
+from stretto.broker.wire import (
+    Bye,
+    Failed,
+    Here,
+    Join,
+    Joined,
+    Leave,
+    Links,
+    Message,
+    Place,
+    Taken,
+    Welcome,
+    hear,
+    tell,
+)
 
 _LOOKS = 16  # at the flags, for each at what ranks say
 _WAITING = 24  # streams that may wait; the device has 32 queues for a process that asks for them
@@ -82,7 +96,7 @@ class Broker:
             for key, _ in self._selector.select(0 if self._watched else 1.0):
                 if key.fileobj is self._server:
                     connection, _ = self._server.accept()
-                    self._say(connection, Bye(), self._board.file)
+                    self._say(connection, Welcome(), self._board.file)
                     self._selector.register(connection, selectors.EVENT_READ)
                     self._connections.add(connection)
                     met = True
@@ -108,12 +122,15 @@ class Broker:
             return
         group = self._groups.get(message.group)  # type: ignore[union-attr]
         rank = next((rank for rank, it in group.members.items() if it is connection), -1) if group else -1
-        peer = getattr(message, "peer", None)
-        if group is None or rank < 0 or group.failed or (peer is not None and peer not in range(group.size)):
-            if file >= 0:
-                os.close(file)
-            if group is None or not isinstance(message, Leave):
-                return
+        if group is None or rank < 0:
+            _close(file)
+            return
+        if isinstance(message, Leave):
+            self._leave(message.group, group, rank)
+            return
+        if group.failed or getattr(message, "peer", 0) not in range(group.size):
+            _close(file)
+            return
         match message:
             case Place():
                 self._place(message.group, group, rank, message, file)
@@ -124,8 +141,6 @@ class Broker:
                 self._fail(message.group, group, message.why)
             case Links():
                 group.model = message.model
-            case Leave():
-                self._leave(message.group, group, rank)
 
     def _join(self, connection: socket.socket, message: Join) -> None:
         group = self._groups.get(message.group)
@@ -150,8 +165,7 @@ class Broker:
 
     def _place(self, name: str, group: _Group, rank: int, place: Place, file: int) -> None:
         if place.peer in group.left:
-            if file >= 0:
-                os.close(file)
+            _close(file)
             self._fail(name, group, f"rank {place.peer} has left")
             return
         channel = group.channel(rank, place.peer) if place.sends else group.channel(place.peer, rank)
@@ -179,8 +193,7 @@ class Broker:
                     self._fail(name, group, f"the broker could not move a message from rank {source}: {error}")
             else:
                 self._say(group.members[target], Here(name, source, sent.number), file)
-            if file >= 0:
-                os.close(file)
+            _close(file)
 
     def _begin(self, name: str, group: _Group, channel: _Channel) -> None:
         """A message is known on both sides: queue it if its channel may wait on a stream, or else look at its flags."""
@@ -289,8 +302,7 @@ class Broker:
     def _drop(self, channel: _Channel) -> None:
         """Forget what a channel was to move."""
         for _, file in channel.sends:
-            if file >= 0:
-                os.close(file)
+            _close(file)
         for waiting in (channel.sends, channel.wants, channel.matched, channel.flying):
             waiting.clear()
 
@@ -327,6 +339,11 @@ class Broker:
     def _say(self, connection: socket.socket, message: Message, file: int = -1) -> None:
         with contextlib.suppress(OSError):  # one that is gone will be found to be
             tell(connection, message, file)
+
+
+def _close(file: int) -> None:
+    if file >= 0:
+        os.close(file)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """What ranks and their broker tell each other: small messages over Unix sockets, with files attached."""
 
 import array
+import os
 import socket
 from typing import TypeAlias
 
@@ -9,6 +10,10 @@ import msgspec
 from stretto.broker.model import LinkModel
 
 _LARGEST = 65536
+
+
+class Welcome(msgspec.Struct, tag=True):
+    """The broker's first word; its board is attached."""
 
 
 class Join(msgspec.Struct, tag=True):
@@ -85,7 +90,7 @@ class Bye(msgspec.Struct, tag=True):
     """The sender ends in peace."""
 
 
-Message: TypeAlias = Join | Joined | Place | Here | Taken | Failed | Leave | Links | Bye
+Message: TypeAlias = Welcome | Join | Joined | Place | Here | Taken | Failed | Leave | Links | Bye
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
@@ -96,6 +101,7 @@ def tell(connection: socket.socket, message: Message, file: int = -1) -> None:
 
 def hear(connection: socket.socket) -> tuple[Message | None, int]:
     """A message and its file, −1 for none; no message once the other side is gone, or talks nonsense."""
+    file = -1
     try:
         data, attached, flags, _ = connection.recvmsg(_LARGEST, socket.CMSG_SPACE(array.array("i").itemsize))
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):  # a file was lost: too many are open
@@ -103,4 +109,6 @@ def hear(connection: socket.socket) -> tuple[Message | None, int]:
         file = next((array.array("i", bytes(what)[:4])[0] for _, _, what in attached), -1)
         return (_DECODER.decode(data) if data else None), file
     except (OSError, msgspec.DecodeError):
+        if file >= 0:
+            os.close(file)
         return None, -1

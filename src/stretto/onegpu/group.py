@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 from stretto.broker.model import LinkModel
 from stretto.onegpu.engine import Engine
-from stretto.onegpu.reduce import reduced
+from stretto.onegpu.reduce import demand, reduced
 from stretto.onegpu.works import All, InThread, Moves, OnStream, Work, serve, settle
 
 _ProcessGroup: Any = dist.ProcessGroup
@@ -344,7 +344,7 @@ def _given(opts: Any) -> tuple[Any, ...]:
 
 
 def _op(opts: Any) -> Any:
-    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    return demand(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
 
 
 def _gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

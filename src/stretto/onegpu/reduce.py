@@ -19,11 +19,16 @@ _OPERATIONS: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
 ]
 
 
+def demand(op: Any) -> Any:
+    """The operation, if it is one that we know."""
+    if not any(op == known for known, _ in _OPERATIONS):
+        raise ValueError(f"onegpu does not reduce by {getattr(op, 'op', op)}")
+    return op
+
+
 def reduced(parts: list[Tensor], op: Any) -> Tensor:
     """Of all ranks', in their order."""
-    function = next((function for known, function in _OPERATIONS if op == known), None)
-    if function is None:
-        raise NotImplementedError(f"onegpu does not reduce by {op}")
+    function = next(function for known, function in _OPERATIONS if op == known)
     total = parts[0].reshape(-1)
     for part in parts[1:]:
         total = function(total, part.reshape(-1))
