@@ -30,7 +30,7 @@ def main() -> None:
             Trap.runs += 1
             if dist.get_rank() == int(victim) and Trap.runs == 6:  # in the second step
                 match how:
-                    case "raises":
+                    case "raises" | "caught":
                         raise RuntimeError("out of luck")
                     case "dies":
                         time.sleep(1)  # long enough for its last heartbeat to tell what it was at
@@ -51,7 +51,13 @@ def main() -> None:
     try:
         for _ in range(5):
             pipe.step(*case.batch())
-    except stretto.PipelineError as error:
+    except (stretto.PipelineError, RuntimeError) as error:
+        if how == "caught":
+            pipe.close()
+            dist.destroy_process_group()
+            return
+        if not isinstance(error, stretto.PipelineError):
+            raise
         os.write(2, f"{type(error).__name__}: {error}\n".encode())  # in one piece
         os._exit(7)  # as a user's program would end, without waiting for groups that can never end
     print("went on", file=sys.stderr, flush=True)

@@ -63,6 +63,14 @@ def test_every_other_rank_names_it(tmp_path: Path, how: str, victim: int) -> Non
             assert f"; rank {rank} was waiting for " in line
 
 
+def test_whoever_catches_it_can_close_the_pipeline_and_end_in_peace(tmp_path: Path) -> None:
+    script = str(TESTS / "failing.py")
+    ranks = [[script, str(rank), "4", str(tmp_path / "meeting"), "2", "caught"] for rank in range(4)]
+    with started(*ranks) as processes:
+        ended = [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
+    assert [code for _, code in ended] == [0, 0, 0, 0], ended
+
+
 def test_it_takes_less_than_ten_seconds(tmp_path: Path) -> None:
     """From the moment a rank is stopped, which of all ways is found last."""
     script = str(TESTS / "failing.py")

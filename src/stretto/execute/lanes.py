@@ -1,9 +1,13 @@
 """Lanes on the host: threads that wait for what was started, so that the main thread can always be woken."""
 
+import atexit
 import threading
 import time
+import weakref
 from queue import SimpleQueue
 from typing import Any, Protocol
+
+_LAST_WAIT = 2.0  # seconds that a process gives its lanes in the end
 
 
 class Work(Protocol):
@@ -56,6 +60,7 @@ class HostLane:
         self._queue: SimpleQueue[Ticket | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name=f"stretto {name}", daemon=True)
         self._thread.start()
+        _lanes.add(self)
 
     def follow(self, work: Work, held: object = None) -> Ticket:
         """A ticket for this work, which keeps `held` alive until it has ended."""
@@ -66,6 +71,10 @@ class HostLane:
     def close(self) -> None:
         self._queue.put(None)
 
+    def join(self, seconds: float) -> None:
+        """Wait for the thread to end, that long at most."""
+        self._thread.join(seconds)
+
     def _wait(self) -> None:
         while (ticket := self._queue.get()) is not None:
             try:
@@ -75,3 +84,16 @@ class HostLane:
             else:
                 ticket.settle(None)
             del ticket
+
+
+_lanes: "weakref.WeakSet[HostLane]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_lanes() -> None:
+    """A thread that comes back from a wait inside a process group while Python ends would take the process down."""
+    for lane in list(_lanes):
+        lane.close()
+    deadline = time.monotonic() + _LAST_WAIT
+    for lane in list(_lanes):
+        lane.join(max(0.0, deadline - time.monotonic()))
