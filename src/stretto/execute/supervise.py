@@ -1,6 +1,7 @@
 """The supervisor: ranks watch each other in a ring, and what stops one is known to all within seconds."""
 
 import contextlib
+import os
 import selectors
 import signal
 import socket
@@ -19,6 +20,7 @@ BEAT = 0.2  # seconds between two heartbeats
 SILENCE = 6.0  # seconds without one, after which a rank is taken to be stopped
 _POLL = 0.1
 _GRACE = 3.0  # seconds in which the reason of something that was seen to fail is expected
+_TELLING = 2.0  # seconds that a program has to tell of a failure before it ends on request
 
 
 class _Message(msgspec.Struct, omit_defaults=True):
@@ -134,7 +136,7 @@ class Supervisor:
         def stop(*_: Any) -> None:
             self._asked = self._asked or time.monotonic()
 
-        before = None
+        before, failed = None, False
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, stop)
         self._stepping, self._waiting = True, False
@@ -142,6 +144,7 @@ class Supervisor:
             self.check()
             yield
         except BaseException as error:
+            failed = True
             told = isinstance(error, PipelineError) and self._reason is not None
             if not told:
                 self.fail(f"rank {self.rank} stopped at {self.task()}: {type(error).__name__}: {_one_line(error)}")
@@ -149,7 +152,7 @@ class Supervisor:
         finally:
             self._stepping = False
             if before is not None:
-                signal.signal(signal.SIGTERM, before)
+                signal.signal(signal.SIGTERM, _later(before) if failed else before)
 
     def close(self) -> None:
         """Leave the ring in peace."""
@@ -217,6 +220,24 @@ class Supervisor:
                 self.fail(f"rank {peer} has not been heard of for {now - heard:.0f} s; it was at {message.task}")
             elif message.busy and now - since > self._timeout:
                 self.fail(f"rank {peer} has been at {message.task} for {now - since:.0f} s")
+
+
+def _later(before: Any) -> Callable[..., None]:
+    """What a request to end does on the heels of a failure: torchrun asks at once, and the program is still to tell why."""
+    asked: float | None = None
+
+    def stop(*_: Any) -> None:
+        nonlocal asked
+        if asked is None:
+            asked = time.monotonic()
+            again = threading.Timer(_TELLING, os.kill, (os.getpid(), signal.SIGTERM))
+            again.daemon = True
+            again.start()
+        elif time.monotonic() - asked >= _TELLING:
+            signal.signal(signal.SIGTERM, before)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return stop
 
 
 def _one_line(error: BaseException) -> str:
