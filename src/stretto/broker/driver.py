@@ -36,6 +36,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemGetAddressRange_v2": (ctypes.c_void_p, ctypes.c_void_p, _ADDRESS),
     "cuIpcGetMemHandle": (ctypes.c_void_p, _ADDRESS),
     "cuIpcOpenMemHandle_v2": (ctypes.c_void_p, _Handle, ctypes.c_uint),
+    "cuIpcCloseMemHandle": (_ADDRESS,),
     "cuMemHostRegister_v2": (ctypes.c_void_p, _SIZE, ctypes.c_uint),
     "cuMemHostGetDevicePointer_v2": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint),
 }
@@ -126,6 +127,11 @@ def open_shared(handle: bytes) -> int:
     made = _Handle.from_buffer_copy(handle)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), made, _LAZY_PEER_ACCESS)
     return address.value
+
+
+def close_shared(address: int) -> None:
+    """Let go of it again."""
+    _call("cuIpcCloseMemHandle", address)
 
 
 def register_host(address: int, count: int) -> int:

@@ -23,3 +23,7 @@ class ProgramError(StrettoError):
 
 class PipelineError(StrettoError):
     """A step cannot be run as it was asked for, or failed, here or on another rank."""
+
+
+class WeightsError(StrettoError):
+    """A push of weights cannot be made as it was asked for, or failed, at a sender or a receiver."""

@@ -1,0 +1,164 @@
+"""A receiver as a sender sees it: what every kind of receiver can be asked, and how ours are asked over a socket."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from stretto.ir.errors import WeightsError
+from stretto.weights.layout import Bucket
+from stretto.weights.manifest import Manifest
+from stretto.weights.shared import SharedBuffers
+from stretto.weights.wire import (
+    BEAT,
+    Abandon,
+    Ask,
+    Beat,
+    Commit,
+    Connection,
+    End,
+    Failed,
+    Filled,
+    Gone,
+    InFlight,
+    Loaded,
+    Message,
+    Open,
+    Ready,
+    Serving,
+    Start,
+    Started,
+    Taken,
+    Told,
+    Unknown,
+    close_files,
+    connect,
+)
+
+T = TypeVar("T", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What is to be pushed, and the buffers that it comes through."""
+
+    manifest: Manifest
+    buckets: list[Bucket]
+    bucket_bytes: int
+    split: bool
+    shared: SharedBuffers
+
+
+class Endpoint(Protocol):
+    """A receiver. Every call ends within so many seconds, or raises a WeightsError that names the receiver."""
+
+    name: str
+    device: str
+    """A GPU's UUID, or "cpu": buffers must be there."""
+    in_place: bool
+    """Whether it takes tensors in parts."""
+
+    def open(self, offer: Offer, *, seconds: float) -> set[int]:
+        """Offer a version; the buckets of which it needs nothing. Nothing has happened yet."""
+
+    def start(self, in_flight: InFlight, *, seconds: float) -> None:
+        """It stops serving, and is ready to load."""
+
+    def load(self, bucket: int, slot: int, total: int, *, seconds: float) -> None:
+        """It loads a bucket from a buffer, whose sum is this, and has no more use for the buffer."""
+
+    def end(self, *, seconds: float) -> bool:
+        """It has loaded all; whether it has accounted for every tensor and every sum."""
+
+    def commit(self, *, seconds: float) -> None:
+        """It serves the new version."""
+
+    def abandon(self, why: str) -> None:
+        """It is told that nothing comes of it."""
+
+    def close(self) -> None: ...
+
+
+class Remote:
+    """One of our receivers, over its socket. The connection stays open from push to push."""
+
+    def __init__(self, address: str, secret: bytes | None = None) -> None:
+        self.name = address
+        self._connection: Connection = connect(address, secret)
+        self._over = threading.Event()
+        try:
+            told = self.status()
+        except WeightsError:
+            self.close()
+            raise
+        self.device, self.in_place = told.device, told.in_place
+        self._known: str = ""
+        threading.Thread(target=self._beat, name="stretto beats", daemon=True).start()
+
+    def status(self, *, seconds: float = 5.0) -> Told:
+        return self._ask(Ask(), Told, seconds)
+
+    def open(self, offer: Offer, *, seconds: float) -> set[int]:
+        buffers, files = offer.shared.described(local=self._connection.local)
+        digest = offer.manifest.digest
+        message = Open(digest, offer.bucket_bytes, offer.split, buffers)
+        if self._known != digest:
+            message.manifest = offer.manifest
+        answer = self._answer(message, seconds, files)
+        if isinstance(answer, Unknown):
+            message.manifest = offer.manifest
+            answer = self._answer(message, seconds, files)
+        if not isinstance(answer, Ready):
+            raise WeightsError(f"{self.name} did not answer as expected: {type(answer).__name__}")
+        self._known = digest
+        return set(answer.skips)
+
+    def start(self, in_flight: InFlight, *, seconds: float) -> None:
+        self._ask(Start(in_flight), Started, seconds)
+
+    def load(self, bucket: int, slot: int, total: int, *, seconds: float) -> None:
+        self._ask(Filled(bucket, slot, total), Taken, seconds)
+
+    def end(self, *, seconds: float) -> bool:
+        return self._ask(End(), Loaded, seconds).attested
+
+    def commit(self, *, seconds: float) -> None:
+        self._ask(Commit(), Serving, seconds)
+
+    def abandon(self, why: str) -> None:
+        self._named(lambda: self._connection.tell(Abandon(why[:1000])))
+
+    def close(self) -> None:
+        self._over.set()
+        self._connection.close()
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT):
+            try:
+                self._connection.tell(Beat())
+            except Gone:
+                return
+
+    def _ask(self, message: Message, kind: type[T], seconds: float) -> T:
+        answer = self._answer(message, seconds)
+        if not isinstance(answer, kind):
+            raise WeightsError(f"{self.name} did not answer as expected: {type(answer).__name__}")
+        return answer
+
+    def _answer(self, message: Message, seconds: float, files: tuple[int, ...] = ()) -> Message:
+        def exchange() -> Message:
+            self._connection.tell(message, files)
+            answer, attached = self._connection.hear(seconds=seconds)
+            close_files(attached)
+            return answer
+
+        answer = self._named(exchange)
+        if isinstance(answer, Failed):
+            raise WeightsError(f"{self.name}: {answer.why}")
+        return answer
+
+    def _named(self, act: Callable[[], object]) -> Message:
+        try:
+            return act()  # type: ignore[return-value]
+        except Gone as error:
+            raise Gone(f"{self.name} {error}") from None

@@ -1,0 +1,36 @@
+"""What a rank holds of a version: parts of tensors, each read when it is needed."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from stretto.weights.boxes import Box, whole
+from stretto.weights.manifest import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A part of a tensor: the whole tensor's entry, the box of it that is here, and how to get at it."""
+
+    entry: Entry
+    box: Box
+    read: Callable[[], Tensor]
+    """Gives the box as a tensor of the entry's type, on any device, contiguous or not."""
+
+    @staticmethod
+    def whole(name: str, tensor: Tensor, read: Callable[[], Tensor] | None = None) -> "Held":
+        """A tensor that is here in full."""
+        entry = Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        return Held(entry, whole(entry.shape), read or (lambda: tensor))
+
+
+class Source(Protocol):
+    """Where a version comes from."""
+
+    everywhere: bool
+    """Whether every rank holds all of it, as with files that all can read; then nothing is exchanged."""
+
+    def held(self) -> Iterable[Held]:
+        """This rank's parts, in model order."""

@@ -1,0 +1,81 @@
+"""Buckets: the bytes of a model cut into pieces that fit a buffer, in model order."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stretto.ir.errors import WeightsError
+from stretto.weights.manifest import ITEM_BYTES, Manifest
+
+ALIGNMENT = 256
+
+
+class Piece(NamedTuple):
+    """Bytes of one tensor, and where they lie in their bucket."""
+
+    entry: int
+    """The tensor, by its place in the manifest."""
+    start: int
+    """Of these bytes in the tensor; not 0 only where tensors are split."""
+    nbytes: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What travels together."""
+
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+
+def aligned(count: int) -> int:
+    """As many bytes, up to the next multiple of the alignment."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def lay_out(manifest: Manifest, bucket_bytes: int, *, split: bool = False) -> list[Bucket]:
+    """Fill buckets in model order, every tensor at a multiple of 256 bytes.
+
+    Tensors stay whole, unless they may be split: then only a tensor larger than a bucket is.
+
+    >>> from stretto.weights.manifest import Entry
+    >>> model = Manifest("", tuple(Entry(name, "uint8", (size,)) for name, size in {"a": 300, "b": 10, "c": 600}.items()))
+    >>> [[tuple(piece) for piece in bucket.pieces] for bucket in lay_out(model, 1024)]
+    [[(0, 0, 300, 0), (1, 0, 10, 512)], [(2, 0, 600, 0)]]
+    """
+    if bucket_bytes < ALIGNMENT or bucket_bytes % ALIGNMENT:
+        raise WeightsError(f"a bucket has a multiple of {ALIGNMENT} bytes (got {bucket_bytes})")
+    buckets: list[Bucket] = []
+    pieces: list[Piece] = []
+    used = 0
+    for entry, start, nbytes in _parts(manifest, bucket_bytes, split=split):
+        if used + nbytes > bucket_bytes:
+            buckets.append(Bucket(used, tuple(pieces)))
+            pieces, used = [], 0
+        pieces.append(Piece(entry, start, nbytes, used))
+        used = aligned(used + nbytes)
+    if pieces:
+        buckets.append(Bucket(used, tuple(pieces)))
+    return buckets
+
+
+def _parts(manifest: Manifest, most: int, *, split: bool) -> Iterator[tuple[int, int, int]]:
+    for number, entry in enumerate(manifest.entries):
+        whole = entry.nbytes
+        if whole <= most:
+            yield number, 0, whole
+            continue
+        if not split:
+            raise WeightsError(
+                f"{entry.name} has {whole:,} bytes, more than a bucket of {most:,}; "
+                "only receivers that write in place (into=…) take tensors in parts"
+            )
+        step = most // ITEM_BYTES[entry.dtype] * ITEM_BYTES[entry.dtype]
+        for start in range(0, whole, step):
+            yield number, start, min(step, whole - start)
+
+
+def least_bucket(manifest: Manifest) -> int:
+    """The smallest bucket that holds every tensor whole."""
+    return aligned(max((entry.nbytes for entry in manifest.entries), default=1) or 1)

@@ -1,0 +1,164 @@
+"""What a receiver does with a bucket: hand whole tensors to a loader, or write into live tensors in place."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stretto.ir.errors import WeightsError
+from stretto.weights.boxes import common, extent, inside, runs, slices_box
+from stretto.weights.layout import Bucket, Piece
+from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest, differences
+
+Load = Callable[[Sequence[tuple[str, Tensor]]], Iterable[str] | None]
+"""Takes tensors by name; says which of the names it has taken care of, or None if it cannot say."""
+
+
+class Loading(Protocol):
+    """One update's way from buffers into an engine."""
+
+    skips: list[int]
+    """Buckets of which nothing is needed."""
+
+    def load(self, number: int, buffer: Tensor) -> None: ...
+
+    def missing(self) -> list[str] | None:
+        """Tensors that nobody accounted for, once all buckets are loaded; None if nobody can say."""
+
+
+class Handing:
+    """Hands whole tensors to a loader."""
+
+    def __init__(
+        self, load: Load, manifest: Manifest, buckets: list[Bucket], *, retains: bool, expects: Iterable[Entry] = ()
+    ) -> None:
+        wrong = differences(expects, manifest)
+        if wrong:
+            raise WeightsError(_listed(wrong))
+        self.skips: list[int] = []
+        self._load, self._manifest, self._buckets, self._retains = load, manifest, buckets, retains
+        self._left: set[str] | None = {entry.name for entry in manifest.entries}
+        self._views: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
+
+    def begin(self) -> None:
+        """All is to be loaded again."""
+        self._left = {entry.name for entry in self._manifest.entries}
+
+    def load(self, number: int, buffer: Tensor) -> None:
+        key = number, buffer.data_ptr()
+        tensors = self._views.get(key)
+        if tensors is None:
+            entries = self._manifest.entries
+            tensors = [
+                (entries[piece.entry].name, _view(buffer, piece, entries[piece.entry]))
+                for piece in self._buckets[number].pieces
+            ]
+            self._views[key] = tensors
+        if self._retains:
+            taken = self._load([(name, tensor.clone()) for name, tensor in tensors])
+        else:
+            taken = self._load(tensors)
+        if taken is None:
+            self._left = None
+        elif self._left is not None:
+            self._left.difference_update(taken)
+
+    def missing(self) -> list[str] | None:
+        return None if self._left is None else [e.name for e in self._manifest.entries if e.name in self._left]
+
+
+class Writing:
+    """Writes into live tensors, whose addresses stay the same."""
+
+    def __init__(
+        self,
+        into: Mapping[str, Tensor],
+        slices: Mapping[str, tuple[slice, ...]],
+        manifest: Manifest,
+        buckets: list[Bucket],
+    ) -> None:
+        given = {entry.name: entry for entry in manifest.entries}
+        wrong = []
+        for name, tensor in into.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entry = given.get(name)
+            if entry is None:
+                wrong.append(f"{name} is missing")
+            elif dtype != entry.dtype:
+                wrong.append(f"{name} is {entry.dtype}, not {dtype}")
+            elif len(slices.get(name, ())) > len(entry.shape):
+                wrong.append(
+                    f"{name} has {len(entry.shape)} dimensions, and slices of {len(slices[name])} are asked for"
+                )
+            elif extent(slices_box(entry.shape, slices.get(name, ()))) != tuple(tensor.shape):
+                asked = f"the slice {slices[name]} of it" if name in slices else "it"
+                wrong.append(f"{name} has shape {entry.shape}, and {asked} does not fit {tuple(tensor.shape)}")
+        if wrong:
+            raise WeightsError(_listed(wrong))
+        self._into = {name: tensor.detach() for name, tensor in into.items()}
+        self._slices, self._manifest, self._buckets = slices, manifest, buckets
+        self._copies: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self.skips = [k for k, bucket in enumerate(buckets) if not any(map(self._wants, bucket.pieces))]
+        self._done: set[int] = set()
+
+    def _wants(self, piece: Piece) -> bool:
+        entry = self._manifest.entries[piece.entry]
+        if entry.name not in self._into:
+            return False
+        box = slices_box(entry.shape, self._slices.get(entry.name, ()))
+        item = ITEM_BYTES[entry.dtype]
+        parts = runs(entry.shape, piece.start // item, (piece.start + piece.nbytes) // item)
+        return any(common(part, box) is not None for _, part in parts)
+
+    def begin(self) -> None:
+        self._done = set()
+
+    @torch.no_grad()
+    def load(self, number: int, buffer: Tensor) -> None:
+        key = number, buffer.data_ptr()
+        copies = self._copies.get(key)
+        if copies is None:
+            copies = self._copies[key] = [], []
+            for piece in self._buckets[number].pieces:
+                entry = self._manifest.entries[piece.entry]
+                if entry.name in self._into and piece.nbytes:
+                    self._add(piece, entry, buffer, copies)
+        if copies[0]:
+            torch._foreach_copy_(copies[0], copies[1], non_blocking=True)
+        self._done.add(number)
+
+    def _add(self, piece: Piece, entry: Entry, buffer: Tensor, copies: tuple[list[Tensor], list[Tensor]]) -> None:
+        target = self._into[entry.name]
+        if piece.nbytes == entry.nbytes and entry.name not in self._slices:
+            copies[0].append(target)
+            copies[1].append(_view(buffer, piece, entry))
+            return
+        item, dtype = ITEM_BYTES[entry.dtype], target.dtype
+        box = slices_box(entry.shape, self._slices.get(entry.name, ()))
+        first = piece.start // item
+        for start, part in runs(entry.shape, first, first + piece.nbytes // item):
+            shared = common(part, box)
+            if shared is None:
+                continue
+            shape = extent(part)
+            begin = piece.offset + (start - first) * item
+            count = item * torch.Size(shape).numel()
+            run = buffer[begin : begin + count].view(dtype).view(shape)
+            copies[0].append(target[inside(shared, box)])
+            copies[1].append(run[inside(shared, part)])
+
+    def missing(self) -> list[str]:
+        left = set(range(len(self._buckets))) - self._done - set(self.skips)
+        names = {self._manifest.entries[p.entry].name for k in left for p in self._buckets[k].pieces}
+        return [name for name in self._into if name in names]
+
+
+def _view(buffer: Tensor, piece: Piece, entry: Entry) -> Tensor:
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return buffer[piece.offset : piece.offset + piece.nbytes].view(dtype).view(entry.shape)
+
+
+def _listed(wrong: list[str]) -> str:
+    more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return "; ".join(wrong[:3]) + more

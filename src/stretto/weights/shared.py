@@ -1,0 +1,114 @@
+"""Buffers that a sender fills and a receiver reads: memory of a device, or files without a name."""
+
+import mmap
+import os
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.broker import driver
+from stretto.ir.errors import WeightsError
+from stretto.weights.wire import Buffers
+
+_numbers = count()
+
+
+class SharedBuffers:
+    """A sender's: one piece of memory in equal parts. Nothing of it outlives the processes that use it."""
+
+    def __init__(self, nbytes: int, device: torch.device, *, buffers: int = 2) -> None:
+        self.nbytes = nbytes
+        self._number = next(_numbers)
+        self._file = -1
+        if device.type == "cuda":
+            self.whole = torch.empty(buffers * nbytes, dtype=torch.uint8, device=device)
+        else:
+            self._file = os.memfd_create("stretto weights", os.MFD_CLOEXEC)
+            os.ftruncate(self._file, buffers * nbytes)
+            self.whole = torch.frombuffer(mmap.mmap(self._file, buffers * nbytes), dtype=torch.uint8)
+        self.tensors = torch.split(self.whole, nbytes)
+
+    def described(self, *, local: bool) -> tuple[Buffers, tuple[int, ...]]:
+        """What a receiver needs to open them, and the file to attach if it is on the other end of a Unix socket."""
+        made = Buffers(self._number, self.nbytes)
+        if self._file < 0:
+            made.handle, made.offset = driver.share(self.whole.data_ptr())
+        elif local:
+            return made, (self._file,)
+        else:
+            made.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        return made, ()
+
+    def close(self) -> None:
+        self.tensors = ()
+        del self.whole
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class OpenedBuffers:
+    """A receiver's side of them."""
+
+    def __init__(self, buffers: Buffers, files: list[int], device: torch.device) -> None:
+        self.number, self._address = buffers.number, 0
+        if bool(buffers.handle) != (device.type == "cuda"):
+            places = "on a GPU", "in host memory"
+            raise WeightsError(
+                f"the sender's buffers are {places[not buffers.handle]}, and this receiver is {places[device.type != 'cuda']}"
+            )
+        if buffers.handle:
+            torch.zeros((), device=device)  # the device is this thread's from here on
+            self._address = driver.open_shared(buffers.handle)
+            whole = _at(self._address + buffers.offset, 2 * buffers.nbytes, device)
+        else:
+            whole = self._mapped(buffers, files)
+        self.tensors = torch.split(whole, buffers.nbytes)
+
+    def _mapped(self, buffers: Buffers, files: list[int]) -> Tensor:
+        file = -1
+        try:
+            file = os.open(buffers.path, os.O_RDWR | os.O_CLOEXEC) if buffers.path else os.dup(files[0])
+            return torch.frombuffer(mmap.mmap(file, 2 * buffers.nbytes), dtype=torch.uint8)
+        except (OSError, ValueError, IndexError) as error:
+            raise WeightsError(
+                f"cannot open the sender's buffers ({error}); sender and receiver must be on one machine"
+            ) from None
+        finally:
+            if file >= 0:
+                os.close(file)
+
+    def close(self) -> None:
+        self.tensors = ()
+        if self._address:
+            driver.close_shared(self._address)
+            self._address = 0
+
+
+def _at(address: int, nbytes: int, device: torch.device) -> Tensor:
+    """Memory of a device as a tensor."""
+
+    class Memory:
+        __cuda_array_interface__: Any = {  # noqa: RUF012
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+    return torch.as_tensor(Memory(), device=device)
+
+
+def device_name(device: torch.device) -> str:
+    """By which sender and receiver know that they are on the same device."""
+    if device.type != "cuda":
+        return "cpu"
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def resolved(device: torch.device | str | None) -> torch.device:
+    """A device with its number; without one given, the GPU if there is one."""
+    made = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if made.type == "cuda" and made.index is None else made
