@@ -18,6 +18,7 @@ ROOMS = [
     "execute",
     "runtime",
     "onegpu",
+    "weights",
     "cli",
 ]
 SOURCE = Path(stretto.__file__).parent

@@ -25,9 +25,9 @@ from stretto.execute.supervise import Supervisor
 from stretto.program.task import COMPUTE, Kind
 from stretto.runtime.links import Links
 from stretto.runtime.losses import Losses
+from stretto.runtime.passes import Passes
 from stretto.runtime.stage import Stage
 from stretto.runtime.structure import describe
-from stretto.runtime.walk import Walk
 
 RANKS, WIDTH, ROWS = 4, 8, 4
 SCHEDULES: dict[str, tuple[Callable[..., stretto.Plan], type[Any]]] = {
@@ -87,7 +87,7 @@ def ours(plan: stretto.Plan, inputs: Tensor, targets: Tensor) -> tuple[Callable[
     for stage in range(plan.stages):  # what stages hand on is known: nobody is there to say it
         for link in (*links._sends.values(), *links._receives.values()):
             link.known[stage], link.shapes[stage] = describe(inputs[:ROWS]), [inputs[:ROWS].shape]
-    walk = Walk(program, supervisor, stages, links)
+    walk = Passes(program, supervisor, stages, links)
     microbatches = list(inputs.chunk(plan.microbatches))
     wanted = list(targets.chunk(plan.microbatches))
 

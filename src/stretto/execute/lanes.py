@@ -4,9 +4,11 @@ import atexit
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+_POLL = 0.1
 _LAST_WAIT = 2.0  # seconds that a process gives its lanes in the end
 
 
@@ -26,6 +28,24 @@ class Awaited(Protocol):
     def error(self) -> BaseException | None: ...
 
     def wait(self, seconds: float) -> bool: ...
+
+
+class Deferred:
+    """Work that is done by the lane that waits for it, once all that it needs has ended."""
+
+    def __init__(self, run: Callable[[], None], needs: "Sequence[Ticket]", check: Callable[[], None]) -> None:
+        """`check` raises if there is no more reason to wait for a need."""
+        self._run, self._needs, self._check = run, needs, check
+        self.begin = 0.0
+
+    def wait(self) -> None:
+        for need in self._needs:
+            while not need.wait(_POLL):
+                self._check()
+            if need.error is not None:
+                raise need.error
+        self.begin = time.perf_counter()
+        self._run()
 
 
 class Ticket:

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from stretto.check import check
 from stretto.costs import Costs
 from stretto.execute.lanes import HostLane
+from stretto.execute.record import Recorder
+from stretto.execute.ring import supervised
 from stretto.execute.streams import Reached, StreamTicket
 from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError, PlanError, ProgramError
@@ -31,11 +33,10 @@ from stretto.runtime.layers import Layers, builder, even_costs, modules_named, o
 from stretto.runtime.links import Links
 from stretto.runtime.losses import Losses, Total
 from stretto.runtime.microbatches import cut
-from stretto.runtime.record import Recorder
+from stretto.runtime.passes import Passes
 from stretto.runtime.replicas import Replicas
 from stretto.runtime.stage import Phased, Stage, anatomy_of
 from stretto.runtime.structure import Value
-from stretto.runtime.walk import Walk
 from stretto.schedules.forward_only import forward_only
 from stretto.timeline import Timeline
 
@@ -118,7 +119,7 @@ class Pipeline:
             for stage in here
         }
         self._groups = Groups(self._group, self._device)
-        self._supervisor = self._supervised(timeout)
+        self._supervisor = supervised(self._group, self._device, timeout=timeout)
         self._collectives = HostLane("collectives")
         self._links = Links(self._groups, self.program, self._supervisor, self._device, varying=varying_shapes)
         ties = [*tied, *(ties_of(layers) if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else [])]
@@ -126,8 +127,8 @@ class Pipeline:
         self._replicas.start_equal()
         if self._device.type == "cuda":  # autograd's thread would find no context for its first matrix product
             torch.autograd.backward(torch.zeros(1, device=self._device, requires_grad=True).sum())
-        self._walk = Walk(self.program, self._supervisor, self._stages, self._links)
-        self._evaluation: Walk | None = None
+        self._passes = Passes(self.program, self._supervisor, self._stages, self._links)
+        self._evaluation: Passes | None = None
         self._counted: bool | None = None  # whether the loss gives a sum and a count, once a step has shown it
         self._draw = Draw(run=seed, replica=self._groups.number)
 
@@ -157,8 +158,8 @@ class Pipeline:
                 _accumulate_in(parameter, torch.float32 if parameter.dtype == torch.bfloat16 else None)
             for stage in self._stages.values():
                 stage.begin(self._draw)
-            recorder = Recorder(len(self._walk.tasks)) if record else None
-            self._walk.run(given, losses, recorder)
+            recorder = Recorder(len(self._passes.tasks)) if record else None
+            self._passes.run(given, losses, recorder)
             self._links.settle()
             self._catch_up(recorder is not None)
             timeline = (
@@ -181,7 +182,7 @@ class Pipeline:
         """The loss of a batch, without gradients."""
         if self._evaluation is None:
             program = self._lowered(forward_only(self.plan))
-            self._evaluation = Walk(program, self._supervisor, self._stages, self._links, training=False)
+            self._evaluation = Passes(program, self._supervisor, self._stages, self._links, training=False)
         with self._guarding():
             losses, given = self._losses(targets), self._given(inputs, "inputs", 0)
             self._evaluation.run(given, losses)
@@ -298,22 +299,6 @@ class Pipeline:
             holders[min(same)], mine[min(same)] = held_by(same), parameter
         sets = {*map(held_by, together.values()), *(tuple(sorted(of)) for of in ranks.values())}
         return Replicas(self._groups, holders, mine, (ranks for ranks in sets if len(ranks) > 1))
-
-    def _supervised(self, timeout: float) -> Supervisor:
-        """The ring of supervisors, by everybody's host and port."""
-        if not timeout > 0:
-            raise PipelineError(f"timeout is a number of seconds above 0 (got {timeout})")
-        ranks = dist.get_world_size(self._group)
-        supervisor = Supervisor(self.rank, ranks, timeout=timeout)
-        text = f"{socket.gethostname()} {supervisor.listen()}".encode().ljust(256)[:256]
-        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
-        rows = [torch.zeros_like(mine) for _ in range(ranks)]
-        dist.all_gather(rows, mine, group=self._group)
-        found = [bytes(row.tolist()).decode().split() for row in rows]
-        alone = len({host for host, _ in found}) == 1
-        supervisor.join([("127.0.0.1" if alone else host, int(port)) for host, port in found])
-        atexit.register(supervisor.close)
-        return supervisor
 
     def _together(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a tensor over a group, without waiting where nothing can wake us."""

@@ -1,0 +1,28 @@
+"""Weights: push a version of a model into live inference engines."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stretto.weights.export import Export
+    from stretto.weights.receiver import Hooks, Receiver
+    from stretto.weights.report import Report
+    from stretto.weights.sender import Sender, status
+
+__all__ = ["Export", "Hooks", "Receiver", "Report", "Sender", "status"]
+
+_ROOMS = {
+    "Export": "export",
+    "Hooks": "receiver",
+    "Receiver": "receiver",
+    "Report": "report",
+    "Sender": "sender",
+    "status": "sender",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Each needs PyTorch, and is imported when it is asked for."""
+    if name in _ROOMS:
+        return getattr(import_module(f"stretto.weights.{_ROOMS[name]}"), name)
+    raise AttributeError(f"module 'stretto.weights' has no attribute {name!r}")

@@ -87,16 +87,23 @@ class Remote:
         self._connection: Connection = connect(address, secret)
         self._over = threading.Event()
         try:
-            told = self.status()
+            self.told = self.status()
         except WeightsError:
             self.close()
             raise
-        self.device, self.in_place = told.device, told.in_place
+        self.device, self.in_place = self.told.device, self.told.in_place
         self._known: str = ""
         threading.Thread(target=self._beat, name="stretto beats", daemon=True).start()
 
     def status(self, *, seconds: float = 5.0) -> Told:
         return self._ask(Ask(), Told, seconds)
+
+    def alive(self) -> bool:
+        try:
+            self.status()
+        except WeightsError:
+            return False
+        return True
 
     def open(self, offer: Offer, *, seconds: float) -> set[int]:
         buffers, files = offer.shared.described(local=self._connection.local)

@@ -1,24 +1,22 @@
-"""Walks a rank's part of a program: every task a callable, made once, run in program order."""
+"""What a rank's tasks are in a step: forwards, backwards and transfers, as callables that a walk runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.execute.lanes import Ticket
+from stretto.execute.record import Recorder
 from stretto.execute.streams import Streams, StreamTicket
 from stretto.execute.supervise import Supervisor
+from stretto.execute.walk import Run, Tickets, Walk
 from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind, Task
 from stretto.runtime.links import Links
 from stretto.runtime.losses import Losses
-from stretto.runtime.record import Recorder
 from stretto.runtime.rooms import Lent, Rooms, share_rooms
 from stretto.runtime.segments import Grads
 from stretto.runtime.stage import Stage
 from stretto.runtime.structure import Room, Value, make_room, rooms_of
-
-Run = Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -26,10 +24,10 @@ class _Arrival:
     """Something that was asked for; there once its tickets are done."""
 
     lent: Lent
-    tickets: list[Ticket | StreamTicket]
+    tickets: Tickets
 
 
-class Walk:
+class Passes:
     """A step, of training or of evaluation. Values and gradients wait between tasks, by stage and microbatch."""
 
     def __init__(
@@ -37,7 +35,7 @@ class Walk:
     ) -> None:
         self._training = training
         self._program, self._stages, self._links = program, stages, links
-        self._supervisor, self._at = supervisor, 0
+        self._supervisor = supervisor
         self._last = program.placement.stages - 1
         self._inputs: list[Value] | None = None
         self._losses: Losses | None = None
@@ -45,66 +43,35 @@ class Walk:
         self._grads: dict[tuple[int, int], Grads | _Arrival] = {}
         self._outputs: dict[tuple[int, int], Value] = {}
         self._sent: dict[tuple[int, int], list[Room | None]] = {}  # what was sent, of which gradients will come
-        places = [place for place, task in enumerate(program.tasks()) if task.device == supervisor.rank]
-        self.tasks = [program.task(place) for place in places]
+        self._walk = Walk(program, supervisor)
+        self.tasks = self._walk.tasks
         self._rooms = Rooms()
         self._room_of, after = ({}, {}) if links.varying else share_rooms(self.tasks)
-        self._streams = Streams(program, self.tasks, places, after) if links.device.type == "cuda" else None
+        on_device = links.device.type == "cuda"
+        self._streams = Streams(program, self.tasks, self._walk.places, after) if on_device else None
         keeps = self._streams is not None and (self._streams.keeps or links.varying)  # rooms for once are a lane's own
         self._used: list[object] | None = [] if keeps else None
-        self._runs = self.compiled()
+        self._runs = self._walk.compile(self._compiled)
 
     def run(self, inputs: list[Value] | None, losses: Losses, recorder: Recorder | None = None) -> None:
         self._inputs, self._losses = inputs, losses
-        self._supervisor.task = self._doing
+        started: Tickets | None = [] if recorder is not None else None
+        self._links.started = started
         try:
             if self._streams is not None:
-                self._queue(self._streams, recorder)
-            elif recorder is not None:
-                self._record(recorder)
+                for stage in self._stages.values():
+                    stage.used = self._used
+                self._walk.queue(self._runs, self._streams, self._used, recorder, started)
             else:
-                for at, run in enumerate(self._runs):
-                    self._at = at
-                    run()
+                self._walk.run(self._runs, recorder, started)
         finally:
+            self._links.started = None
             self._values.clear()
             self._grads.clear()
             self._outputs.clear()
             self._sent.clear()
             for stage in self._stages.values():
                 stage.forget()
-
-    def _queue(self, streams: Streams, recorder: Recorder | None) -> None:
-        """On a device, tasks are queued and not waited for."""
-        for stage in self._stages.values():
-            stage.used = self._used
-        streams.begin()
-        started: list[Ticket | StreamTicket] | None = [] if recorder is not None else None
-        self._links.started = started
-        try:
-            for at, run in enumerate(self._runs):
-                self._at = at
-                self._supervisor.check()
-                streams.run(at, run, None if recorder is None else recorder.events(at), started)
-                if self._used is not None:
-                    streams.keep(at, self._used.copy(), self._supervisor.check)
-                    self._used.clear()
-        finally:
-            self._links.started = None
-        streams.end()
-
-    def _record(self, recorder: Recorder) -> None:
-        started: list[Ticket | StreamTicket] = []
-        self._links.started = started
-        try:
-            for at, run in enumerate(self._runs):
-                self._at = at
-                recorder.run(at, run, lambda: self._supervisor.waited, started)
-        finally:
-            self._links.started = None
-
-    def _doing(self) -> str:
-        return str(self.tasks[self._at])
 
     def _there(self, value: Any, what: Callable[[], str]) -> tuple[Any, Lent | None]:
         """Waits for what was asked for. What came from another device is lent."""
@@ -116,10 +83,6 @@ class Walk:
             else:
                 self._supervisor.wait(ticket, what)
         return value.lent.value, value.lent
-
-    def compiled(self) -> list[Run]:
-        """A callable for each task."""
-        return [self._compiled(at, task) for at, task in enumerate(self.tasks)]
 
     def _compiled(self, at: int, task: Task) -> Run:
         stage, microbatch, part = task.stage, task.microbatch, task.part

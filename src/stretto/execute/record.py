@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.execute.lanes import Ticket
+from stretto.execute.lanes import Deferred, Ticket
 from stretto.execute.streams import StreamTicket
 from stretto.program.program import Program
 from stretto.timeline import Timeline
@@ -57,11 +57,16 @@ class Recorder:
         for at, pair in self._events.items():
             self._start[at], self._end[at] = (self._host + self._zero.elapsed_time(event) / 1e3 for event in pair)
 
-    def gathered(self, program: Program, group: dist.ProcessGroup, settle: Settle) -> Timeline | None:
-        """All ranks' times, on the first rank, by its clock; None on the others."""
+    def gathered(self, program: Program, group: dist.ProcessGroup | None, settle: Settle) -> Timeline | None:
+        """All ranks' times, on the first rank, by its clock; None on the others. Without a group there is only one."""
         self._read_events()
         for at, tickets in self._started:
             self._end[at] = max(ticket.end for ticket in tickets)
+            begun = [ticket.work.begin for ticket in tickets if isinstance(ticket.work, Deferred)]
+            if begun:
+                self._start[at] = min(begun)
+        if group is None:
+            return Timeline(program, self._start - self._start.min(), self._end - self._start.min())
         talk = _Talk(group, settle)
         mine = torch.from_numpy(np.stack((self._start, self._end)) + talk.offset())
         if group.rank():

@@ -1,0 +1,155 @@
+"""Engines of others as receivers: their servers over HTTP, and how a push goes around one."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.client import HTTPException
+from typing import Any, Protocol
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from stretto.ir.errors import WeightsError
+from stretto.weights.endpoint import Endpoint, Offer
+from stretto.weights.wire import InFlight
+
+_MOST = 1 << 20  # bytes of an answer
+_OPENER = build_opener(ProxyHandler({}))  # an engine that shares our devices is never behind a proxy
+
+
+class Http:
+    """An inference server's HTTP side. Every error names the server, the call and what it answered."""
+
+    def __init__(self, base_url: str, *, key: str | None = None) -> None:
+        self.url = base_url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def get(self, path: str, *, seconds: float) -> Any:
+        return self._call("GET", path, None, seconds)
+
+    def post(self, path: str, body: object = None, *, seconds: float) -> Any:
+        return self._call("POST", path, json.dumps({} if body is None else body).encode(), seconds)
+
+    def alive(self, *, seconds: float = 5.0) -> bool:
+        try:
+            self.get("/health", seconds=seconds)
+        except WeightsError:
+            return False
+        return True
+
+    def _call(self, method: str, path: str, data: bytes | None, seconds: float) -> Any:
+        """The answer, read as JSON if it is. Servers that answer 200 may still say that it was no success."""
+        request = Request(self.url + path, data=data, method=method, headers=self._headers)
+        try:
+            with _OPENER.open(request, timeout=max(0.01, seconds)) as response:
+                text = response.read(_MOST).decode(errors="replace")
+        except HTTPError as error:
+            with error:
+                text = error.read(_MOST).decode(errors="replace").strip()
+            raise WeightsError(f"{self.url}: {method} {path} was answered with {error.code}: {text:.500}") from None
+        except TimeoutError:
+            raise WeightsError(f"{self.url}: {method} {path} was not answered for {seconds:g} s") from None
+        except (URLError, OSError, HTTPException) as error:
+            why = getattr(error, "reason", None) or error
+            raise WeightsError(f"{self.url}: {method} {path} failed: {why}") from None
+        told: Any = text
+        with contextlib.suppress(ValueError):
+            told = json.loads(text)
+        if isinstance(told, dict) and told.get("success") is False:
+            raise WeightsError(f"{self.url}: {method} {path} was no success: {text:.500}")
+        return told
+
+
+class Asked:
+    """A call that returns only when an update is over, in a thread of its own."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.error: BaseException | None = None
+        self._over = threading.Event()
+        threading.Thread(target=self._run, args=(call,), name="stretto request", daemon=True).start()
+
+    def _run(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._over.set()
+
+    def wait(self, who: str, seconds: float) -> None:
+        """Until it has returned; raises what it has raised."""
+        if not self._over.wait(max(0.0, seconds)):
+            raise WeightsError(f"{who} did not return from the update in time")
+        if self.error is not None:
+            raise WeightsError(f"{who} says: {self.error}") from self.error
+
+
+class Server(Protocol):
+    """What stops an engine before a push, and lets it go on after it."""
+
+    def pause(self, version: str, in_flight: InFlight, *, seconds: float) -> None:
+        """Stop generating, and expect this version."""
+
+    def resume(self, version: str, *, seconds: float) -> None:
+        """All is loaded: forget what was computed with the old weights, and generate."""
+
+    def trouble(self) -> str:
+        """What the server says of an update that failed, if it says anything."""
+
+
+class Served:
+    """An endpoint whose engine is paused and resumed by its server.
+
+    Of the endpoints of an engine on several devices, one is served; the others just wait for it. An update that failed
+    leaves the engine paused, for its weights may be mixed: the next push that goes well resumes it.
+    """
+
+    def __init__(self, endpoint: Endpoint, server: Server) -> None:
+        self.name, self.device, self.in_place = endpoint.name, endpoint.device, endpoint.in_place
+        self._endpoint, self._server = endpoint, server
+        self._version = ""
+
+    def open(self, offer: Offer, *, seconds: float) -> set[int]:
+        self._version = offer.manifest.version
+        return self._endpoint.open(offer, seconds=seconds)
+
+    def start(self, in_flight: InFlight, *, seconds: float) -> None:
+        left = seconds_left(seconds)
+        self._named(lambda: self._server.pause(self._version, in_flight, seconds=left()))
+        try:
+            self._endpoint.start(in_flight, seconds=left())
+        except WeightsError as error:
+            trouble = self._server.trouble()
+            raise WeightsError(f"{error}; {trouble}" if trouble else str(error)) from None
+
+    def load(self, bucket: int, slot: int, total: int, *, seconds: float) -> None:
+        self._endpoint.load(bucket, slot, total, seconds=seconds)
+
+    def end(self, *, seconds: float) -> bool:
+        return self._endpoint.end(seconds=seconds)
+
+    def commit(self, *, seconds: float) -> None:
+        left = seconds_left(seconds)
+        self._endpoint.commit(seconds=left())
+        self._named(lambda: self._server.resume(self._version, seconds=left()))
+
+    def abandon(self, why: str) -> None:
+        self._endpoint.abandon(why)
+
+    def close(self) -> None:
+        self._endpoint.close()
+
+    def _named(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except WeightsError as error:
+            raise WeightsError(f"{self.name}: {error}") from None
+
+
+def seconds_left(seconds: float) -> Callable[[], float]:
+    """How much is left of so many seconds, at every call."""
+    deadline = time.monotonic() + seconds
+    return lambda: max(0.01, deadline - time.monotonic())

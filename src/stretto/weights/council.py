@@ -1,0 +1,43 @@
+"""Senders among themselves: what each has to say is known to all, or it is known who is missing."""
+
+from typing import TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from stretto.execute.lanes import HostLane
+from stretto.execute.supervise import Supervisor
+
+T = TypeVar("T")
+
+
+class Council:
+    """Gathers words of all senders, over their host group; alone, there is only one's own."""
+
+    def __init__(self, group: dist.ProcessGroup | None, supervisor: Supervisor) -> None:
+        self.group, self._supervisor = group, supervisor
+        self._lane = HostLane("council")
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+
+    def gather(self, word: T, kind: type[T]) -> list[T]:
+        """Everybody's word, in the order of ranks."""
+        if self.group is None:
+            return [word]
+        data = msgspec.msgpack.encode(word)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self.settle(dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group, async_op=True))
+        most = max(int(size) for size in sizes)
+        mine = torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8)
+        rows = [torch.zeros(most, dtype=torch.uint8) for _ in range(self.size)]
+        self.settle(dist.all_gather(rows, mine, group=self.group, async_op=True))
+        found = (row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True))
+        return [msgspec.msgpack.decode(text, type=kind) for text in found]
+
+    def settle(self, work: dist.Work | None) -> None:
+        """Wait for what all senders do together."""
+        if work is not None:
+            self._supervisor.wait(self._lane.follow(work), lambda: "the other senders")
+
+    def close(self) -> None:
+        self._lane.close()

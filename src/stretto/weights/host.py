@@ -1,0 +1,105 @@
+"""Host memory that versions are kept in: pinned once, and used again for the next version."""
+
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from os import cpu_count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.ir.errors import WeightsError
+
+_PAGE = mmap.PAGESIZE
+_PART = 64 << 20  # bytes that a thread copies at a time
+_THREADS = min(16, cpu_count() or 1)
+
+
+class Arena:
+    """A piece of host memory, from where copies to a device are fast."""
+
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        self._map = mmap.mmap(-1, max(nbytes, _PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned: Pinned | None = None
+        if pinned:
+            # Pages that are there already are pinned quickly, and several threads can make them at a time.
+            in_parallel(lambda part: part[::_PAGE].zero_(), _parts(self.memory))
+            self._pinned = Pinned(self.memory)
+
+    def close(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
+
+
+class Pinned:
+    """Host memory, wherever it came from, as long as it is pinned."""
+
+    def __init__(self, memory: Tensor) -> None:
+        begin = memory.data_ptr() // _PAGE * _PAGE
+        self._begin, self._memory = begin, memory
+        end = -(-(memory.data_ptr() + memory.numel()) // _PAGE) * _PAGE
+        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(self._runtime.cudaHostRegister(begin, end - begin, 0))
+        if status:
+            raise WeightsError(f"cannot pin {end - begin:,} bytes of host memory (CUDA error {status}); see ulimit -l")
+
+    def close(self) -> None:
+        self._runtime.cudaHostUnregister(self._begin)
+
+
+def _parts(memory: Tensor) -> Iterator[Tensor]:
+    yield from torch.split(memory, _PART)
+
+
+def in_parallel(act: Callable[[Tensor], object], parts: Iterable[Tensor]) -> None:
+    """In a few threads at a time; torch lets others run while it copies."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for _ in pool.map(act, parts):
+            pass
+
+
+def copy_in_parallel(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """From the second of each pair into the first, which is on the host; large ones in parts."""
+
+    def copy(pair: tuple[Tensor, Tensor]) -> None:
+        pair[0].copy_(pair[1], non_blocking=True)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for _ in pool.map(copy, _in_parts(copies)):
+            pass
+
+
+def _in_parts(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    for into, source in copies:
+        if into.nbytes > _PART and not source.is_cuda and into.is_contiguous() and source.is_contiguous():
+            yield from zip(*(torch.split(t.reshape(-1).view(torch.uint8), _PART) for t in (into, source)), strict=True)
+        else:
+            yield into, source
+
+
+class Arenas:
+    """Arenas by use: what no version needs any more is taken for the next one."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned, self._free = pinned, list[Arena]()
+
+    def take(self, nbytes: int) -> Arena:
+        fits = [arena for arena in self._free if arena.memory.numel() >= nbytes]
+        if fits:
+            best = min(fits, key=lambda arena: arena.memory.numel())
+            self._free.remove(best)
+            return best
+        self.close()  # too small for what versions have become
+        return Arena(nbytes, pinned=self._pinned)
+
+    def give(self, arena: Arena) -> None:
+        self._free.append(arena)
+
+    def close(self) -> None:
+        for arena in self._free:
+            arena.close()
+        self._free.clear()

@@ -1,0 +1,239 @@
+"""One push: what each task of its program is, as work of three lanes."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.execute.lanes import Deferred, HostLane, Ticket
+from stretto.execute.record import Recorder
+from stretto.execute.supervise import Supervisor
+from stretto.execute.walk import Run, Tickets, Walk
+from stretto.ir.errors import WeightsError
+from stretto.program.program import Program
+from stretto.program.task import Kind, Task
+from stretto.weights.choose import Speeds
+from stretto.weights.endpoint import Endpoint
+from stretto.weights.layout import Bucket
+from stretto.weights.shared import SharedBuffers
+from stretto.weights.sums import place_sum
+
+Sources = Callable[[int], Sequence[tuple[Tensor, int]]]
+"""What a bucket is in host memory: bytes, and where in the bucket they go."""
+Progress = Callable[[int, int], None]
+"""Is told how many buckets were loaded here, of how many."""
+_LANES = ("h2d", "broadcast", "reload")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The senders of a push: their groups for the device's memory and the host's; none if there is only one sender."""
+
+    rank: int
+    size: int
+    device: dist.ProcessGroup | None = None
+    host: dist.ProcessGroup | None = None
+
+
+@dataclass(slots=True)
+class Staging:
+    """A device's buffers: one or two that host memory is copied into, and two that receivers see."""
+
+    shared: SharedBuffers
+    h2d: list[Tensor] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return (2 + len(self.h2d)) * self.shared.nbytes
+
+
+class Lanes:
+    """A sender's three threads, and on a device their streams; kept from push to push."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lanes = {name: HostLane(name) for name in _LANES}
+        cuda = device.type == "cuda"
+        self.streams = {name: torch.cuda.Stream(device) if cuda else None for name in _LANES}  # type: ignore[no-untyped-call]
+
+    def follow(self, name: str, work: Deferred) -> Ticket:
+        return self._lanes[name].follow(work)
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+
+
+class Push:
+    """Runs a program. A receiver that fails stops the push at all senders within a round, and breaks no group:
+    whose turn it is to broadcast says first whether it goes on."""
+
+    def __init__(
+        self,
+        program: Program,
+        supervisor: Supervisor,
+        lanes: Lanes,
+        group: Group,
+        staging: Staging,
+        buckets: Sequence[Bucket],
+        sources: Sources,
+        wanted: Sequence[set[int]],
+        endpoints: Sequence[tuple[Endpoint, set[int]]],
+        *,
+        timeout: float,
+    ) -> None:
+        """`wanted` are the buckets that each sender's receivers need; `endpoints` are this sender's receivers, and
+        what each of them skips."""
+        self._program, self._supervisor, self._lanes, self._group = program, supervisor, lanes, group
+        self._staging, self._buckets, self._sources = staging, buckets, sources
+        self._wanted, self._endpoints, self._timeout = wanted, endpoints, timeout
+        self._walk = Walk(program, supervisor)
+        self.tasks = self._walk.tasks
+        self._tickets: dict[int, Ticket] = {}
+        self._started: Tickets = []
+        self._sums: dict[int, int] = {}
+        self._stopped = threading.Event()
+        self._asking = ThreadPoolExecutor(max(1, len(endpoints)), "stretto asks")
+        self.failure = ""
+        """Why it stopped, if it is a receiver of this sender that failed."""
+
+    def run(self, recorder: Recorder | None, progress: Progress | None) -> None:
+        runs = self._walk.compile(self._task)
+        try:
+            self._walk.run(runs, recorder, self._started)
+            for at, task in enumerate(self._walk.tasks):
+                self._supervisor.wait(self._tickets[at], lambda task=task: str(task))  # type: ignore[misc]
+                if progress is not None and task.kind is Kind.RELOAD and not self._stopped.is_set():
+                    progress(task.microbatch + 1, len(self._buckets))
+        finally:
+            self._stopped.set()
+            self._asking.shutdown(wait=False)
+
+    def check(self) -> None:
+        """Raise if it was a receiver of this sender, or this sender, that stopped it."""
+        if self.failure:
+            raise WeightsError(self.failure)
+
+    def speeds(self) -> Speeds:
+        """As they were here."""
+        seconds, taken = self.seconds(), dict.fromkeys(_LANES, 0)
+        for task in self.tasks:
+            taken[task.lane.name] += self._buckets[task.microbatch].nbytes
+        found = {name: taken[name] / seconds[name] if seconds[name] > 0 else 1e12 for name in _LANES}
+        return Speeds(**found)
+
+    def seconds(self) -> dict[str, float]:
+        """How long each step was under way here."""
+        found = dict.fromkeys(_LANES, 0.0)
+        for at, task in enumerate(self._walk.tasks):
+            ticket = self._tickets[at]
+            assert isinstance(ticket.work, Deferred)
+            found[task.lane.name] += ticket.end - ticket.work.begin
+        return found
+
+    def _task(self, at: int, task: Task) -> Run:
+        act = {Kind.H2D: self._copy, Kind.BROADCAST: self._broadcast, Kind.RELOAD: self._reload}[task.kind]
+        here = {place: number for number, place in enumerate(self._walk.places)}
+        needs = [here[need] for need in self._program.needs(self._walk.places[at]) if need in here]
+
+        def run() -> None:
+            if not self._stopped.is_set() or task.kind is Kind.BROADCAST:
+                stream = self._lanes.streams[task.lane.name]
+                with torch.cuda.stream(stream):
+                    act(task.microbatch)
+
+        def begin() -> None:
+            work = Deferred(run, [self._tickets[need] for need in needs], self._supervisor.check)
+            ticket = self._tickets[at] = self._lanes.follow(task.lane.name, work)
+            self._started.append(ticket)
+
+        return begin
+
+    def _anyone(self, bucket: int) -> bool:
+        return any(bucket in wanted for wanted in self._wanted)
+
+    def _stop(self, error: Exception, what: str) -> None:
+        """What goes wrong here stops the push in order, and not by breaking off."""
+        self.failure = self.failure or (str(error) if isinstance(error, WeightsError) else f"{what}: {error}")
+        self._stopped.set()
+
+    def _copy(self, bucket: int) -> None:
+        if not self._anyone(bucket):
+            return
+        try:
+            into = self._h2d_buffer(bucket)
+            for source, offset in self._sources(bucket):
+                into[offset : offset + source.numel()].copy_(source, non_blocking=True)
+            self._catch_up("h2d")
+        except Exception as error:
+            self._stop(error, f"copying bucket {bucket} to the device")
+
+    def _h2d_buffer(self, bucket: int) -> Tensor:
+        if self._group.size == 1:
+            return self._staging.shared.tensors[bucket % 2]
+        return self._staging.h2d[bucket // self._group.size % len(self._staging.h2d)]
+
+    def _broadcast(self, bucket: int) -> None:
+        group, source = self._group, bucket % self._group.size
+        count = self._buckets[bucket].nbytes
+        into = self._staging.shared.tensors[bucket % 2][:count]
+        if group.rank == source and self._anyone(bucket) and not self._stopped.is_set():
+            self._sum(bucket, self._h2d_buffer(bucket))
+        word = torch.tensor([int(self._stopped.is_set()), self._sums.get(bucket, 0)])
+        _wait(dist.broadcast(word, group_src=source, group=group.host, async_op=True))
+        if int(word[0]):
+            self._stopped.set()
+            return
+        self._sums[bucket] = int(word[1])
+        takers = [rank for rank, wanted in enumerate(self._wanted) if bucket in wanted]
+        if group.rank == source and source in takers:
+            into.copy_(self._h2d_buffer(bucket)[:count])
+        self._move(self._h2d_buffer(bucket)[:count] if group.rank == source else into, source, takers)
+        self._catch_up("broadcast")
+
+    def _move(self, tensor: Tensor, source: int, takers: list[int]) -> None:
+        """To all senders at once; or, if only some want it, to those, and nobody else has to do with it."""
+        group = self._group
+        if len({*takers, source}) == group.size:
+            _wait(dist.broadcast(tensor, group_src=source, group=group.device, async_op=True))
+        elif group.rank == source:
+            for taker in takers:
+                if taker != source:
+                    _wait(dist.isend(tensor, group_dst=taker, group=group.device))
+        elif group.rank in takers:
+            _wait(dist.irecv(tensor, group_src=source, group=group.device))
+
+    def _reload(self, bucket: int) -> None:
+        if bucket not in self._wanted[self._group.rank]:
+            return
+        slot = bucket % 2
+        if self._group.size == 1:
+            self._sum(bucket, self._staging.shared.tensors[slot])
+        try:
+            asked = [endpoint for endpoint, skips in self._endpoints if bucket not in skips]
+            total = self._sums[bucket]
+            list(self._asking.map(lambda it: it.load(bucket, slot, total, seconds=self._timeout), asked))
+        except Exception as error:
+            self._stop(error, f"reloading bucket {bucket}")
+
+    def _sum(self, bucket: int, buffer: Tensor) -> None:
+        try:
+            self._sums[bucket] = int(place_sum(buffer[: self._buckets[bucket].nbytes]))
+        except Exception as error:
+            self._stop(error, f"summing bucket {bucket}")
+
+    def _catch_up(self, lane: str) -> None:
+        """Wait for the device, with nobody but this thread."""
+        stream = self._lanes.streams[lane]
+        if stream is not None:
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(stream)
+            event.synchronize()
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()

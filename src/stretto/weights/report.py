@@ -1,0 +1,50 @@
+"""What a push tells in the end."""
+
+from dataclasses import dataclass, field
+
+from stretto.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step's time, as it was foreseen and as it was; on the device where it took longest."""
+
+    predicted: float
+    actual: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A push that went well: all receivers serve the version."""
+
+    version: str
+    digest: str
+    nbytes: int
+    buckets: int
+    bucket_bytes: int
+    mode: str
+    seconds: float
+    """From the first receiver's pause to the last one's resuming."""
+    moving: Step
+    """The program: from the first copy to the last reload."""
+    steps: dict[str, Step]
+    """Host to device, broadcast, reload."""
+    receivers: dict[str, str]
+    """Each "attested", or "unattested" if its loader cannot say whether it took every tensor."""
+    timeline: Timeline | None = field(default=None, repr=False)
+    """With record=True, on the first rank: when every task of every sender ran."""
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.nbytes / self.seconds / 1e9
+
+    def __str__(self) -> str:
+        steps = ", ".join(
+            f"{name} {step.actual:.3g} s ({step.predicted:.3g} foreseen)" for name, step in self.steps.items()
+        )
+        odd = [name for name, how in self.receivers.items() if how != "attested"]
+        told = f"; unattested: {', '.join(odd)}" if odd else ", all attested"
+        return (
+            f"{self.version} ({self.digest[:8]}): {self.nbytes / 1e9:.3g} GB to {len(self.receivers)} receivers in "
+            f"{self.seconds:.3g} s ({self.gb_per_second:.1f} GB/s), {self.buckets} buckets, mode {self.mode}: {steps}{told}"
+        )

@@ -1,0 +1,349 @@
+"""A sender: one for each device, holds versions in host memory and pushes them into receivers."""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from stretto.execute.record import Recorder
+from stretto.execute.ring import supervised
+from stretto.ir.errors import PipelineError, WeightsError
+from stretto.program.update import Mode
+from stretto.runtime.groups import Groups
+from stretto.weights.choose import Choice, Speeds, buffers, busy, choose
+from stretto.weights.council import Council
+from stretto.weights.endpoint import Endpoint, Offer, Remote
+from stretto.weights.push import Group, Lanes, Progress, Push, Staging
+from stretto.weights.report import Report, Step
+from stretto.weights.shared import SharedBuffers, device_name, resolved
+from stretto.weights.sources import as_source
+from stretto.weights.speeds import measure, slowest
+from stretto.weights.store import Store, Version
+from stretto.weights.wire import InFlight, Told, read_secret
+
+T = TypeVar("T")
+_OPENING = 30.0  # seconds for a receiver to look at a manifest
+
+
+class _Opened(msgspec.Struct, frozen=True):
+    """What a sender knows of its receivers when all is ready to start."""
+
+    wanted: list[int]
+    receivers: list[str]
+
+
+class _Done(msgspec.Struct, frozen=True):
+    """How it went, at one sender."""
+
+    moving: float
+    seconds: dict[str, float]
+    receivers: dict[str, str]
+
+
+class Sender:
+    """Registers versions and pushes them. All senders of a mesh make, register, push and close together.
+
+    >>> import tempfile, torch
+    >>> from stretto.weights import Receiver, Sender
+    >>> live = {"w": torch.zeros(3)}
+    >>> address = f"unix://{tempfile.mkdtemp()}/engine"
+    >>> with Receiver(address, into=live) as receiver, Sender(device="cpu") as sender:
+    ...     _ = receiver.start()
+    ...     sender.register("step-1", {"w": torch.arange(3.0)})
+    ...     report = sender.push("step-1", [address])
+    ...     receiver.ensure_serving(), live["w"].tolist(), report.receivers[address]
+    ('step-1', [0.0, 1.0, 2.0], 'attested')
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None = None,
+        *,
+        device: torch.device | str | None = None,
+        bucket_bytes: int | None = None,
+        split: bool = False,
+        keep: int = 1,
+        timeout: float = 60.0,
+        secret_file: str | Path | None = None,
+    ) -> None:
+        """Without a mesh: all processes of the default group, or only this one if there is none.
+
+        `keep` versions are held in host memory; `split` lets tensors larger than a bucket go in parts, which only
+        receivers that write in place take; a receiver may take `timeout` seconds for a bucket.
+        """
+        group = mesh.get_group() if mesh is not None else dist.group.WORLD if dist.is_initialized() else None
+        given = device if device is not None else mesh.device_type if mesh is not None else None
+        self.device = resolved(given)
+        self._groups = Groups(group, torch.device(self.device.type)) if group is not None else None
+        host = self._groups.host if self._groups is not None else None
+        self._supervisor = supervised(host, torch.device("cpu"), timeout=timeout)
+        self._council = Council(host, self._supervisor)
+        self._group = Group(self._council.rank, self._council.size, group, host)
+        self._store = Store(self._council, self._group, self.device, bucket_bytes=bucket_bytes, split=split, keep=keep)
+        self._timeout, self._secret = timeout, read_secret(secret_file)
+        self._lanes = Lanes(self.device)
+        self._remotes: dict[str, Remote] = {}
+        self._staging: Staging | None = None
+        self._speeds: Speeds | None = None
+        self._broken = ""
+        self._devices = self._council.gather(device_name(self.device), str)
+
+    def register(self, version: str, source: Any) -> None:
+        """Hold a version in host memory, each sender its share.
+
+        The source is safetensors files, a module, a pipeline, (name, tensor) pairs that this rank has, or any `Source`.
+        What it holds may change afterwards, except for files in shared memory, which are used where they lie.
+        """
+        self._check()
+        made = self._jointly(lambda: as_source(source))
+        held = self._jointly(lambda: list(made.held()))
+        free = min(self._council.gather(self._free(), int))
+        with self._breaking():
+            self._store.add(version, made, held, free)
+
+    def drop(self, version: str) -> None:
+        """Forget a version; its memory is used for the next one."""
+        self._store.drop(version)
+
+    def push(
+        self,
+        version: str,
+        receivers: Sequence[str | Endpoint],
+        *,
+        in_flight: InFlight = "wait",
+        mode: Mode | None = None,
+        record: bool = False,
+        progress: Progress | None = None,
+    ) -> Report:
+        """Bring a version into all these receivers, or raise: then those that had begun to load are dirty, and the
+        next push repairs them.
+
+        Addresses are the same on all ranks; other endpoints are each rank's own. `in_flight` says what becomes of
+        generations under way; with `record`, the first rank's report has the measured timeline.
+        """
+        self._check()
+        with self._breaking():
+            found = self._jointly(lambda: self._store.get(version))
+            mine = self._endpoints(found, receivers)
+            choice = choose(
+                self._group.size,
+                len(found.buckets),
+                found.bucket_bytes,
+                self._speeds or measure(self.device, self._group, self._council),
+                min(self._council.gather(self._free(), int)),
+                mode=mode,
+            )
+            staging = self._jointly(lambda: self._staged(found.bucket_bytes, choice.mode))
+            offer = Offer(found.manifest, found.buckets, found.bucket_bytes, self._store.split, staging.shared)
+            skips = self._jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
+            return self._run(found, choice, staging, list(zip(mine, skips, strict=True)), in_flight, record, progress)
+
+    def status(self, address: str) -> Told:
+        """State, version and last error of a receiver."""
+        return status(address, secret=self._secret)
+
+    def free_buffers(self) -> None:
+        """Give the device's memory back; the next push takes it again."""
+        for remote in self._remotes.values():  # which have the buffers open
+            remote.close()
+        self._remotes.clear()
+        if self._staging is not None:
+            self._staging.shared.close()
+            self._staging = None
+
+    def close(self) -> None:
+        self.free_buffers()
+        self._store.close()
+        self._lanes.close()
+        self._council.close()
+        self._supervisor.close()
+        if self._groups is not None:
+            self._groups.close()
+
+    def __enter__(self) -> "Sender":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(
+        self,
+        found: Version,
+        choice: Choice,
+        staging: Staging,
+        endpoints: list[tuple[Endpoint, set[int]]],
+        in_flight: InFlight,
+        record: bool,
+        progress: Progress | None,
+    ) -> Report:
+        everything, mine = set(range(len(found.buckets))), [it for it, _ in endpoints]
+        wanted = set[int]().union(*(everything - skips for _, skips in endpoints))
+        opened = self._council.gather(_Opened(sorted(wanted), [it.name for it in mine]), _Opened)
+        push = Push(
+            choice.program,
+            self._supervisor,
+            self._lanes,
+            self._group,
+            staging,
+            found.buckets,
+            found.sources,
+            [set(it.wanted) for it in opened],
+            endpoints,
+            timeout=self._timeout,
+        )
+        began = time.perf_counter()
+        try:
+            self._jointly(lambda: _each(mine, lambda it: it.start(in_flight, seconds=self._timeout)))
+            recorder = Recorder(len(push.tasks)) if record else None
+            moved = time.perf_counter()
+            with self._supervisor.guarding():
+                push.run(recorder, progress)
+            moving = time.perf_counter() - moved
+            self._jointly(push.check)
+            attested = self._jointly(lambda: _each(mine, lambda it: it.end(seconds=self._timeout)))
+            self._jointly(lambda: _each(mine, lambda it: it.commit(seconds=self._timeout)))
+        except BaseException as error:
+            for endpoint in mine:
+                with contextlib.suppress(WeightsError):
+                    endpoint.abandon(f"the push of {found.manifest.version} failed: {error}")
+            raise
+        seconds = time.perf_counter() - began
+        timeline = (
+            recorder.gathered(choice.program, self._group.host, lambda work, _: self._council.settle(work))
+            if recorder is not None
+            else None
+        )
+        names = {it.name: "attested" if ok else "unattested" for it, ok in zip(mine, attested, strict=True)}
+        done = self._council.gather(_Done(moving, push.seconds(), names), _Done)
+        self._speeds = slowest(push.speeds(), self._council)
+        foreseen = busy(choice.predicted)
+        steps = {
+            name: Step(foreseen[name], max(it.seconds[name] for it in done))
+            for name in push.seconds()
+            if name in foreseen
+        }
+        return Report(
+            found.manifest.version,
+            found.manifest.digest,
+            found.manifest.nbytes,
+            len(found.buckets),
+            found.bucket_bytes,
+            choice.mode,
+            seconds,
+            Step(choice.predicted.makespan, max(it.moving for it in done)),
+            steps,
+            {name: how for it in done for name, how in it.receivers.items()},
+            timeline,
+        )
+
+    # What all senders do together.
+
+    def _check(self) -> None:
+        if self._broken:
+            raise WeightsError(f"this sender cannot go on: {self._broken}; start the senders again")
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Any:
+        """Without one of its group, a sender is of no more use."""
+        try:
+            yield
+        except PipelineError as error:
+            self._broken = str(error)
+            raise WeightsError(f"{error}; start the senders again") from error
+
+    def _jointly(self, act: Callable[[], T]) -> T:
+        """Each sender's own part; if it goes wrong for one, all raise."""
+        cause: Exception | None = None
+        text = ""
+        try:
+            result = act()
+        except Exception as error:
+            cause = error
+            text = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
+        with self._breaking():
+            said = self._council.gather(text, str)
+        wrong = [f"rank {rank}: {it}" if self._group.size > 1 else it for rank, it in enumerate(said) if it]
+        if wrong:
+            raise WeightsError("; ".join(wrong)) from cause
+        return result
+
+    def _endpoints(self, found: Version, receivers: Sequence[str | Endpoint]) -> list[Endpoint]:
+        """This sender's receivers: of each address, by the device that it is on."""
+        addresses = [it for it in receivers if isinstance(it, str)]
+        said = self._council.gather([found.manifest.digest, *addresses], list[str])
+        for rank, other in enumerate(said):
+            if other != said[0]:
+                raise WeightsError(f"rank {rank} pushes another version, or to other addresses, than rank 0")
+        if not any(self._council.gather(bool(receivers), bool)):
+            raise WeightsError("there is no receiver to push to")
+        asks = addresses if self._group.rank == 0 else []
+        asked = self._jointly(lambda: {it: self.status(it).device for it in asks})
+        homes = _homes(self._council.gather(asked, dict[str, str])[0], self._devices)
+        here = [it for it in addresses if homes[it] == self._group.rank]
+        return self._jointly(lambda: [*map(self._remote, here), *(it for it in receivers if not isinstance(it, str))])
+
+    def _remote(self, address: str) -> Remote:
+        known = self._remotes.pop(address, None)
+        if known is not None and not known.alive():
+            known.close()
+            known = None
+        self._remotes[address] = remote = known or Remote(address, self._secret)
+        return remote
+
+    def _free(self) -> int:
+        """Bytes for buffers, those that are there included."""
+        held = 0 if self._staging is None else self._staging.nbytes
+        if self.device.type == "cuda":
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            return held + unused + torch.cuda.mem_get_info(self.device)[0]
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return held + int(line.split()[1]) * 1024
+        return 1 << 40
+
+    def _staged(self, bucket_bytes: int, mode: Mode) -> Staging:
+        """The device's buffers, those of the push before if they fit."""
+        count = buffers(self._group.size, mode) - 2
+        if self._staging is not None and self._staging.shared.nbytes != bucket_bytes:
+            self.free_buffers()
+        if self._staging is None:
+            self._staging = Staging(SharedBuffers(bucket_bytes, self.device))
+        del self._staging.h2d[count:]
+        while len(self._staging.h2d) < count:
+            self._staging.h2d.append(torch.empty(bucket_bytes, dtype=torch.uint8, device=self.device))
+        return self._staging
+
+
+def _each(endpoints: Sequence[Endpoint], ask: Callable[[Endpoint], T]) -> list[T]:
+    """Ask all at the same time."""
+    with ThreadPoolExecutor(max(1, len(endpoints))) as pool:
+        return list(pool.map(ask, endpoints))
+
+
+def _homes(devices: dict[str, str], senders: Sequence[str]) -> dict[str, int]:
+    """Which sender serves each address: one on the same device, in turn if there are several."""
+    homes: dict[str, int] = {}
+    served = [0] * len(senders)
+    for address, device in devices.items():
+        there = [rank for rank, name in enumerate(senders) if name == device]
+        if not there:
+            raise WeightsError(f"{address} is on {device}, and senders are on {', '.join(sorted(set(senders)))}")
+        homes[address] = rank = min(there, key=lambda it: served[it])
+        served[rank] += 1
+    return homes
+
+
+def status(address: str, *, secret: bytes | None = None) -> Told:
+    """State, version and last error of a receiver, at any time."""
+    remote = Remote(address, secret)
+    try:
+        return remote.told
+    finally:
+        remote.close()

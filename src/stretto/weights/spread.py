@@ -1,0 +1,233 @@
+"""Registering: what all ranks hold becomes one manifest, and every bucket's bytes come to the rank that will send it."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.ir.errors import WeightsError
+from stretto.weights.boxes import Box, common, extent, inside, runs
+from stretto.weights.council import Council
+from stretto.weights.held import Held
+from stretto.weights.host import copy_in_parallel
+from stretto.weights.layout import Bucket
+from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest
+
+
+class _Part(msgspec.Struct, frozen=True, array_like=True):
+    """A Held, as others hear of it."""
+
+    entry: Entry
+    box: Box
+
+
+class _Word(msgspec.Struct, frozen=True):
+    parts: list[_Part]
+    digest: str
+    on_device: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who has a box of a tensor."""
+
+    rank: int
+    number: int
+    """Of what that rank holds."""
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """A version as all ranks together have it."""
+
+    manifest: Manifest
+    holders: list[list[Holder]]
+    """Of each of the manifest's entries; together they are all of it."""
+    on_device: bool
+    """Whether all that anybody holds is on a device."""
+
+
+def agree(version: str, held: Sequence[Held], council: Council, *, everywhere: bool, on_device: bool) -> Holdings:
+    """Hear what all ranks hold. If every rank holds everything, it is only compared."""
+    parts = [_Part(it.entry, it.box) for it in held]
+    digest = Manifest(version, tuple(it.entry for it in held)).digest if everywhere else version
+    words = council.gather(_Word([] if everywhere else parts, digest, on_device), _Word)
+    for rank, word in enumerate(words):
+        if word.digest != words[0].digest:
+            raise WeightsError(f"rank {rank} registers another version, or other tensors, than rank 0")
+    if everywhere:
+        manifest = Manifest(version, tuple(it.entry for it in held))
+        holders = [[Holder(council.rank, number, it.box)] for number, it in enumerate(held)]
+    else:
+        manifest, holders = _joined(version, [word.parts for word in words])
+    manifest.check()
+    return Holdings(manifest, holders, all(word.on_device for word in words))
+
+
+def _joined(version: str, ranks: list[list[_Part]]) -> tuple[Manifest, list[list[Holder]]]:
+    """In the order in which ranks, one after the other, first name them. Of what several hold, the first's counts."""
+    entries: dict[str, Entry] = {}
+    holders: dict[str, list[Holder]] = defaultdict(list)
+    for rank, parts in enumerate(ranks):
+        for number, part in enumerate(parts):
+            entry = entries.setdefault(part.entry.name, part.entry)
+            if entry != part.entry:
+                raise WeightsError(
+                    f"rank {rank} has {part.entry.name} as {part.entry.dtype}{list(part.entry.shape)}, "
+                    f"another rank as {entry.dtype}{list(entry.shape)}"
+                )
+            here = holders[entry.name]
+            overlaps = [other for other in here if common(other.box, part.box) is not None]
+            if not any(_covers(other.box, part.box) for other in here):
+                if overlaps:
+                    raise WeightsError(f"ranks {overlaps[0].rank} and {rank} hold overlapping parts of {entry.name}")
+                here.append(Holder(rank, number, part.box))
+    for name, entry in entries.items():
+        there = sum(prod(extent(holder.box)) for holder in holders[name])
+        if there != prod(entry.shape):
+            raise WeightsError(f"{name} has {prod(entry.shape)} elements, of which ranks hold {there}")
+    return Manifest(version, tuple(entries.values())), [holders[name] for name in entries]
+
+
+def _covers(outer: Box, box: Box) -> bool:
+    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, box, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A box of a tensor, from who holds it to the bucket that it belongs to."""
+
+    holder: Holder
+    bucket: int
+    offset: int
+    """In the bucket, of the run of elements that the box is part of."""
+    run: Box
+    box: Box
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return prod(extent(self.box)) * ITEM_BYTES[self.dtype]
+
+
+def moves_of(number: int, bucket: Bucket, holdings: Holdings) -> Iterator[Move]:
+    """All that makes up a bucket."""
+    for piece in bucket.pieces:
+        entry = holdings.manifest.entries[piece.entry]
+        item = ITEM_BYTES[entry.dtype]
+        first = piece.start // item
+        for start, run in runs(entry.shape, first, first + piece.nbytes // item):
+            offset = piece.offset + (start - first) * item
+            for holder in holdings.holders[piece.entry]:
+                shared = common(run, holder.box)
+                if shared is not None:
+                    yield Move(holder, number, offset, run, shared, entry.dtype)
+
+
+def spread(
+    buckets: Sequence[Bucket],
+    holdings: Holdings,
+    held: Sequence[Held],
+    room: Callable[[int], Tensor],
+    council: Council,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """Bring every bucket to its sender's `room` for it, a round of one bucket for each rank at a time.
+
+    What cannot be read is left out while all ranks go on, and raised by all in the end.
+    """
+    reading = _Reading(held)
+    for begin in range(0, len(buckets), council.size):
+        here = range(begin, min(begin + council.size, len(buckets)))
+        moves = [list(moves_of(k, buckets[k], holdings)) for k in here]
+        copy_in_parallel(
+            (target(room(move.bucket), move), reading(move))
+            for row in moves
+            for move in row
+            if move.holder.rank == council.rank == move.bucket % council.size
+        )
+        others = [[m for m in row if m.holder.rank != m.bucket % council.size] for row in moves]
+        if any(others) and group is not None:
+            _exchange(others, begin, reading, room, council, group, device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    for rank, error in enumerate(council.gather(reading.error, str)):
+        if error:
+            raise WeightsError(f"rank {rank}: {error}")
+
+
+def _exchange(
+    moves: list[list[Move]],
+    begin: int,
+    reading: "_Reading",
+    room: Callable[[int], Tensor],
+    council: Council,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """All ranks give all others what those are to send, in one all-to-all."""
+    size, rank = council.size, council.rank
+    outgoing: list[list[Move]] = [[] for _ in range(size)]
+    incoming: list[list[Move]] = [[] for _ in range(size)]
+    for k, row in enumerate(moves, begin):
+        for move in row:
+            if move.holder.rank == rank:
+                outgoing[k % size].append(move)
+            if k % size == rank:
+                incoming[move.holder.rank].append(move)
+    bytes_out, bytes_in = ([sum(m.nbytes for m in row) for row in rows] for rows in (outgoing, incoming))
+    packed = [_bytes(reading(move).to(device)) for row in outgoing for move in row]
+    sent = torch.cat(packed) if packed else torch.empty(0, dtype=torch.uint8, device=device)
+    taken = torch.empty(sum(bytes_in), dtype=torch.uint8, device=device)
+    work = dist.all_to_all_single(taken, sent, bytes_in, bytes_out, group=group, async_op=True)
+    council.settle(work)
+    ordered = [move for row in incoming for move in row]
+    for part, move in zip(torch.split(taken, [move.nbytes for move in ordered]), ordered, strict=True):
+        into = target(room(move.bucket), move)
+        into.copy_(part.view(into.dtype).view(into.shape))
+
+
+def target(room: Tensor, move: Move) -> Tensor:
+    """Where a box goes, in the room of its bucket."""
+    dtype: torch.dtype = getattr(torch, move.dtype)
+    shape = extent(move.run)
+    count = prod(shape) * dtype.itemsize
+    run = room[move.offset : move.offset + count].view(dtype).view(shape)
+    return run[inside(move.box, move.run)]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+class _Reading:
+    """Reads what this rank holds; the last is remembered, since a tensor can be in several buckets."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held, self._last = held, (-1, torch.empty(0))
+        self.error = ""
+
+    def __call__(self, move: Move) -> Tensor:
+        number = move.holder.number
+        if self._last[0] != number:
+            self._last = number, self._read(self._held[number])
+        return self._last[1][inside(move.box, move.holder.box)]
+
+    def _read(self, held: Held) -> Tensor:
+        wanted: torch.dtype = getattr(torch, held.entry.dtype)
+        shape = extent(held.box)
+        try:
+            tensor = held.read().detach()
+            if tensor.dtype == wanted and tuple(tensor.shape) == shape:
+                return tensor
+            raise WeightsError(f"was {wanted}{list(shape)}, and has become {tensor.dtype}{list(tensor.shape)}")
+        except Exception as error:
+            self.error = self.error or f"{held.entry.name}: {error}"
+        return torch.zeros(shape, dtype=wanted)

@@ -1,0 +1,133 @@
+"""Versions in host memory: each sender has the buckets that it will send."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from stretto.ir.errors import WeightsError
+from stretto.weights.choose import bucket_bytes_for
+from stretto.weights.council import Council
+from stretto.weights.files import Safetensors
+from stretto.weights.held import Held, Source
+from stretto.weights.host import Arena, Arenas, Pinned
+from stretto.weights.layout import Bucket, lay_out
+from stretto.weights.manifest import Manifest
+from stretto.weights.push import Group, Sources
+from stretto.weights.spread import Holdings, agree, moves_of, spread
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version, ready to be pushed."""
+
+    manifest: Manifest
+    buckets: list[Bucket]
+    bucket_bytes: int
+    sources: Sources
+    arena: Arena | None = None
+    """Where it lies; or, if it lies in shared memory that is not ours, what was pinned and keeps it there."""
+    pinned: Sequence[Pinned] = ()
+    files: Safetensors | None = None
+
+
+class Store:
+    """Holds so many versions. Memory that was pinned once is used for the next version."""
+
+    def __init__(
+        self, council: Council, group: Group, device: torch.device, *, bucket_bytes: int | None, split: bool, keep: int
+    ) -> None:
+        if keep < 1:
+            raise WeightsError(f"a sender keeps at least 1 version (got {keep})")
+        self._council, self._group, self._device = council, group, device
+        self._bucket_bytes, self.split, self._keep = bucket_bytes, split, keep
+        self._arenas = Arenas(pinned=device.type == "cuda")
+        self._versions: dict[str, Version] = {}
+
+    def get(self, version: str) -> Version:
+        found = self._versions.get(version)
+        if found is None:
+            raise WeightsError(f"{version} was not registered; there is {', '.join(self._versions) or 'none'}")
+        return found
+
+    def add(self, version: str, source: Source, held: Sequence[Held], free: int) -> None:
+        """Agree on what the version is, make room for it, and bring every bucket to its sender."""
+        if not version:
+            raise WeightsError("a version needs a name")
+        on_device = not source.everywhere and all(it.read().is_cuda for it in held[:1])
+        holdings = agree(version, held, self._council, everywhere=source.everywhere, on_device=on_device)
+        manifest = holdings.manifest
+        bucket_bytes = self._bucket_bytes
+        if bucket_bytes is None:
+            bucket_bytes = bucket_bytes_for(manifest, self._group.size, free)
+        buckets = lay_out(manifest, bucket_bytes, split=self.split)
+        while len(self._versions) >= self._keep or version in self._versions:
+            self.drop(version if version in self._versions else next(iter(self._versions)))
+        mine = range(self._group.rank, len(buckets), self._group.size)
+        if isinstance(source, Safetensors) and source.in_shared_memory:
+            pinned = [Pinned(memory) for memory in source.maps()] if self._device.type == "cuda" else []
+            runs = {k: _runs(k, buckets[k], holdings, held) for k in mine}
+            self._versions[version] = Version(manifest, buckets, bucket_bytes, runs.__getitem__, None, pinned, source)
+        else:
+            arena, room = self._room({k: buckets[k].nbytes for k in mine})
+            on = (self._group.device, self._device) if holdings.on_device else (self._group.host, torch.device("cpu"))
+            try:
+                spread(buckets, holdings, held, room, self._council, *on)
+            except BaseException:
+                self._arenas.give(arena)
+                raise
+            self._versions[version] = Version(manifest, buckets, bucket_bytes, lambda k: [(room(k), 0)], arena)
+
+    def _room(self, sizes: dict[int, int]) -> tuple[Arena, Callable[[int], Tensor]]:
+        """Memory for these buckets, one after the other."""
+        arena = self._arenas.take(sum(sizes.values()))
+        starts, at = {}, 0
+        for bucket, size in sizes.items():
+            starts[bucket] = at
+            at += size
+        return arena, lambda bucket: arena.memory[starts[bucket] : starts[bucket] + sizes[bucket]]
+
+    def drop(self, version: str) -> None:
+        """Forget a version; its memory is used for the next one."""
+        found = self._versions.pop(version, None)
+        if found is None:
+            return
+        for pinned in found.pinned:
+            pinned.close()
+        if found.arena is not None:
+            self._arenas.give(found.arena)
+
+    def close(self) -> None:
+        for version in list(self._versions):
+            self.drop(version)
+        self._arenas.close()
+
+
+def _runs(number: int, bucket: Bucket, holdings: Holdings, held: Sequence[Held]) -> list[tuple[Tensor, int]]:
+    """A bucket's bytes where they lie in files, joined where they follow each other there as in the bucket."""
+    found: list[tuple[Tensor, int]] = []
+    for move in moves_of(number, bucket, holdings):
+        part = held[move.holder.number].read().reshape(-1).view(torch.uint8)
+        found.append((part, move.offset))
+    return _joined(found)
+
+
+def _joined(parts: Iterable[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
+    joined: list[tuple[Tensor, int]] = []
+    for part, offset in parts:
+        if joined:
+            before, start = joined[-1]
+            end = before.data_ptr() + before.numel()
+            if part.data_ptr() == end and offset == start + before.numel() and _same(before, part):
+                joined[-1] = torch.as_strided(before, (before.numel() + part.numel(),), (1,)), start
+                continue
+        joined.append((part, offset))
+    return joined
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

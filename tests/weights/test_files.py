@@ -1,0 +1,255 @@
+"""Safetensors files as a source."""
+
+import json
+import os
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stretto.ir.errors import WeightsError
+from stretto.weights.boxes import whole
+from stretto.weights.files import DTYPES, INDEX, Safetensors
+from stretto.weights.manifest import ITEM_BYTES
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def as_file(tensors: dict[str, Tensor], *, pad: int = 0, metadata: bool = True) -> bytes:
+    """A safetensors file, written independently of what reads it; padding shifts the data off its alignment."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}} if metadata else {}
+    data = b""
+    for name, tensor in tensors.items():
+        values = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist()) if tensor.numel() else b""
+        kind = NAMES[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {
+            "dtype": kind,
+            "shape": list(tensor.shape),
+            "data_offsets": [len(data), len(data) + len(values)],
+        }
+        data += values
+    text = json.dumps(header).encode() + b" " * pad
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def with_header(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def one(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
+
+
+def random_tensor(dtype: str, shape: tuple[int, ...]) -> Tensor:
+    count = torch.Size(shape).numel() * ITEM_BYTES[dtype]
+    values = torch.randint(0, 2 if dtype == "bool" else 256, (count,), dtype=torch.uint8)
+    return values.view(getattr(torch, dtype)).view(shape) if count else torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no /dev/shm here")
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(NAMES)), SHAPES), max_size=8), st.integers(0, 9))
+def test_every_bit_of_every_type_and_shape_is_read(kinds: list[tuple[str, tuple[int, ...]]], pad: int) -> None:
+    tensors = {f"t{number}": random_tensor(*kind) for number, kind in enumerate(kinds)}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "a.safetensors"
+        path.write_bytes(as_file(tensors, pad=pad))
+        held = {part.entry.name: part for part in Safetensors(path).held()}
+        assert list(held) == list(tensors)
+        assert all(part.box == whole(part.entry.shape) for part in held.values())
+        assert all(same(held[name].read(), tensor) for name, tensor in tensors.items())
+
+
+def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    tensors = {"b": torch.randn(3, 4, dtype=torch.bfloat16), "a": torch.arange(5), "c": torch.randn(())}
+    library.save_file(tensors, tmp_path / "a.safetensors")
+    held = {part.entry.name: part.read() for part in Safetensors(str(tmp_path / "a.safetensors")).held()}
+    assert set(held) == set(tensors)
+    assert all(same(held[name], tensors[name]) for name in tensors)
+
+
+def test_tensors_come_by_their_place_in_the_file(tmp_path: Path) -> None:
+    header = {"late": one(offsets=(8, 16)), "early": one(), "nothing": one(shape=(0,), offsets=(8, 8))}
+    (tmp_path / "a").write_bytes(with_header(header, bytes(16)))
+    assert [part.entry.name for part in Safetensors(tmp_path / "a").held()] == ["early", "nothing", "late"]
+
+
+def test_tensors_are_parts_of_the_mapped_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(as_file({"a": torch.randn(4), "b": torch.randn(6)}, pad=3))
+    source = Safetensors(path)
+    (mapped,) = source.maps()
+    assert bytes(mapped.tolist()) == path.read_bytes()
+    begin = mapped.data_ptr() + mapped.numel() - 40
+    assert [part.read().data_ptr() - begin for part in source.held()] == [0, 16]
+
+
+def test_a_folder_without_an_index_has_all_its_files_in_order(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        (tmp_path / f"{name}.safetensors").write_bytes(as_file({name: torch.zeros(1)}))
+    (tmp_path / "notes.txt").write_text("not weights")
+    assert [part.entry.name for part in Safetensors(tmp_path).held()] == ["a", "b", "c"]
+    some = Safetensors([tmp_path / "c.safetensors", str(tmp_path / "a.safetensors")])
+    assert [part.entry.name for part in some.held()] == ["c", "a"]
+
+
+def index(folder: Path, places: object) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 4}, "weight_map": places}))
+
+
+def test_an_index_says_which_files_count(tmp_path: Path) -> None:
+    for name in ("old", "2", "1"):
+        (tmp_path / f"{name}.safetensors").write_bytes(as_file({f"t{name}": torch.zeros(1)}))
+    index(tmp_path, {"t2": "2.safetensors", "t1": "1.safetensors"})
+    assert [part.entry.name for part in Safetensors(tmp_path).held()] == ["t1", "t2"]
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        ({"t": "b.safetensors"}, "t is in b.safetensors, which does not exist"),
+        ({"x": "a.safetensors"}, "x is in a.safetensors, and it is not there"),
+        ({"t": "../a.safetensors"}, "not a file of this folder"),
+        ({"t": 3}, "is no index"),
+        ({}, "no safetensors file"),
+    ],
+)
+def test_a_wrong_index_is_named(tmp_path: Path, places: object, says: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(as_file({"t": torch.zeros(1)}))
+    index(tmp_path, places)
+    with pytest.raises(WeightsError, match=says):
+        Safetensors(tmp_path)
+
+
+BROKEN = {
+    "not even a header": b"abc",
+    "cut short": struct.pack("<Q", 50) + b"{}",
+    "its header would have 100,000,001 bytes": struct.pack("<Q", 100_000_001) + b"{}",
+    "its header would have [0-9,]{26} bytes": b"\xff" * 64,
+    "not JSON": with_header(b"{nonsense"),
+    "not JSON .*array": with_header([1]),
+    "not JSON .*surrogate|not JSON .*utf-8": with_header(b'{"\xff": 1}'),
+    "'t' is described wrongly.*shape": with_header({"t": {"dtype": "F32"}}),
+    "'t' is described wrongly: Expected `int`": with_header({"t": one(shape=(2.5,))}),
+    "'t' is described wrongly.*length 2": with_header({"t": one(offsets=(0, 4, 8))}),
+    "t has type 'F3'": with_header({"t": one("F3")}, bytes(8)),
+    r"t is float32\[2\], 8 bytes, but has bytes 0 to 4": with_header({"t": one(offsets=(0, 4))}, bytes(4)),
+    r"t is float32\[-2\]": with_header({"t": one(shape=(-2,), offsets=(8, 0))}, bytes(8)),
+    r"t is float32\[-1, -2\]": with_header({"t": one(shape=(-1, -2))}, bytes(8)),
+    "t has bytes -8 to 0": with_header({"t": one(offsets=(-8, 0))}, bytes(8)),
+    "t has bytes 0 to 8, but the file has 7": with_header({"t": one()}, bytes(7)),
+    "u has bytes 4 to 12, which overlap": with_header({"t": one(), "u": one(offsets=(4, 12))}, bytes(12)),
+    "t has bytes 4 to 12, which leave a gap": with_header({"t": one(offsets=(4, 12))}, bytes(12)),
+    "ends with 3 bytes": with_header({"t": one()}, bytes(11)),
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("says", BROKEN)
+def test_a_broken_file_is_named_before_anything_is_read(tmp_path: Path, says: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(as_file({"fine": torch.zeros(1)}))
+    (tmp_path / "broken.safetensors").write_bytes(BROKEN[says])
+    with pytest.raises(WeightsError, match=f"broken.safetensors.*(?:{says})"):
+        Safetensors(tmp_path)
+
+
+@given(st.binary(max_size=60), st.integers(0, 200))
+def test_random_bytes_are_refused_or_read(noise: bytes, at: int) -> None:
+    good = as_file({"a": torch.zeros(2), "b": torch.zeros(3, dtype=torch.int8)})
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "a"
+        path.write_bytes(good[:at] + noise + good[at + len(noise) :])
+        try:
+            parts = list(Safetensors(path).held())
+        except WeightsError as error:
+            assert str(path) in str(error)
+        else:
+            assert all(part.read().shape == part.entry.shape for part in parts)
+
+
+def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.safetensors").write_bytes(as_file({"t": torch.zeros(1)}))
+    with pytest.raises(WeightsError, match=r"t is in two files: .*a\.safetensors and .*b\.safetensors"):
+        Safetensors(tmp_path)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="there is no file .*nowhere"):
+        Safetensors(tmp_path / "nowhere")
+    with pytest.raises(WeightsError, match="no safetensors file in"):
+        Safetensors(tmp_path)
+    with pytest.raises(WeightsError, match="no safetensors file was given"):
+        Safetensors([])
+
+
+def test_a_file_that_is_cut_short_later_is_an_error_and_no_bus_error(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(as_file({"a": torch.zeros(100_000)}))
+    (part,) = Safetensors(path).held()
+    nbytes = path.stat().st_size
+    os.truncate(path, 100)
+    with pytest.raises(WeightsError, match=f"a was cut from {nbytes} to 100 bytes"):
+        part.read()
+
+
+def test_a_file_that_is_replaced_later_is_an_error_and_one_that_is_deleted_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(as_file({"a": torch.ones(3)}))
+    (part,) = Safetensors(path).held()
+    path.unlink()
+    assert part.read().tolist() == [1, 1, 1]
+    path.write_bytes(as_file({"a": torch.zeros(3)}))
+    with pytest.raises(WeightsError, match="has changed since"):
+        part.read()
+
+
+def test_shared_memory_is_known_and_left_as_it_is(tmp_path: Path, shared_memory: Path) -> None:
+    content = as_file({"a": torch.ones(3)})
+    (shared_memory / "a").write_bytes(content)
+    before = (shared_memory / "a").stat()
+    source = Safetensors(shared_memory / "a")
+    assert source.in_shared_memory
+    assert [part.read().tolist() for part in source.held()] == [[1, 1, 1]]
+    del source
+    after = (shared_memory / "a").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert (shared_memory / "a").read_bytes() == content
+    (tmp_path / "b").write_bytes(as_file({"b": torch.ones(3)}))
+    kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path / "b"], capture_output=True, text=True, check=True).stdout
+    assert Safetensors([shared_memory / "a", tmp_path / "b"]).in_shared_memory == (kind.strip() == "tmpfs")
+
+
+def test_writing_to_what_was_read_from_disk_does_not_reach_the_file(tmp_path: Path) -> None:
+    content = as_file({"a": torch.ones(3)})
+    (tmp_path / "a").write_bytes(content)
+    source = Safetensors(tmp_path / "a")
+    if source.in_shared_memory:
+        pytest.skip("the temporary folder is in shared memory")
+    next(source.held()).read().zero_()
+    assert (tmp_path / "a").read_bytes() == content
