@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mini_engine.gate import Gate, Unavailable
@@ -46,8 +47,8 @@ class Engine:
         self.config, self._before_token, self._turn = config, before_token, threading.Lock()
         self.gate = Gate(self.ensure_serving, self._dirty, patience=patience)
         options = Options(address, config, tp, seed, device, before_load, flushes)
-        with ExitStack() as made:
-            self._other = None if tp == 1 else Other(options, self.gate, self.ended)
+        with ExitStack() as made, TemporaryDirectory(ignore_cleanup_errors=True) as meeting:
+            self._other = None if tp == 1 else Other(options, self.gate, self.ended, meeting)
             if self._other:
                 made.callback(self._other.close)
             self.shard = shard_of(options, 0, self._other.add if self._other else alone)

@@ -2,9 +2,8 @@
 
 import json
 import multiprocessing
-import shutil
 import signal
-import tempfile
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,11 +49,11 @@ def addresses(address: str, tp: int) -> list[str]:
 class Other:
     """Rank 1's process, as rank 0 sees it: does what it is asked, and asks to pause and to resume."""
 
-    def __init__(self, options: Options, gate: Gate, ended: threading.Event) -> None:
+    def __init__(self, options: Options, gate: Gate, ended: threading.Event, meeting: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._asking, asked = context.Pipe()
         self._hooks, hooks = context.Pipe()
-        self._meeting = tempfile.mkdtemp()
+        self._meeting = meeting
         self._process = context.Process(target=_follow, args=(options, asked, hooks, self._meeting), daemon=True)
         self._process.start()
         asked.close()
@@ -68,8 +67,6 @@ class Other:
             self._answer()
         except (OSError, EOFError, RuntimeError) as error:
             raise WeightsError(f"rank 1 did not start: {error}") from None
-        finally:
-            shutil.rmtree(self._meeting, ignore_errors=True)
 
     def add(self, tensor: Tensor) -> Tensor:
         assert self._add is not None
@@ -111,12 +108,12 @@ class Other:
         self._process.join(5)
         self._process.kill()
         self._process.join()
-        shutil.rmtree(self._meeting, ignore_errors=True)
 
 
 def _follow(options: Options, asked: Connection, hooks: Connection, meeting: str) -> None:
     """Rank 1's process, until rank 0 leaves."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it too, and ends this one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     torch.set_num_threads(1)
 
     def tell(what: str) -> None:

@@ -200,7 +200,7 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="there is no file .*nowhere"):
+    with pytest.raises(WeightsError, match=r"there is no file .*nowhere"):
         Safetensors(tmp_path / "nowhere")
     with pytest.raises(WeightsError, match="no safetensors file in"):
         Safetensors(tmp_path)

@@ -1,4 +1,4 @@
-"""The engine that the tests of the weight push rely on: it generates what its checkpoint says, and its traps are real."""
+"""The engine that tests of the weight push rely on: it generates what its checkpoint says, and its traps are real."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from operator import ne
 from pathlib import Path
+from select import select
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -296,7 +297,7 @@ def test_a_request_during_an_update_waits_within_limits(address: str) -> None:
 
 
 class Midway:
-    """Begins a push when a generation has made three tokens, and lets it go on once the engine has been told to pause."""
+    """Begins a push when a generation has made three tokens, which goes on once the engine was told to pause."""
 
     def __init__(self, address: str, in_flight: InFlight) -> None:
         self._address, self._in_flight = address, in_flight
@@ -323,7 +324,8 @@ def test_what_is_under_way_can_be_waited_for(address: str) -> None:
     with Midway(address, "wait") as midway:
         made = midway.engine.generate(PROMPT, 10)
         assert (made.tokens, made.versions) == (reference(CONFIG, OLD, PROMPT, 10), ["seed-0"])
-        assert midway.pushed and midway.pushed.result(SECONDS) == [True]
+        assert midway.pushed
+        assert midway.pushed.result(SECONDS) == [True]
         assert midway.engine.generate(PROMPT, 10).tokens == reference(CONFIG, NEW, PROMPT, 10)
 
 
@@ -331,7 +333,8 @@ def test_what_is_under_way_can_be_aborted(address: str) -> None:
     with Midway(address, "abort") as midway:
         with pytest.raises(Aborted):
             midway.engine.generate(PROMPT, 10)
-        assert midway.pushed and midway.pushed.result(SECONDS) == [True]
+        assert midway.pushed
+        assert midway.pushed.result(SECONDS) == [True]
         assert midway.engine.generate(PROMPT, 10).tokens == reference(CONFIG, NEW, PROMPT, 10)
 
 
@@ -341,7 +344,8 @@ def test_what_is_under_way_can_be_kept_and_goes_on_with_the_new_weights(address:
         before = reference(CONFIG, OLD, PROMPT, 3)
         assert made.tokens == before + reference(CONFIG, NEW, PROMPT + before, 7)
         assert made.versions == ["seed-0", "new"]
-        assert midway.pushed and midway.pushed.result(SECONDS) == [True]
+        assert midway.pushed
+        assert midway.pushed.result(SECONDS) == [True]
 
 
 def test_nonsense_is_refused(address: str) -> None:
@@ -366,7 +370,8 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     late = threading.Timer(2 * SECONDS, process.kill)
     late.start()
     try:
-        assert process.stdout and process.stderr
+        assert process.stdout
+        assert process.stderr
         line = process.stdout.readline()
         assert line.startswith("serving http://127.0.0.1:"), process.stderr.read()
         yield process, line.removeprefix("serving ").strip()
@@ -382,10 +387,10 @@ def rank_1_of(process: subprocess.Popen[str]) -> int:
     return next(int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
-def test_two_processes_take_a_push_and_end_together(address: str) -> None:
+def test_two_processes_take_a_push_together(address: str) -> None:
     ask = {"tokens": PROMPT, "count": 6}
     both = addresses(address, 2)
-    with running("--address", address, "--tp", "2") as (process, url):
+    with running("--address", address, "--tp", "2") as (_, url):
         assert asked(f"{url}/generate", ask)[1]["tokens"] == reference(CONFIG, OLD, PROMPT, 6)
         assert push(both, NEW, in_flight="keep") == [True, True]
         code, answer = asked(f"{url}/generate", ask)
@@ -397,9 +402,30 @@ def test_two_processes_take_a_push_and_end_together(address: str) -> None:
             push(both[::-1], broken)
         status = asked(f"{url}/status")[1]
         assert [rank["version"] for rank in status["ranks"]] == ["new", "new"]
-        os.kill(rank_1_of(process), signal.SIGKILL)
-        assert process.wait(SECONDS) == 1
-        assert process.stderr and "rank 1 has ended" in process.stderr.read()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_takes_the_other_with_it(address: str, victim: int) -> None:
+    with running("--address", address, "--tp", "2") as (process, _):
+        ranks = process.pid, rank_1_of(process)
+        other = os.pidfd_open(ranks[1 - victim])
+        try:
+            os.kill(ranks[victim], signal.SIGKILL)
+            assert select([other], [], [], SECONDS)[0] == [other]
+        finally:
+            os.close(other)
+        if victim == 1:
+            assert process.wait(SECONDS) == 1
+            assert process.stderr
+            assert "rank 1 has ended" in process.stderr.read()
+
+
+def test_a_request_to_all_processes_to_end_ends_in_peace(address: str) -> None:
+    with running("--address", address, "--tp", "2") as (process, _):
+        os.killpg(process.pid, signal.SIGTERM)
+        out, error = process.communicate(timeout=SECONDS)
+        assert (process.returncode, out, error) == (0, "", "")
+    assert list(Path(address.removeprefix("unix://")).parent.iterdir()) == []
 
 
 def test_ranks_with_different_versions_do_not_generate(address: str) -> None:

@@ -87,13 +87,13 @@ class Exported:
         stacked = _stacked(unstacked, {_compiled(pattern): to for pattern, to in export.stack.items()})
         fp8 = {_glob(pattern): True for pattern in export.fp8}
         dtypes = {_glob(pattern): dtype for pattern, dtype in export._dtypes().items()}
+        names = _Names()
         made: list[Held] = []
         for part in stacked:
-            made += _quantised(part) if _first(part.entry.name, fp8)[0] else [_converted(part, dtypes)]
-        entries: dict[str, Entry] = {}
-        for part in made:
-            if entries.setdefault(part.entry.name, part.entry) != part.entry:
-                raise WeightsError(f"two different tensors would be called {part.entry.name}")
+            old = part.entry.name
+            for new in _quantised(part) if _first(old, fp8)[0] else [_converted(part, dtypes)]:
+                names.give(new.entry.name, old)
+                made.append(new)
         return made
 
 
@@ -119,7 +119,7 @@ class _Names:
     def __init__(self) -> None:
         self._given: dict[tuple[str, int], str] = {}
 
-    def give(self, new: str, old: str, part: int = 0) -> None:
+    def give(self, new: str, old: str, part: int = -1) -> None:
         first = self._given.setdefault((new, part), old)
         if first != old:
             raise WeightsError(f"{first} and {old} would both be called {new}")
@@ -206,6 +206,7 @@ def _stacked(parts: Iterable[Held], templates: Mapping[re.Pattern[str], str | tu
         number = match["expert"] or ""
         if not number.isdecimal():
             raise WeightsError(f"{old} has {number!r:.40} where {match.re.pattern!r:.80} expects an expert's number")
+        names.give(new, match.re.pattern)
         names.give(new, old, int(number))
         if new not in stacks:
             order.append(new)

@@ -97,7 +97,7 @@ class _File:
         nbytes = self._map.size()
         if nbytes < self._identity.nbytes:
             raise WeightsError(
-                f"{self.path} was cut short to {nbytes} bytes of {self._identity.nbytes} since it was opened"
+                f"{self.path} was cut from {self._identity.nbytes} to {nbytes} bytes since it was opened"
             )
         try:
             changed = _Identity.of(os.stat(self.path)) != self._identity

@@ -18,8 +18,12 @@ Load = Callable[[Sequence[tuple[str, Tensor]]], Iterable[str] | None]
 class Loading(Protocol):
     """One update's way from buffers into an engine."""
 
+    buckets: list[Bucket]
     skips: list[int]
-    """Buckets of which nothing is needed."""
+    """Those of which nothing is needed."""
+
+    def begin(self) -> None:
+        """All is to be loaded again."""
 
     def load(self, number: int, buffer: Tensor) -> None: ...
 
@@ -37,12 +41,12 @@ class Handing:
         if wrong:
             raise WeightsError(_listed(wrong))
         self.skips: list[int] = []
-        self._load, self._manifest, self._buckets, self._retains = load, manifest, buckets, retains
+        self.buckets = buckets
+        self._load, self._manifest, self._retains = load, manifest, retains
         self._left: set[str] | None = {entry.name for entry in manifest.entries}
         self._views: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
 
     def begin(self) -> None:
-        """All is to be loaded again."""
         self._left = {entry.name for entry in self._manifest.entries}
 
     def load(self, number: int, buffer: Tensor) -> None:
@@ -52,7 +56,7 @@ class Handing:
             entries = self._manifest.entries
             tensors = [
                 (entries[piece.entry].name, _view(buffer, piece, entries[piece.entry]))
-                for piece in self._buckets[number].pieces
+                for piece in self.buckets[number].pieces
             ]
             self._views[key] = tensors
         if self._retains:
@@ -97,7 +101,8 @@ class Writing:
         if wrong:
             raise WeightsError(_listed(wrong))
         self._into = {name: tensor.detach() for name, tensor in into.items()}
-        self._slices, self._manifest, self._buckets = slices, manifest, buckets
+        self.buckets = buckets
+        self._slices, self._manifest = slices, manifest
         self._copies: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
         self.skips = [k for k, bucket in enumerate(buckets) if not any(map(self._wants, bucket.pieces))]
         self._done: set[int] = set()
@@ -120,7 +125,7 @@ class Writing:
         copies = self._copies.get(key)
         if copies is None:
             copies = self._copies[key] = [], []
-            for piece in self._buckets[number].pieces:
+            for piece in self.buckets[number].pieces:
                 entry = self._manifest.entries[piece.entry]
                 if entry.name in self._into and piece.nbytes:
                     self._add(piece, entry, buffer, copies)
@@ -149,8 +154,8 @@ class Writing:
             copies[1].append(run[inside(shared, part)])
 
     def missing(self) -> list[str]:
-        left = set(range(len(self._buckets))) - self._done - set(self.skips)
-        names = {self._manifest.entries[p.entry].name for k in left for p in self._buckets[k].pieces}
+        left = set(range(len(self.buckets))) - self._done - set(self.skips)
+        names = {self._manifest.entries[p.entry].name for k in left for p in self.buckets[k].pieces}
         return [name for name in self._into if name in names]
 
 

@@ -2,10 +2,10 @@
 
 import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -160,6 +160,8 @@ class Receiver:
         if not self._closed:
             self._closed = True
             self._asking.put(None)
+            with contextlib.suppress(OSError):
+                self._server.shutdown(socket.SHUT_RDWR)  # which wakes who waits at the door
             self._server.close()
             with self._lock:
                 if self._updating is not None:
@@ -325,15 +327,28 @@ class _Conversation:
         state = self._receiver.status.state
         if state == "paused":
             try:
-                self._hooks.resume()
-                self._receiver._set("serving", error=why)
+                self._serve(error=why)
             except Exception as error:
-                self._receiver._set("dirty", error=f"{why}; and {type(error).__name__} in resume: {error}")
+                self._receiver._set("dirty", error=f"{why}; and {error}")
         elif state in ("loading", "loaded"):
             self._receiver._set("dirty", error=why, attested=False)
 
+    def _serve(self, *, version: str | None = None, error: str = "") -> None:
+        """An engine that resumes finds that it may serve; one that cannot is dirty."""
+        self._receiver._set("serving", version=version, error=error)
+        try:
+            self._hooks.resume()
+        except Exception as problem:
+            why = f"the engine did not resume: {type(problem).__name__}: {problem}"
+            self._receiver._set("dirty", error=why)
+            raise WeightsError(why) from problem
+
     def _open(self, message: Open, files: list[int]) -> Message:
         self._expect("serving", "dirty")
+        if message.bucket_bytes > message.buffers.nbytes:
+            raise WeightsError(
+                f"a bucket of {message.bucket_bytes} bytes does not fit a buffer of {message.buffers.nbytes}"
+            )
         self._manifest = self._receiver._manifest(message)
         if self._manifest is None:
             return Unknown()
@@ -350,9 +365,10 @@ class _Conversation:
     def _start(self, in_flight: InFlight) -> Message:
         if self._loading is None:
             raise WeightsError("nothing was opened")
+        self._expect("serving", "dirty")
         if self._receiver.status.state == "serving":
             self._receiver._set("paused")
-            self._hooks.pause(in_flight)
+        self._hooks.pause(in_flight)  # of a dirty one too, which may have been left in any state
         self._receiver._set("loading")
         self._loading.begin()
         self._hooks.begin()
@@ -360,26 +376,31 @@ class _Conversation:
 
     def _load(self, message: Filled) -> Message:
         self._expect("loading")
-        assert self._buffers is not None and self._loading is not None and self._laid is not None
-        bucket = self._loading._buckets[message.bucket]
+        assert self._buffers is not None
+        assert self._loading is not None
+        if not (0 <= message.bucket < len(self._loading.buckets) and message.slot in (0, 1)):
+            raise WeightsError(f"there is no bucket {message.bucket} in buffer {message.slot}")
+        bucket = self._loading.buckets[message.bucket]
         buffer = self._buffers.tensors[message.slot]
-        check = partial(self._check, buffer[: bucket.nbytes], message)
-        check("arrived changed")
+        if int(place_sum(buffer[: bucket.nbytes])) != message.sum:
+            raise WeightsError(f"{self._named(message.bucket)} arrived changed")
         try:
             self._loading.load(message.bucket, buffer)
         except Exception as error:
-            raise WeightsError(
-                f"the loader failed at bucket {message.bucket}: {type(error).__name__}: {error}"
-            ) from error
-        check("was changed while it was loaded")
+            what = f"{type(error).__name__}: {error}"
+            raise WeightsError(f"the loader failed at {self._named(message.bucket)}: {what}") from error
+        # This waits for all that the stream was given, so for what the loader has begun too.
+        if int(place_sum(buffer[: bucket.nbytes])) != message.sum:
+            raise WeightsError(f"{self._named(message.bucket)} was changed while it was loaded")
         return Taken(message.bucket)
 
-    def _check(self, filled: Tensor, message: Filled, what: str) -> None:
-        found = int(place_sum(filled))  # waits for all that the stream was given, so for the loader's copies too
-        if found != message.sum:
-            assert self._manifest is not None and self._loading is not None
-            names = [self._manifest.entries[p.entry].name for p in self._loading._buckets[message.bucket].pieces]
-            raise WeightsError(f"bucket {message.bucket} ({names[0]} … {names[-1]}) {what}")
+    def _named(self, bucket: int) -> str:
+        """A bucket, for somebody who knows tensors."""
+        assert self._manifest is not None
+        assert self._loading is not None
+        pieces = self._loading.buckets[bucket].pieces
+        first, last = (self._manifest.entries[piece.entry].name for piece in (pieces[0], pieces[-1]))
+        return f"bucket {bucket} ({first})" if len(pieces) == 1 else f"bucket {bucket} ({first} … {last})"
 
     def _end(self) -> Message:
         self._expect("loading")
@@ -398,6 +419,5 @@ class _Conversation:
         self._expect("loaded")
         assert self._manifest is not None
         self._hooks.flush_cache()
-        self._receiver._set("serving", version=self._manifest.version)
-        self._hooks.resume()
+        self._serve(version=self._manifest.version)
         return Serving(self._manifest.version)

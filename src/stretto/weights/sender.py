@@ -254,9 +254,15 @@ class Sender:
         """Without one of its group, a sender is of no more use."""
         try:
             yield
+        except WeightsError:
+            raise
         except PipelineError as error:
             self._broken = str(error)
             raise WeightsError(f"{error}; start the senders again") from error
+        except BaseException as error:
+            self._broken = f"rank {self._group.rank}: {type(error).__name__}: {error}"
+            self._supervisor.fail(self._broken)
+            raise
 
     def _jointly(self, act: Callable[[], T]) -> T:
         """Each sender's own part; if it goes wrong for one, all raise."""

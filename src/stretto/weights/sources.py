@@ -120,7 +120,7 @@ def _local_parts(name: str, tensor: DTensor) -> Iterator[Held]:
         return
     for placement in tensor.placements:
         if type(placement) not in (Shard, _StridedShard, Replicate):
-            raise WeightsError(f"{name} is placed as {placement}, which cannot be pushed; redistribute it first")
+            raise WeightsError(f"{name} is placed as {placement!r}, which cannot be pushed; redistribute it first")
     # Of equal replicas the first is enough, and of nothing too.
     alike = [isinstance(placement, Replicate) or not entry.nbytes for placement in tensor.placements]
     if any(number and same for number, same in zip(coordinate, alike, strict=True)):

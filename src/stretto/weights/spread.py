@@ -9,6 +9,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import Box, common, extent, inside, runs
@@ -17,6 +18,8 @@ from stretto.weights.held import Held
 from stretto.weights.host import copy_in_parallel
 from stretto.weights.layout import Bucket
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest
+
+_STEP = 16  # bytes of the largest type
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -112,8 +115,9 @@ class Move:
     dtype: str
 
     @property
-    def nbytes(self) -> int:
-        return prod(extent(self.box)) * ITEM_BYTES[self.dtype]
+    def room(self) -> int:
+        """Bytes that it takes in a message, in which all begin where any type may."""
+        return -(-prod(extent(self.box)) * ITEM_BYTES[self.dtype] // _STEP) * _STEP
 
 
 def moves_of(number: int, bucket: Bucket, holdings: Holdings) -> Iterator[Move]:
@@ -182,16 +186,16 @@ def _exchange(
                 outgoing[k % size].append(move)
             if k % size == rank:
                 incoming[move.holder.rank].append(move)
-    bytes_out, bytes_in = ([sum(m.nbytes for m in row) for row in rows] for rows in (outgoing, incoming))
-    packed = [_bytes(reading(move).to(device)) for row in outgoing for move in row]
+    bytes_out, bytes_in = ([sum(m.room for m in row) for row in rows] for rows in (outgoing, incoming))
+    packed = [_bytes(reading(move).to(device), move.room) for row in outgoing for move in row]
     sent = torch.cat(packed) if packed else torch.empty(0, dtype=torch.uint8, device=device)
     taken = torch.empty(sum(bytes_in), dtype=torch.uint8, device=device)
     work = dist.all_to_all_single(taken, sent, bytes_in, bytes_out, group=group, async_op=True)
     council.settle(work)
     ordered = [move for row in incoming for move in row]
-    for part, move in zip(torch.split(taken, [move.nbytes for move in ordered]), ordered, strict=True):
+    for part, move in zip(torch.split(taken, [move.room for move in ordered]), ordered, strict=True):
         into = target(room(move.bucket), move)
-        into.copy_(part.view(into.dtype).view(into.shape))
+        into.copy_(part[: into.nbytes].view(into.dtype).view(into.shape))
 
 
 def target(room: Tensor, move: Move) -> Tensor:
@@ -203,8 +207,9 @@ def target(room: Tensor, move: Move) -> Tensor:
     return run[inside(move.box, move.run)]
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def _bytes(tensor: Tensor, room: int) -> Tensor:
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return functional.pad(raw, (0, room - len(raw)))
 
 
 class _Reading:

@@ -31,11 +31,9 @@ _PATIENCE = 5.0  # seconds between a sender's start and vLLM's call to /update_w
 def register() -> None:
     """Make the backend "stretto" known to vLLM: its entry point, called any number of times in each process of it."""
     try:
-        base = import_module("vllm.distributed.weight_transfer.base")
+        _ = import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine.start_weight_update
         factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
-    except ImportError:
-        base = None
-    if not hasattr(getattr(base, "WeightTransferEngine", None), "start_weight_update"):
+    except (ImportError, AttributeError):
         log.warning("stretto's weight transfer needs vLLM 0.25 or later; not registered")
         return
     with contextlib.suppress(ValueError):  # it is there already
@@ -82,7 +80,7 @@ def _engine() -> type:
             self._worker.lend(update_info.seconds)  # type: ignore[union-attr]
 
         def finish_weight_update(self) -> None:
-            """All is done when a push was committed."""
+            pass  # all is done when a push was committed
 
         def shutdown(self) -> None:
             if self._worker is not None:
@@ -90,8 +88,7 @@ def _engine() -> type:
                 self._worker = None
 
         @staticmethod
-        def trainer_send_weights(*_: object, **__: object) -> None:
-            """Abstract in vLLM 0.25, gone later."""
+        def trainer_send_weights(*_: object, **__: object) -> None:  # abstract in vLLM 0.25, gone later
             raise WeightsError("push with stretto.weights.Sender, to the addresses of the workers")
 
     return StrettoEngine
@@ -107,8 +104,7 @@ class WorkerReceiver:
     """
 
     def __init__(self, engine: Any, address: str) -> None:
-        """`engine` has the device, and the model and model_config that are now the target, a draft's at times."""
-        self._engine = engine
+        self._engine = engine  # whose model is the one to update, a draft's at times
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._lent = threading.Event()
         self._begun = self._over = False
@@ -129,8 +125,7 @@ class WorkerReceiver:
         try:
             while not self._over:
                 self._work()
-                status = self.receiver.status
-                if self._begun and status.state == "dirty":
+                if self._begun and (status := self.receiver.status).state == "dirty":
                     raise WeightsError(f"the push failed: {status.error}")
                 if not self._begun and time.monotonic() > deadline:
                     raise WeightsError(f"no push has begun at {self.receiver.address} within {seconds:g} s")
@@ -159,13 +154,12 @@ class WorkerReceiver:
         device = self._engine.device
         _settle(device)  # the copies, which were made on this thread's stream
 
-        def load() -> set[str] | None:
-            taken: set[str] | None = self._engine.model.load_weights(list(tensors))
+        def load() -> Any:
+            taken = self._engine.model.load_weights(list(tensors))
             _settle(device)
             return taken
 
-        taken = self._in_worker(load)
-        names = [name for name, _ in tensors]
+        taken, names = self._in_worker(load), [name for name, _ in tensors]
         return names if taken is not None and taken.issuperset(names) else None
 
     def _resume(self) -> None:
@@ -191,8 +185,7 @@ class WorkerReceiver:
 
     def _finish(self) -> None:
         assert self._reloading is not None
-        model, config = self._reloading
-        import_module("vllm.model_executor.model_loader.reload").finalize_layerwise_reload(model, config)
+        import_module("vllm.model_executor.model_loader.reload").finalize_layerwise_reload(*self._reloading)
         _settle(self._engine.device)
         self._reloading = None
 
@@ -208,9 +201,7 @@ class VllmServer(Http):
     Never run against vLLM: only against a server and classes that answer as its sources do.
     """
 
-    def __init__(
-        self, base_url: str, *, address: str | None = None, draft: bool = False, key: str | None = None
-    ) -> None:
+    def __init__(self, base_url: str, *, address: str | None = None, draft: bool = False, key: str | None = None):
         super().__init__(base_url, key=key)
         self._address, self._draft = address, draft
         self._asked: Asked | None = None
@@ -220,13 +211,12 @@ class VllmServer(Http):
 
     def endpoint(self, uuid: str, *, rank: int = 0) -> Served:
         """For the sender on this device. An engine's other devices are pushed to by their plain addresses."""
-        if self._address is None:
-            raise WeightsError("a VllmServer without an address has no receivers of ours")
-        return Served(Remote(self._address.format(uuid=uuid, rank=rank)), self)
+        if self._address is not None:
+            return Served(Remote(self._address.format(uuid=uuid, rank=rank)), self)
+        raise WeightsError("a VllmServer without an address has no receivers of ours")
 
     def version(self, *, seconds: float = 5.0) -> str | None:
-        told: str | None = self.get("/weight_info", seconds=seconds)["weight_version"]
-        return told
+        return self.get("/weight_info", seconds=seconds)["weight_version"]  # type: ignore[no-any-return]
 
     def pause(self, version: str, in_flight: InFlight, *, seconds: float) -> None:  # noqa: ARG002 (told at the end)
         left = seconds_left(seconds)
@@ -251,7 +241,7 @@ class VllmServer(Http):
         self.post("/resume", seconds=left())
 
     def trouble(self) -> str:
-        return f"vLLM says: {self._asked.error}" if self._asked is not None and self._asked.error is not None else ""
+        return f"vLLM says: {self._asked.error}" if self._asked is not None and self._asked.error else ""
 
 
 def _settle(device: torch.device) -> None:

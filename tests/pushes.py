@@ -1,0 +1,73 @@
+"""Jobs of senders, for tests: versions made of a description, the same bytes in every process."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from stretto.ir.errors import WeightsError
+from stretto.weights.boxes import inside, whole
+from stretto.weights.held import Held
+from stretto.weights.manifest import Entry
+from stretto.weights.sender import Sender
+
+Spec = Sequence[tuple[str, tuple[int, ...]]]
+"""Types and shapes of tensors "t0", "t1", …"""
+
+
+def tensors_of(spec: Spec, seed: int) -> dict[str, Tensor]:
+    """Any bits, of any type."""
+    made = {}
+    for number, (dtype, shape) in enumerate(spec):
+        kind: torch.dtype = getattr(torch, dtype)
+        generator = torch.Generator().manual_seed(1000 * seed + number)
+        count = torch.Size(shape).numel() * kind.itemsize
+        raw = torch.randint(0, 2 if dtype == "bool" else 256, (count,), dtype=torch.uint8, generator=generator)
+        made[f"t{number}"] = raw.view(kind).view(shape)
+    return made
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """To the bit, whatever the bits mean."""
+    raw = [it.contiguous().reshape(-1).view(torch.uint8) for it in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*raw)
+
+
+@dataclass
+class Sharded:
+    """Every tensor that can be is cut along its first dimension over the ranks; others are dealt out."""
+
+    tensors: dict[str, Tensor]
+    rank: int
+    size: int
+    everywhere: bool = False
+
+    def held(self) -> Iterator[Held]:
+        for number, (name, tensor) in enumerate(self.tensors.items()):
+            entry = Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            box = whole(entry.shape)
+            if tensor.dim() and len(tensor) >= self.size and number % 3:
+                edges = [len(tensor) * rank // self.size for rank in range(self.size + 1)]
+                box = ((edges[self.rank], edges[self.rank + 1]), *box[1:])
+            elif number % self.size != self.rank:
+                continue
+            yield Held(entry, box, lambda tensor=tensor, box=box: tensor[inside(box, whole(tuple(tensor.shape)))])  # type: ignore[misc]
+
+
+def push(
+    mesh: DeviceMesh, spec: Spec, seeds: Sequence[int], addresses: Sequence[str], options: dict[str, Any]
+) -> list[Any]:
+    """Push versions one after the other; of each, its report or the error's text."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    found: list[Any] = []
+    with Sender(mesh, device="cpu", **options.get("sender", {})) as sender:
+        for seed in seeds:
+            try:
+                sender.register(f"v{seed}", Sharded(tensors_of(spec, seed), rank, size))
+                found.append(sender.push(f"v{seed}", addresses, **options.get("push", {})))
+            except WeightsError as error:
+                found.append(str(error))
+    return found
