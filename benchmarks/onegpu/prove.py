@@ -273,10 +273,20 @@ def kill(mesh: DeviceMesh) -> None:
     pipe = stretto.Pipeline(layers(plan.stages, torch.float32), plan=plan, loss=loss, mesh=mesh, timeout=30)
     inputs, targets = batch(plan.microbatches)
     pipe.step(inputs, targets)
+    torch.cuda.synchronize()
+    dist.barrier()  # or torchrun might end a rank that has not begun the next step
     rank, start = mesh.get_local_rank(), time.monotonic()
     if rank == mesh.size() // 2:
-        stage = next(iter(pipe._stages.values()))
-        stage.weight = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        stage, left = next(iter(pipe._stages.values())), iter(range(4))
+        usual = stage.weight
+
+        def weight(microbatch: int, part: int) -> None:
+            if next(left, None) is None:
+                torch.cuda.synchronize()
+                os.kill(os.getpid(), signal.SIGKILL)
+            usual(microbatch, part)
+
+        stage.weight = weight  # type: ignore[method-assign]
     try:
         pipe.step(inputs, targets)
         print(f"rank {rank}: nothing happened", flush=True)

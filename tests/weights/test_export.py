@@ -1,6 +1,7 @@
 """Export maps: names, types, experts and fp8."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -115,27 +116,25 @@ def test_a_type_is_for_floating_point_and_the_first_glob_counts() -> None:
         ({"unstack": {"*": "{5}.{expert}"}}, "cannot be filled in"),
         ({"unstack": {"?": "t{expert}"}}, r"a\[0\] and b\[0\] would both be called t0"),
         ({"unstack": {"a": "b{expert}", "scalar": "s{expert}"}}, "scalar has no dimension of experts"),
+        ({"stack": {r"e\.(?P<expert>.*)": "{0}"}}, "cannot be filled in"),
         ({"stack": {"(?P<expert>a)": "x"}}, "a has 'a' where .* expects an expert's number"),
-        ({"stack": {r"e\.(?P<expert>.*)": "a"}}, "two different tensors would be called a"),
+        ({"stack": {r"e\.(?P<expert>.*)": "a"}}, r"a and e\\..* would both be called a"),
+        ({"stack": {r"f\.(?P<expert>.*)": ("a", 2)}}, r"a and f\\..* would both be called a"),
         ({"stack": {r"e\.(?P<expert>.*)": ("x", 1)}}, "x is said to have 1 experts, and here is number 1"),
         ({"stack": {r"[ef]\.(?P<expert>.*)": ("x", 9)}}, r"e\.1 and f\.1 would both be called x"),
         ({"stack": {r"f\.(?P<expert>.*)": "x"}}, "expert 0 of x is not here.*give the number of experts"),
-        ({"stack": {r"g\.(?P<expert>.*)": "x"}}, r"g\.0 and g\.1 differ in type or shape"),
+        ({"stack": {r"g\.(?P<expert>.*)": "x"}}, r"g\.[01] and g\.[01] differ in type or shape"),
         ({"fp8": ["a"]}, r"a is float32\[2\]; only matrices"),
         ({"fp8": ["whole"]}, r"whole is int64\[2, 2\]; only matrices"),
+        ({"fp8": ["m"]}, "m and m_scale_inv would both be called m_scale_inv"),
     ],
 )
 def test_a_map_that_does_not_fit_is_refused(options: dict[str, Any], says: str) -> None:
     tensors = {"a": torch.zeros(2), "b": torch.ones(2), "scalar": torch.tensor(1.0), "whole": torch.ones(2, 2).long()}
-    experts = {
-        "e.0": torch.ones(3),
-        "e.1": torch.ones(3),
-        "f.1": torch.ones(3),
-        "g.0": torch.ones(2),
-        "g.1": torch.ones(3),
-    }
+    tensors |= {name: torch.ones(3) for name in ("e.0", "e.1", "f.1", "g.1")} | {"g.0": torch.ones(2)}
+    tensors |= {"m": torch.ones(2, 2), "m_scale_inv": torch.ones(1, 1)}
     with pytest.raises(WeightsError, match=says):
-        Export(**options)(tensors | experts).held()
+        Export(**options)(tensors).held()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_a_map_that_makes_no_sense_is_refused_at_once(options: dict[str, Any], s
 # Experts.
 
 UNSTACK = Export(unstack={"layers.*.experts.*": "layers.{0}.experts.{expert}.{1}"})
-STACK = Export(stack={r"layers\.(\d+)\.experts\.(?P<expert>\d+)\.(.*)": r"layers.\1.experts.\3"})
+STACK = Export(stack={r"layers\.(\d+)\.experts\.(?P<expert>\d+)\.(.*)": "layers.{0}.experts.{1}"})
 
 
 def test_unstacked_experts_are_views() -> None:
@@ -168,9 +167,8 @@ def test_unstacked_experts_are_views() -> None:
 
 
 def test_stacked_experts_are_views_in_the_place_of_the_first() -> None:
-    tensors = {
-        f"layers.0.experts.{expert}.{part}": torch.randn(2, 2) for expert in range(11) for part in ("up", "down")
-    }
+    pairs = [f"{expert}.{part}" for expert in range(11) for part in ("up", "down")]
+    tensors = {f"layers.0.experts.{pair}": torch.randn(2, 2) for pair in pairs}
     held = list(STACK({"first": torch.ones(1), **tensors, "last": torch.ones(1)}).held())
     assert list(dict.fromkeys(part.entry.name for part in held)) == [
         "first",
@@ -203,7 +201,7 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...], step: int = 1) -> list[Box]
     for size in shape:
         inner = draw(st.sets(st.integers(1, max(1, (size - 1) // step)).map(lambda k: k * step), max_size=2))
         cuts = [0, *sorted(cut for cut in inner if 0 < cut < size), size]
-        edges.append(list(zip(cuts, cuts[1:], strict=False)))
+        edges.append(list(pairwise(cuts)))
     boxes: list[Box] = [()]
     for dimension in edges:
         boxes = [(*box, edge) for box in boxes for edge in dimension]
@@ -233,7 +231,7 @@ def test_all_steps_apply_in_their_order() -> None:
     export = Export(
         rename=[("^model.", "")],
         unstack={"*.experts": "{0}.experts.{expert}.weight"},
-        stack={r"(.*)\.heads\.(?P<expert>\d+)": r"\1.heads"},
+        stack={r"(.*)\.heads\.(?P<expert>\d+)": "{0}.heads"},
         fp8=["*.experts.*.weight"],
         dtype=torch.bfloat16,
     )

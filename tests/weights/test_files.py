@@ -99,14 +99,18 @@ def test_tensors_come_by_their_place_in_the_file(tmp_path: Path) -> None:
     assert [part.entry.name for part in Safetensors(tmp_path / "a").held()] == ["early", "nothing", "late"]
 
 
-def test_tensors_are_parts_of_the_mapped_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pad", range(4))
+def test_tensors_are_parts_of_the_mapped_file(tmp_path: Path, pad: int) -> None:
     path = tmp_path / "a.safetensors"
-    path.write_bytes(as_file({"a": torch.randn(4), "b": torch.randn(6)}, pad=3))
+    path.write_bytes(as_file({"a": torch.randn(4), "b": torch.randn(6)}, pad=pad))
     source = Safetensors(path)
     (mapped,) = source.maps()
     assert bytes(mapped.tolist()) == path.read_bytes()
     begin = mapped.data_ptr() + mapped.numel() - 40
     assert [part.read().data_ptr() - begin for part in source.held()] == [0, 16]
+    if begin % 4 == 0:
+        storages = {part.read().untyped_storage().data_ptr() for part in source.held()}
+        assert storages == {mapped.untyped_storage().data_ptr()}
 
 
 def test_a_folder_without_an_index_has_all_its_files_in_order(tmp_path: Path) -> None:

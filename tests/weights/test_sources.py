@@ -1,6 +1,7 @@
 """A training process's tensors as a source."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,11 @@ def ranks() -> Iterator[Ranks]:
     made = Ranks(4)
     yield made
     made.stop()
+
+
+def job(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under a name by which other processes can import it."""
+    return getattr(import_module("weights.test_sources"), function.__name__)  # type: ignore[no-any-return]
 
 
 # What a rank has of a dimension.
@@ -146,7 +152,7 @@ def hold_placed(_: Any) -> Told:
 
 
 def test_boxes_of_all_ranks_tile_every_dtensor(ranks: Ranks) -> None:
-    found = ranks.run(hold_placed, 4)
+    found = ranks.run(job(hold_placed), 4)
     whole = assembled(found)
     assert set(whole) == set(PLACED)
     for name, (shape, _) in PLACED.items():
@@ -198,7 +204,7 @@ def hold_fsdp_and_tensor_parallel(_: Any, width: int) -> Told:
 
 
 def test_an_fsdp_module_is_pushed_from_its_shards(ranks: Ranks) -> None:
-    found = ranks.run(hold_fsdp, 4)
+    found = ranks.run(job(hold_fsdp), 4)
     for rank in found:
         for entry, box, _ in rank:
             if entry.name == "up.weight":
@@ -214,7 +220,7 @@ def test_an_fsdp_module_is_pushed_from_its_shards(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("width", [8, 10])
 def test_fsdp_over_tensor_parallel_is_put_together_rightly(ranks: Ranks, width: int) -> None:
-    whole = assembled(ranks.run(hold_fsdp_and_tensor_parallel, 4, width))
+    whole = assembled(ranks.run(job(hold_fsdp_and_tensor_parallel), 4, width))
     torch.manual_seed(4)
     expected = nn.Sequential(nn.Linear(6, width), nn.Linear(6, width)).state_dict()
     assert set(whole) == set(expected)
@@ -237,7 +243,7 @@ def refusals(_: Any) -> list[str]:
 
 
 def test_dtensors_that_cannot_be_put_together_are_refused(ranks: Ranks) -> None:
-    found = ranks.run(refusals, 4)
+    found = ranks.run(job(refusals), 4)
     for partly, _ in found:
         assert partly.startswith("partly is placed as ")
         assert "Partial" in partly
@@ -251,7 +257,7 @@ def test_shards_of_which_it_is_not_clear_where_they_lie_are_refused() -> None:
     placements, mesh = (_StridedShard(0, split_factor=2), Shard(0)), (3, 2)  # FSDP over 3 of tensor parallelism over 2
     assert _runs("t", 8, 0, placements, mesh, (2, 0)) == []
     assert _runs("t", 12, 0, placements, mesh, (2, 0)) == [(4, 6)]
-    with pytest.raises(WeightsError, match="t is 7 long in dimension 0, which .* does not cut evenly enough"):
+    with pytest.raises(WeightsError, match=r"t is 7 long in dimension 0, which .* does not cut evenly enough"):
         _runs("t", 7, 0, placements, mesh, (2, 0))
 
 
@@ -262,7 +268,7 @@ def hold_part_of_the_mesh(pp: Any) -> Told:
 
 
 def test_a_rank_outside_of_a_tensors_mesh_holds_none_of_it(ranks: Ranks) -> None:
-    found = ranks.run(hold_part_of_the_mesh, 4)
+    found = ranks.run(job(hold_part_of_the_mesh), 4)
     assert entries(found) == {"t": [1, 2]}
     assert assembled(found)["t"].tolist() == [1, 1, 2, 2]
 
@@ -275,7 +281,7 @@ def hold_experts(_: Any) -> Told:
 
 
 def test_experts_of_a_dtensor_are_unstacked_where_they_are(ranks: Ranks) -> None:
-    found = ranks.run(hold_experts, 4)
+    found = ranks.run(job(hold_experts), 4)
     whole = assembled(found)
     assert whole.keys() == {f"a.experts.{expert}" for expert in range(5)}
     assert all(torch.equal(whole[f"a.experts.{expert}"], values((5, 4, 6))[expert]) for expert in range(5))
@@ -294,7 +300,7 @@ def hold_pipeline(mesh: Any, case: Case) -> Told:
 
 def test_a_pipelines_stages_are_pushed_from_where_they_are(ranks: Ranks) -> None:
     case = Case("dualpipe", 2, 4, dtype=torch.float32)
-    found = ranks.run(hold_pipeline, 2, case)
+    found = ranks.run(job(hold_pipeline), 2, case)
     expected = nn.Sequential(*case.modules()).state_dict()
     whole = assembled(found, once=False)
     assert whole.keys() == expected.keys()

@@ -108,7 +108,7 @@ class Remote:
     def open(self, offer: Offer, *, seconds: float) -> set[int]:
         buffers, files = offer.shared.described(local=self._connection.local)
         digest = offer.manifest.digest
-        message = Open(digest, offer.bucket_bytes, offer.split, buffers)
+        message = Open(offer.manifest.version, digest, offer.bucket_bytes, offer.split, buffers)
         if self._known != digest:
             message.manifest = offer.manifest
         answer = self._answer(message, seconds, files)

@@ -32,8 +32,8 @@ class Export:
     2. `unstack`: {glob: template}. A tensor [experts, …] becomes one per expert, named by the template: `{expert}` is
        its number, `{0}`, `{1}`, … are what the glob's `*` and `?` stand for.
     3. `stack`: {regular expression: template}, the reverse. The expression matches a whole name and has a group called
-       `expert`; the template refers to its other groups as in `re.sub`. Ranks that have only some of the experts must
-       be told their number: {regular expression: (template, experts)}.
+       `expert`; `{0}`, `{1}`, … are its other groups. Ranks that have only some of the experts must be told how many
+       there are: {regular expression: (template, experts)}.
     4. `fp8`: globs of matrices to be quantised to float8_e4m3fn in blocks of 128 × 128, from the values that are there
        before `dtype`. NAME is then accompanied by NAME_scale_inv, in float32, by which a block is to be multiplied.
     5. `dtype`: for all other tensors of 16 to 64-bit floating point, or {glob: dtype}, of which the first that matches
@@ -77,8 +77,7 @@ class Exported:
     """A source as it is after an export map."""
 
     def __init__(self, export: Export, source: Source) -> None:
-        self.source, self.everywhere = source, source.everywhere
-        self._export = export
+        self._export, self.source, self.everywhere = export, source, source.everywhere
 
     def held(self) -> list[Held]:
         export, parts = self._export, self.source.held()
@@ -87,8 +86,7 @@ class Exported:
         stacked = _stacked(unstacked, {_compiled(pattern): to for pattern, to in export.stack.items()})
         fp8 = {_glob(pattern): True for pattern in export.fp8}
         dtypes = {_glob(pattern): dtype for pattern, dtype in export._dtypes().items()}
-        names = _Names()
-        made: list[Held] = []
+        names, made = _Names(), list[Held]()
         for part in stacked:
             old = part.entry.name
             for new in _quantised(part) if _first(old, fp8)[0] else [_converted(part, dtypes)]:
@@ -190,10 +188,9 @@ def _row(read: Callable[[], Tensor], number: int) -> Tensor:
 
 
 def _stacked(parts: Iterable[Held], templates: Mapping[re.Pattern[str], str | tuple[str, int]]) -> Iterator[Held]:
-    names = _Names()
+    names, order = _Names(), list[Held | str]()
     stacks: dict[str, list[tuple[int, Held]]] = defaultdict(list)
     counts: dict[str, int | None] = {}
-    order: list[Held | str] = []
     for part in parts:
         old = part.entry.name
         match, value = _first(old, templates)
@@ -202,8 +199,9 @@ def _stacked(parts: Iterable[Held], templates: Mapping[re.Pattern[str], str | tu
             order.append(part)
             continue
         template, experts = (value, None) if isinstance(value, str) else value
-        new = _expanded(template, partial(match.expand, template))
-        number = match["expert"] or ""
+        groups = list(match.groups(""))
+        number = groups.pop(match.re.groupindex["expert"] - 1)
+        new = _expanded(template, partial(template.format, *groups))
         if not number.isdecimal():
             raise WeightsError(f"{old} has {number!r:.40} where {match.re.pattern!r:.80} expects an expert's number")
         names.give(new, match.re.pattern)

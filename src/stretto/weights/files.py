@@ -89,8 +89,9 @@ class _File:
         count = prod(entry.shape)
         if not count:
             return torch.empty(entry.shape, dtype=dtype)
-        # Not a slice of the whole, because older files do not align their tensors.
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(entry.shape)
+        if start % ITEM_BYTES[entry.dtype]:  # older files do not align their tensors, and a view must be aligned
+            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(entry.shape)
+        return self.whole[start : start + entry.nbytes].view(dtype).view(entry.shape)
 
     def _check(self) -> None:
         """Raise rather than die of a bus error, or mix two versions."""

@@ -1,18 +1,21 @@
 """Host memory that versions are kept in: pinned once, and used again for the next version."""
 
+import gc
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from os import cpu_count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stretto.ir.errors import WeightsError
 
 _PAGE = mmap.PAGESIZE
-_PART = 64 << 20  # bytes that a thread copies at a time
+_PART = 16 << 20  # bytes that a thread copies at a time
 _THREADS = min(16, cpu_count() or 1)
 
 
@@ -63,22 +66,48 @@ def in_parallel(act: Callable[[Tensor], object], parts: Iterable[Tensor]) -> Non
 
 
 def copy_in_parallel(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """From the second of each pair into the first, which is on the host; large ones in parts."""
+    """From the second of each pair into the first, which is on the host; large ones in parts, small ones together.
 
-    def copy(pair: tuple[Tensor, Tensor]) -> None:
-        pair[0].copy_(pair[1], non_blocking=True)
+    PyTorch would use several threads for each copy; numpy uses one, and lets others run meanwhile.
+    """
+
+    def copy(batch: list[tuple[Tensor, Tensor]]) -> None:
+        for into, source in batch:
+            if source.is_cuda or source.dtype != torch.uint8:
+                into.copy_(source, non_blocking=True)
+            else:
+                np.copyto(into.numpy(), source.numpy())
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        for _ in pool.map(copy, _in_parts(copies)):
+        for _ in pool.map(copy, _batches(copies)):
             pass
 
 
-def _in_parts(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    batch: list[tuple[Tensor, Tensor]] = []
+    held = 0
     for into, source in copies:
-        if into.nbytes > _PART and not source.is_cuda and into.is_contiguous() and source.is_contiguous():
-            yield from zip(*(torch.split(t.reshape(-1).view(torch.uint8), _PART) for t in (into, source)), strict=True)
-        else:
-            yield into, source
+        if into.nbytes > _PART and not source.is_cuda and source.dtype == torch.uint8 and source.dim() == 1:
+            yield from ([pair] for pair in zip(*(torch.split(it, _PART) for it in (into, source)), strict=True))
+            continue
+        batch.append((into, source))
+        held += into.nbytes
+        if held > _PART:
+            yield batch
+            batch, held = [], 0
+    yield batch
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Hundreds of thousands of small objects are made, of which none is garbage: looking for some takes longer."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 class Arenas:

@@ -40,7 +40,7 @@ def lay_out(manifest: Manifest, bucket_bytes: int, *, split: bool = False) -> li
     Tensors stay whole, unless they may be split: then only a tensor larger than a bucket is.
 
     >>> from stretto.weights.manifest import Entry
-    >>> model = Manifest("", tuple(Entry(name, "uint8", (size,)) for name, size in {"a": 300, "b": 10, "c": 600}.items()))
+    >>> model = Manifest("", tuple(Entry(name, "uint8", (size,)) for name, size in zip("abc", (300, 10, 600))))
     >>> [[tuple(piece) for piece in bucket.pieces] for bucket in lay_out(model, 1024)]
     [[(0, 0, 300, 0), (1, 0, 10, 512)], [(2, 0, 600, 0)]]
     """
@@ -61,11 +61,11 @@ def lay_out(manifest: Manifest, bucket_bytes: int, *, split: bool = False) -> li
 
 
 def _parts(manifest: Manifest, most: int, *, split: bool) -> Iterator[tuple[int, int, int]]:
-    for number, entry in enumerate(manifest.entries):
-        whole = entry.nbytes
+    for number, whole in enumerate(manifest.sizes):
         if whole <= most:
             yield number, 0, whole
             continue
+        entry = manifest.entries[number]
         if not split:
             raise WeightsError(
                 f"{entry.name} has {whole:,} bytes, more than a bucket of {most:,}; "
@@ -78,4 +78,4 @@ def _parts(manifest: Manifest, most: int, *, split: bool) -> Iterator[tuple[int,
 
 def least_bucket(manifest: Manifest) -> int:
     """The smallest bucket that holds every tensor whole."""
-    return aligned(max((entry.nbytes for entry in manifest.entries), default=1) or 1)
+    return aligned(max(manifest.sizes) or 1)

@@ -45,35 +45,45 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, dict=True):
-    """All tensors of a version, in model order. Its digest names the version to all who take part in a push.
+    """All tensors of a version, in model order. Its digest says to all who take part in a push what is to come.
 
     >>> manifest = Manifest("step-100", (Entry("a", "bfloat16", (2, 3)), Entry("b", "float32", ())))
-    >>> manifest.nbytes, manifest.digest[:8]
-    (16, '95f55fc8')
+    >>> manifest.nbytes, manifest.sizes, manifest.digest[:8]
+    (16, [12, 4], 'f3379c3e')
     """
 
     version: str
     entries: tuple[Entry, ...]
 
     @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [prod(entry.shape) * ITEM_BYTES[entry.dtype] for entry in self.entries]
+
+    @cached_property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries)
+        return sum(self.sizes)
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
+        """Of the tensors, so that versions which differ only in what is in them share it."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self.entries), digest_size=16).hexdigest()
 
     def check(self) -> None:
         """Raise if this cannot be pushed."""
-        seen: set[str] = set()
+        if not self.entries:
+            raise WeightsError(f"{self.version} has no tensors")
         for entry in self.entries:
             if entry.dtype not in ITEM_BYTES:
                 raise WeightsError(f"{entry.name} has type {entry.dtype!r:.40}, which cannot be pushed")
-            if any(size < 0 for size in entry.shape) or entry.nbytes > _LARGEST:
+            if entry.shape and min(entry.shape) < 0:
                 raise WeightsError(f"{entry.name} has shape {entry.shape}")
-            if entry.name in seen:
-                raise WeightsError(f"{entry.name} is there twice")
-            seen.add(entry.name)
+        if max(self.sizes) > _LARGEST:
+            raise WeightsError(f"{self.entries[self.sizes.index(max(self.sizes))].name} is larger than any memory")
+        if len({entry.name for entry in self.entries}) < len(self.entries):
+            seen: set[str] = set()
+            twice = next(it.name for it in self.entries if it.name in seen or seen.add(it.name))  # type: ignore[func-returns-value]
+            raise WeightsError(f"{twice} is there twice")
 
 
 def differences(wanted: Iterable[Entry], manifest: Manifest) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.ir.errors import WeightsError
+from stretto.weights.host import uncollected
 from stretto.weights.layout import lay_out
 from stretto.weights.loading import Handing, Load, Writing
 from stretto.weights.manifest import Entry, Manifest
@@ -107,6 +108,8 @@ class Receiver:
             device = next(iter(into.values())).device
         self.device = resolved(device)
         self._secret = read_secret(secret_file)
+        if self.device.type == "cuda":  # what is called for the first time takes its time
+            place_sum(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device)).item()
         self._server = listen(address, self._secret)
         self._lock = threading.Lock()
         self._state: State = "serving"
@@ -256,6 +259,7 @@ class _Conversation:
         self._loading: Handing | Writing | None = None
         self._laid: tuple[str, int, bool, int] | None = None
         self._manifest: Manifest | None = None
+        self._version = ""
         self._answering = False
 
     def hold(self, opening: Open, files: list[int]) -> None:
@@ -289,7 +293,8 @@ class _Conversation:
         try:
             match message:
                 case Open():
-                    answer = self._open(message, files)
+                    with uncollected():
+                        answer = self._open(message, files)
                 case Start():
                     answer = self._start(message.in_flight)
                 case Filled():
@@ -360,6 +365,7 @@ class _Conversation:
         laid = message.digest, message.bucket_bytes, message.split, self._buffers.number
         if self._loading is None or self._laid != laid:
             self._loading, self._laid = self._receiver._loading(self._manifest, message), laid
+        self._version = message.version
         return Ready(self._loading.skips)
 
     def _start(self, in_flight: InFlight) -> Message:
@@ -417,7 +423,6 @@ class _Conversation:
 
     def _commit(self) -> Message:
         self._expect("loaded")
-        assert self._manifest is not None
         self._hooks.flush_cache()
-        self._serve(version=self._manifest.version)
-        return Serving(self._manifest.version)
+        self._serve(version=self._version)
+        return Serving(self._version)

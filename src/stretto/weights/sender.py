@@ -20,12 +20,14 @@ from stretto.runtime.groups import Groups
 from stretto.weights.choose import Choice, Speeds, buffers, busy, choose
 from stretto.weights.council import Council
 from stretto.weights.endpoint import Endpoint, Offer, Remote
+from stretto.weights.host import uncollected
 from stretto.weights.push import Group, Lanes, Progress, Push, Staging
 from stretto.weights.report import Report, Step
 from stretto.weights.shared import SharedBuffers, device_name, resolved
 from stretto.weights.sources import as_source
 from stretto.weights.speeds import measure, slowest
 from stretto.weights.store import Store, Version
+from stretto.weights.sums import place_sum
 from stretto.weights.wire import InFlight, Told, read_secret
 
 T = TypeVar("T")
@@ -93,6 +95,8 @@ class Sender:
         self._staging: Staging | None = None
         self._speeds: Speeds | None = None
         self._broken = ""
+        if self.device.type == "cuda":  # what is called for the first time takes its time
+            place_sum(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device)).item()
         self._devices = self._council.gather(device_name(self.device), str)
 
     def register(self, version: str, source: Any) -> None:
@@ -102,11 +106,10 @@ class Sender:
         What it holds may change afterwards, except for files in shared memory, which are used where they lie.
         """
         self._check()
-        made = self._jointly(lambda: as_source(source))
-        held = self._jointly(lambda: list(made.held()))
-        free = min(self._council.gather(self._free(), int))
-        with self._breaking():
-            self._store.add(version, made, held, free)
+        with self._breaking(), uncollected():
+            made = self._jointly(lambda: as_source(source))
+            held = self._jointly(lambda: list(made.held()))
+            self._store.add(version, made, held, min(self._council.gather(self._free(), int)))
 
     def drop(self, version: str) -> None:
         """Forget a version; its memory is used for the next one."""

@@ -24,6 +24,7 @@ class SharedBuffers:
         self._file = -1
         if device.type == "cuda":
             self.whole = torch.empty(buffers * nbytes, dtype=torch.uint8, device=device)
+            self._handle, self._offset = driver.share(self.whole.data_ptr())  # here, where the device is known
         else:
             self._file = os.memfd_create("stretto weights", os.MFD_CLOEXEC)
             os.ftruncate(self._file, buffers * nbytes)
@@ -34,7 +35,7 @@ class SharedBuffers:
         """What a receiver needs to open them, and the file to attach if it is on the other end of a Unix socket."""
         made = Buffers(self._number, self.nbytes)
         if self._file < 0:
-            made.handle, made.offset = driver.share(self.whole.data_ptr())
+            made.handle, made.offset = self._handle, self._offset
         elif local:
             return made, (self._file,)
         else:

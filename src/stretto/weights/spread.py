@@ -1,7 +1,6 @@
 """Registering: what all ranks hold becomes one manifest, and every bucket's bytes come to the rank that will send it."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -31,7 +30,7 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 
 class _Word(msgspec.Struct, frozen=True):
     parts: list[_Part]
-    digest: str
+    what: str
     on_device: bool
 
 
@@ -59,25 +58,22 @@ class Holdings:
 def agree(version: str, held: Sequence[Held], council: Council, *, everywhere: bool, on_device: bool) -> Holdings:
     """Hear what all ranks hold. If every rank holds everything, it is only compared."""
     parts = [_Part(it.entry, it.box) for it in held]
-    digest = Manifest(version, tuple(it.entry for it in held)).digest if everywhere else version
-    words = council.gather(_Word([] if everywhere else parts, digest, on_device), _Word)
+    digest = Manifest(version, tuple(it.entry for it in held)).digest if everywhere else ""
+    words = council.gather(_Word([] if everywhere else parts, f"{version} {digest}", on_device), _Word)
     for rank, word in enumerate(words):
-        if word.digest != words[0].digest:
+        if word.what != words[0].what:
             raise WeightsError(f"rank {rank} registers another version, or other tensors, than rank 0")
-    if everywhere:
-        manifest = Manifest(version, tuple(it.entry for it in held))
-        holders = [[Holder(council.rank, number, it.box)] for number, it in enumerate(held)]
-    else:
-        manifest, holders = _joined(version, [word.parts for word in words])
+    known = {council.rank: parts} if everywhere else {rank: word.parts for rank, word in enumerate(words)}
+    manifest, holders = _joined(version, known)
     manifest.check()
     return Holdings(manifest, holders, all(word.on_device for word in words))
 
 
-def _joined(version: str, ranks: list[list[_Part]]) -> tuple[Manifest, list[list[Holder]]]:
+def _joined(version: str, ranks: Mapping[int, list[_Part]]) -> tuple[Manifest, list[list[Holder]]]:
     """In the order in which ranks, one after the other, first name them. Of what several hold, the first's counts."""
     entries: dict[str, Entry] = {}
-    holders: dict[str, list[Holder]] = defaultdict(list)
-    for rank, parts in enumerate(ranks):
+    holders: dict[str, dict[Box, Holder]] = {}
+    for rank, parts in ranks.items():
         for number, part in enumerate(parts):
             entry = entries.setdefault(part.entry.name, part.entry)
             if entry != part.entry:
@@ -85,21 +81,21 @@ def _joined(version: str, ranks: list[list[_Part]]) -> tuple[Manifest, list[list
                     f"rank {rank} has {part.entry.name} as {part.entry.dtype}{list(part.entry.shape)}, "
                     f"another rank as {entry.dtype}{list(entry.shape)}"
                 )
-            here = holders[entry.name]
-            overlaps = [other for other in here if common(other.box, part.box) is not None]
-            if not any(_covers(other.box, part.box) for other in here):
-                if overlaps:
-                    raise WeightsError(f"ranks {overlaps[0].rank} and {rank} hold overlapping parts of {entry.name}")
-                here.append(Holder(rank, number, part.box))
+            holders.setdefault(entry.name, {}).setdefault(part.box, Holder(rank, number, part.box))
+    found = []
     for name, entry in entries.items():
-        there = sum(prod(extent(holder.box)) for holder in holders[name])
-        if there != prod(entry.shape):
-            raise WeightsError(f"{name} has {prod(entry.shape)} elements, of which ranks hold {there}")
-    return Manifest(version, tuple(entries.values())), [holders[name] for name in entries]
-
-
-def _covers(outer: Box, box: Box) -> bool:
-    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, box, strict=True))
+        whole = prod(entry.shape)
+        largest = max(holders[name], key=lambda box: prod(extent(box)))
+        if prod(extent(largest)) == whole:  # who has all of it gives all of it
+            found.append([holders[name][largest]])
+            continue
+        there = sum(prod(extent(box)) for box in holders[name])
+        if there != whole:
+            raise WeightsError(
+                f"{name} has {whole} elements, of which ranks hold {there}: parts are missing or overlap"
+            )
+        found.append(list(holders[name].values()))
+    return Manifest(version, tuple(entries.values())), found
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +119,17 @@ class Move:
 def moves_of(number: int, bucket: Bucket, holdings: Holdings) -> Iterator[Move]:
     """All that makes up a bucket."""
     for piece in bucket.pieces:
-        entry = holdings.manifest.entries[piece.entry]
+        entry, holders = holdings.manifest.entries[piece.entry], holdings.holders[piece.entry]
+        if len(holders) == 1 and not piece.start and piece.nbytes == holdings.manifest.sizes[piece.entry]:
+            box = holders[0].box  # a tensor that somebody has and that is not split: nearly all are
+            if piece.nbytes:
+                yield Move(holders[0], number, piece.offset, box, box, entry.dtype)
+            continue
         item = ITEM_BYTES[entry.dtype]
         first = piece.start // item
         for start, run in runs(entry.shape, first, first + piece.nbytes // item):
             offset = piece.offset + (start - first) * item
-            for holder in holdings.holders[piece.entry]:
+            for holder in holders:
                 shared = common(run, holder.box)
                 if shared is not None:
                     yield Move(holder, number, offset, run, shared, entry.dtype)
@@ -152,10 +153,11 @@ def spread(
         here = range(begin, min(begin + council.size, len(buckets)))
         moves = [list(moves_of(k, buckets[k], holdings)) for k in here]
         copy_in_parallel(
-            (target(room(move.bucket), move), reading(move))
-            for row in moves
+            _local(room(k), move, reading(move))
+            for k, row in zip(here, moves, strict=True)
+            if k % council.size == council.rank
             for move in row
-            if move.holder.rank == council.rank == move.bucket % council.size
+            if move.holder.rank == council.rank
         )
         others = [[m for m in row if m.holder.rank != m.bucket % council.size] for row in moves]
         if any(others) and group is not None:
@@ -198,13 +200,20 @@ def _exchange(
         into.copy_(part[: into.nbytes].view(into.dtype).view(into.shape))
 
 
+def _local(room: Tensor, move: Move, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Where to copy to, and what; a whole tensor as its bytes, which is quicker."""
+    if move.box is move.run and tensor.is_contiguous():
+        return room[move.offset : move.offset + tensor.nbytes], tensor.reshape(-1).view(torch.uint8)
+    return target(room, move), tensor
+
+
 def target(room: Tensor, move: Move) -> Tensor:
     """Where a box goes, in the room of its bucket."""
     dtype: torch.dtype = getattr(torch, move.dtype)
     shape = extent(move.run)
     count = prod(shape) * dtype.itemsize
     run = room[move.offset : move.offset + count].view(dtype).view(shape)
-    return run[inside(move.box, move.run)]
+    return run if move.box is move.run else run[inside(move.box, move.run)]
 
 
 def _bytes(tensor: Tensor, room: int) -> Tensor:
@@ -223,7 +232,8 @@ class _Reading:
         number = move.holder.number
         if self._last[0] != number:
             self._last = number, self._read(self._held[number])
-        return self._last[1][inside(move.box, move.holder.box)]
+        tensor = self._last[1]
+        return tensor if move.box is move.holder.box else tensor[inside(move.box, move.holder.box)]
 
     def _read(self, held: Held) -> Tensor:
         wanted: torch.dtype = getattr(torch, held.entry.dtype)

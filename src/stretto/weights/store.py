@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stretto.ir.errors import WeightsError
+from stretto.weights.boxes import inside
 from stretto.weights.choose import bucket_bytes_for
 from stretto.weights.council import Council
 from stretto.weights.files import Safetensors
@@ -111,8 +112,9 @@ def _runs(number: int, bucket: Bucket, holdings: Holdings, held: Sequence[Held])
     """A bucket's bytes where they lie in files, joined where they follow each other there as in the bucket."""
     found: list[tuple[Tensor, int]] = []
     for move in moves_of(number, bucket, holdings):
-        part = held[move.holder.number].read().reshape(-1).view(torch.uint8)
-        found.append((part, move.offset))
+        tensor = held[move.holder.number].read()
+        part = tensor if move.box is move.holder.box else tensor[inside(move.box, move.holder.box)]
+        found.append((part.reshape(-1).view(torch.uint8), move.offset))
     return _joined(found)
 
 

@@ -81,6 +81,7 @@ class Buffers(msgspec.Struct):
 class Open(msgspec.Struct, tag=True):
     """A version is to come; nothing happens yet. Without a manifest if the receiver should know it."""
 
+    version: str
     digest: str
     bucket_bytes: int
     split: bool
