@@ -12,13 +12,14 @@ from stretto.cli.check import check
 from stretto.cli.compare import compare
 from stretto.cli.console import err, out
 from stretto.cli.onegpu import app as onegpu
+from stretto.cli.push import push
 from stretto.cli.show import show
 from stretto.cli.simulate import simulate
 from stretto.cli.update import update
 from stretto.ir.errors import StrettoError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-for command in (show, simulate, check, compare, update):
+for command in (show, simulate, check, compare, update, push):
     app.command()(command)
 app.add_typer(onegpu, name="onegpu")
 
@@ -42,7 +43,7 @@ def stretto(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Plan, check, simulate and compare pipeline schedules and weight updates. Start with: stretto show
+    """Plan, check, simulate and compare pipeline schedules and weight updates; push weights. Start with: stretto show
 
     Exit code 0: fine. 1: a checked schedule has violations. 2: bad input, one line on stderr says why.
     """

@@ -115,11 +115,15 @@ class Supervisor:
         self._waiting = False
         self.waited += time.monotonic() - since
         if ticket.error is not None:
-            deadline = time.monotonic() + _GRACE  # the reason is on its way: a connection fails before it is explained
-            while self._reason is None and time.monotonic() < deadline:
-                time.sleep(0.02)
-            reason = self._reason or f"rank {self.rank} lost a connection: {_one_line(ticket.error)}"
-            raise PipelineError(f"{reason}; rank {self.rank} was waiting for {what()}") from ticket.error
+            raise self.explained(ticket.error, what()) from ticket.error
+
+    def explained(self, error: BaseException, what: str) -> PipelineError:
+        """Why something that was waited for has failed: a connection fails before its reason is known."""
+        deadline = time.monotonic() + _GRACE
+        while self._reason is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        reason = self._reason or f"rank {self.rank} lost a connection: {_one_line(error)}"
+        return PipelineError(f"{reason}; rank {self.rank} was waiting for {what}")
 
     def fail(self, reason: str) -> None:
         """Tell everybody why the whole cannot go on; the first reason counts."""
@@ -223,7 +227,7 @@ class Supervisor:
 
 
 def _later(before: Any) -> Callable[..., None]:
-    """What a request to end does on the heels of a failure: torchrun asks at once, and the program is still to tell why."""
+    """What a request to end does on the heels of a failure, of which the program is yet to tell: torchrun asks at once."""
     asked: float | None = None
 
     def stop(*_: Any) -> None:

@@ -146,10 +146,9 @@ class Links:
         return ticket
 
     def check(self) -> None:
-        """Raise if a link has failed, as groups that do not block must be asked."""
+        """Raise if a link has failed."""
         for link in (*self._sends.values(), *self._receives.values()):
-            if hasattr(link.group, "check"):
-                link.group.check()
+            check_group(link.group)
 
     def abort(self) -> None:
         """Give up on all that is under way, so that no stream waits for it."""
@@ -160,6 +159,12 @@ class Links:
     def close(self) -> None:
         for link in (*self._sends.values(), *self._receives.values()):
             link.lane.close()
+
+
+def check_group(group: dist.ProcessGroup) -> None:
+    """Raise if a group that does not block has failed."""
+    if hasattr(group, "check"):
+        group.check()
 
 
 def _listed(shapes: list[torch.Size]) -> str:

@@ -1,8 +1,6 @@
 """A model trained by a plan: each rank runs its part of the checked program."""
 
-import atexit
 import hashlib
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +19,6 @@ from stretto.execute.lanes import HostLane
 from stretto.execute.record import Recorder
 from stretto.execute.ring import supervised
 from stretto.execute.streams import Reached, StreamTicket
-from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError, PlanError, ProgramError
 from stretto.ir.plan import Plan
 from stretto.program.lower import lower
@@ -30,7 +27,7 @@ from stretto.program.program import Program
 from stretto.runtime.draws import Draw
 from stretto.runtime.groups import Groups
 from stretto.runtime.layers import Layers, builder, even_costs, modules_named, outermost, ties_of
-from stretto.runtime.links import Links
+from stretto.runtime.links import Links, check_group
 from stretto.runtime.losses import Losses, Total
 from stretto.runtime.microbatches import cut
 from stretto.runtime.passes import Passes
@@ -326,8 +323,13 @@ class Pipeline:
     def _catch_up(self, wanted: bool = True) -> None:
         """Let the host wait until the device has got here."""
         if wanted and self._device.type == "cuda":
-            self._supervisor.wait(StreamTicket(Reached()), lambda: "the device to end the step")
-            self._links.check()
+            what = "the device to end the step"
+            self._supervisor.wait(StreamTicket(Reached()), lambda: what)
+            try:  # streams that were let go have ended too, but nothing has arrived
+                self._links.check()
+                check_group(self._group)
+            except RuntimeError as error:
+                raise self._supervisor.explained(error, what) from error
 
     def _given(self, batch: Any, name: str, stage: int) -> list[Value] | None:
         """The microbatches, demanded where they are needed."""

@@ -46,5 +46,6 @@ class Report:
         told = f"; unattested: {', '.join(odd)}" if odd else ", all attested"
         return (
             f"{self.version} ({self.digest[:8]}): {self.nbytes / 1e9:.3g} GB to {len(self.receivers)} receivers in "
-            f"{self.seconds:.3g} s ({self.gb_per_second:.1f} GB/s), {self.buckets} buckets, mode {self.mode}: {steps}{told}"
+            f"{self.seconds:.3g} s ({self.gb_per_second:.1f} GB/s), {self.buckets} buckets, mode {self.mode}: "
+            f"{steps}{told}"
         )

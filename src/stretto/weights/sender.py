@@ -148,6 +148,12 @@ class Sender:
             skips = self._jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
             return self._run(found, choice, staging, list(zip(mine, skips, strict=True)), in_flight, record, progress)
 
+    def homes(self, addresses: Sequence[str]) -> dict[str, int]:
+        """Which sender serves each address; raises if one cannot be reached, or is on no sender's device."""
+        asks = addresses if self._group.rank == 0 else []
+        asked = self._jointly(lambda: {it: self.status(it).device for it in asks})
+        return _homes(self._council.gather(asked, dict[str, str])[0], self._devices)
+
     def status(self, address: str) -> Told:
         """State, version and last error of a receiver."""
         return status(address, secret=self._secret)
@@ -292,9 +298,7 @@ class Sender:
                 raise WeightsError(f"rank {rank} pushes another version, or to other addresses, than rank 0")
         if not any(self._council.gather(bool(receivers), bool)):
             raise WeightsError("there is no receiver to push to")
-        asks = addresses if self._group.rank == 0 else []
-        asked = self._jointly(lambda: {it: self.status(it).device for it in asks})
-        homes = _homes(self._council.gather(asked, dict[str, str])[0], self._devices)
+        homes = self.homes(addresses)
         here = [it for it in addresses if homes[it] == self._group.rank]
         return self._jointly(lambda: [*map(self._remote, here), *(it for it in receivers if not isinstance(it, str))])
 
@@ -308,14 +312,7 @@ class Sender:
 
     def _free(self) -> int:
         """Bytes for buffers, those that are there included."""
-        held = 0 if self._staging is None else self._staging.nbytes
-        if self.device.type == "cuda":
-            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            return held + unused + torch.cuda.mem_get_info(self.device)[0]
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return held + int(line.split()[1]) * 1024
-        return 1 << 40
+        return free_bytes(self.device) + (0 if self._staging is None else self._staging.nbytes)
 
     def _staged(self, bucket_bytes: int, mode: Mode) -> Staging:
         """The device's buffers, those of the push before if they fit."""
@@ -334,6 +331,17 @@ def _each(endpoints: Sequence[Endpoint], ask: Callable[[Endpoint], T]) -> list[T
     """Ask all at the same time."""
     with ThreadPoolExecutor(max(1, len(endpoints))) as pool:
         return list(pool.map(ask, endpoints))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a device's memory has left."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return unused + torch.cuda.mem_get_info(device)[0]
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 40
 
 
 def _homes(devices: dict[str, str], senders: Sequence[str]) -> dict[str, int]:

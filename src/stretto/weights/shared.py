@@ -56,9 +56,9 @@ class OpenedBuffers:
     def __init__(self, buffers: Buffers, files: list[int], device: torch.device) -> None:
         self.number, self._address = buffers.number, 0
         if bool(buffers.handle) != (device.type == "cuda"):
-            places = "on a GPU", "in host memory"
             raise WeightsError(
-                f"the sender's buffers are {places[not buffers.handle]}, and this receiver is {places[device.type != 'cuda']}"
+                f"the sender's buffers are {'on a GPU' if buffers.handle else 'in host memory'}, "
+                f"and this receiver is on {device}"
             )
         if buffers.handle:
             torch.zeros((), device=device)  # the device is this thread's from here on

@@ -1,4 +1,4 @@
-"""Registering: what all ranks hold becomes one manifest, and every bucket's bytes come to the rank that will send it."""
+"""Registering: what ranks hold becomes one manifest, and every bucket comes to the rank that will send it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -178,7 +178,7 @@ Message: TypeAlias = (
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-class Gone(WeightsError):
+class Gone(WeightsError):  # noqa: N818 (a state of the other side)
     """The other side has closed the connection, is silent, or talks nonsense."""
 
 
@@ -261,7 +261,7 @@ class Connection:
         return data
 
     def greet(self, secret: bytes | None, *, serves: bool) -> None:
-        """Both sides say which protocol they speak and, over TCP, prove that they know the secret, without telling it."""
+        """Say which protocol one speaks and, over TCP, prove that one knows the secret, without telling it."""
         mine = secrets.token_bytes(32)
         self.tell(Hello(PROTOCOL, mine), seconds=_GREETING)
         hello, files = self.hear(seconds=_GREETING)
@@ -363,8 +363,7 @@ def listen(address: str, secret: bytes | None = None) -> socket.socket:
         host = where.host
         if not secret:
             raise WeightsError(f"{address} needs a secret: tcp is open to others (see secret_file)")
-        server = socket.create_server(host, backlog=16)
-        return server
+        return socket.create_server(host, backlog=16)
     room = path.parent
     room.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = room.stat()

@@ -1,0 +1,238 @@
+"""`stretto push`: bring a checkpoint into running inference engines."""
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+import msgspec
+import typer
+
+from stretto.cli.console import err, number, out, print_table
+from stretto.cli.inputs import Json, write_figure
+from stretto.draw import draw_text
+from stretto.ir.errors import StrettoError, WeightsError
+from stretto.program.update import MODES, Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stretto.weights import Report
+
+_DRAWN = 160  # tasks; more of them do not fit a terminal
+
+
+def push(
+    checkpoint: Annotated[Path, typer.Argument(help="A safetensors file, or a directory of them.")],
+    to: Annotated[
+        list[str] | None, typer.Option(help="A receiver: unix:///path or tcp://host:port; several, or commas.")
+    ] = None,
+    version: Annotated[
+        str | None, typer.Option(help="What receivers call it; the checkpoint's name if not given.")
+    ] = None,
+    in_flight: Annotated[str, typer.Option(help="Generations under way: wait for them, abort or keep them.")] = "wait",
+    mode: Annotated[str | None, typer.Option(help="serial, two or three; the fastest that fits if not given.")] = None,
+    bucket: Annotated[float | None, typer.Option(help="A bucket, and so each buffer, in MiB.")] = None,
+    split: Annotated[
+        bool, typer.Option("--split", help="Let tensors larger than a bucket go in parts, into receivers that can.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds that a receiver may take for a bucket.")] = 60.0,
+    secret_file: Annotated[Path | None, typer.Option(help="The secret that tcp receivers ask for.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Between senders: gloo, nccl or onegpu; by the device if not given.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would happen, and how long it takes.")
+    ] = False,
+    devices: Annotated[int, typer.Option("--devices", "-d", help="Senders, for --dry-run.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The timeline: .svg, .png, or .trace.json for Perfetto.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Push a checkpoint into live inference engines, pipelined and verified.
+
+    Every receiver is paused, takes all tensors, and serves the new version once all have them. If anything
+    fails, one line says what and where; receivers that had begun are dirty until the next push.
+
+    One sender for each device: start them with torchrun next to the engines. Without it there is one.
+
+    Examples:
+
+      stretto push step-100.safetensors --to unix:///run/user/1000/engine-0
+
+      torchrun --nproc-per-node 8 -m stretto push checkpoint/ --to $ADDRESSES --in-flight keep
+
+      stretto push checkpoint/ --dry-run --devices 8
+    """
+    from stretto.weights.files import Safetensors
+    from stretto.weights.wire import InFlight
+
+    if in_flight not in get_args(InFlight):
+        raise WeightsError(f"--in-flight is one of {', '.join(get_args(InFlight))} (got {in_flight!r:.40})")
+    if mode is not None and mode not in MODES:
+        raise WeightsError(f"--mode is one of {', '.join(MODES)} (got {mode!r:.40})")
+    if bucket is not None and not 0.001 <= bucket <= 1e6:
+        raise WeightsError(f"--bucket is a number of MiB above 0 (got {bucket:g})")
+    addresses = [it for given in to or [] for it in given.split(",") if it]
+    files = Safetensors(checkpoint)
+    options: dict[str, Any] = {"split": split, "bucket_bytes": None if bucket is None else _bytes(bucket)}
+    if dry_run:
+        _foresee(files, version or checkpoint.name, devices, mode, options, output)
+        return
+    if not addresses:
+        raise WeightsError("say where to push to: --to unix:///path (or --dry-run)")
+    with _senders(device, backend) as (rank, mesh, where), _bar(shown=rank == 0 and not json) as bar:
+        from stretto.weights.sender import Sender
+
+        with Sender(mesh, device=where, timeout=timeout, secret_file=secret_file, **options) as sender:
+            name = version or checkpoint.name
+            sender.homes(addresses)  # before anything else, so that a wrong one costs no time
+            bar("registering", 0, 1)
+            sender.register(name, files)
+            report = sender.push(
+                name,
+                addresses,
+                in_flight=cast("InFlight", in_flight),
+                mode=mode,
+                record=output is not None,
+                progress=lambda done, total: bar("pushing", done, total),
+            )
+        if rank == 0:
+            _tell(report, output, json=json)
+
+
+def _bytes(mebibytes: float) -> int:
+    return max(256, int(mebibytes * (1 << 20)) // 256 * 256)
+
+
+@contextmanager
+def _senders(device: str | None, backend: str | None) -> "Iterator[tuple[int, Any, Any]]":
+    """This process's rank, its mesh and its device; only the first rank speaks of errors that all have."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise WeightsError(f"--device is cpu or cuda (got {kind!r:.40})")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise WeightsError("--device cuda, but no GPU is found")
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    where = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
+    if kind == "cuda":
+        torch.cuda.set_device(where)
+    else:
+        where = torch.device("cpu")
+    try:
+        if size == 1:
+            yield 0, None, where
+            return
+        if backend == "onegpu":
+            import stretto.onegpu  # noqa: F401  (registers it)
+        dist.init_process_group(backend or ("nccl" if kind == "cuda" else "gloo"))
+        try:
+            yield rank, init_device_mesh(kind, (size,)), where
+        finally:
+            dist.destroy_process_group()
+    except StrettoError as error:
+        if rank:
+            raise typer.Exit(2) from error
+        raise
+
+
+@contextmanager
+def _bar(*, shown: bool) -> "Iterator[Any]":
+    """A progress bar on a terminal: what is being done, how far it is, and how fast."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, disable=not shown or not err.is_terminal, transient=True) as progress:
+        task = progress.add_task("connecting", total=1)
+
+        def told(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        yield told
+
+
+def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
+    if output is not None and report.timeline is not None:
+        write_figure(report.timeline, output)
+    if json:
+        told = {
+            "version": report.version,
+            "digest": report.digest,
+            "bytes": report.nbytes,
+            "buckets": report.buckets,
+            "bucket_bytes": report.bucket_bytes,
+            "mode": report.mode,
+            "seconds": report.seconds,
+            "gb_per_second": report.gb_per_second,
+            "steps": {name: {"predicted": it.predicted, "actual": it.actual} for name, it in report.steps.items()},
+            "receivers": report.receivers,
+        }
+        out.print(msgspec.json.format(msgspec.json.encode(told)).decode())
+        return
+    rate = f"{report.nbytes / 1e9:.3g} GB in {report.seconds:.3g} s, {report.gb_per_second:.1f} GB/s"
+    out.print(f"{report.version} ({report.digest[:8]}): {rate}; {report.buckets} buckets, mode {report.mode}")
+    print_table(
+        ["step", "foreseen, s", "took, s"],
+        [[name, number(it.predicted), number(it.actual)] for name, it in report.steps.items()],
+    )
+    for name, how in report.receivers.items():
+        out.print(f"{name} serves it, {how}")
+    if output is not None:
+        out.print(f"wrote {output}")
+
+
+def _foresee(
+    files: Any, version: str, devices: int, mode: Mode | None, options: dict[str, Any], output: Path | None
+) -> None:
+    """The plan of a push, with what this machine's copies are measured to be; a broadcast is taken as twice as fast."""
+    import torch
+
+    from stretto.weights.choose import bucket_bytes_for, buffers, choose
+    from stretto.weights.layout import lay_out
+    from stretto.weights.manifest import Manifest
+    from stretto.weights.sender import free_bytes
+    from stretto.weights.shared import resolved
+    from stretto.weights.speeds import copies
+
+    if not 1 <= devices <= 4096:
+        raise WeightsError(f"--devices is a number of senders from 1 to 4096 (got {devices})")
+    manifest = Manifest(version, tuple(it.entry for it in files.held()))
+    manifest.check()
+    device = resolved(None)
+    free = free_bytes(device)
+    bucket_bytes = options["bucket_bytes"] or bucket_bytes_for(manifest, devices, free)
+    buckets = lay_out(manifest, bucket_bytes, split=options["split"])
+    speeds = copies(torch.device(device))
+    rows = {}
+    for name in MODES if mode is None else (mode,):
+        rows[name] = choose(devices, len(buckets), bucket_bytes, speeds, free, mode=name)
+    best = min(rows.values(), key=lambda it: it.predicted.makespan)
+    if output is not None:
+        write_figure(best.predicted, output)
+    out.print(f"{version} ({manifest.digest[:8]}): {len(manifest.entries)} tensors, {manifest.nbytes:,} bytes")
+    out.print(
+        f"{len(buckets)} buckets of {bucket_bytes / (1 << 20):.6g} MiB from {devices} senders; {device} copies "
+        f"{speeds.h2d / 1e9:.3g} GB/s from the host, {speeds.reload / 1e9:.3g} GB/s within"
+    )
+    print_table(
+        ["mode", "foreseen, s", "GB/s", "buffers, MiB"],
+        [
+            [
+                f"{name}{' (mode)' if it is best else ''}",
+                number(it.predicted.makespan),
+                f"{manifest.nbytes / it.predicted.makespan / 1e9:.1f}",
+                f"{buffers(devices, name) * bucket_bytes / (1 << 20):.6g}",
+            ]
+            for name, it in rows.items()
+        ],
+    )
+    if output is not None:
+        out.print(f"wrote {output}")
+    elif len(best.program) <= _DRAWN:
+        out.print(draw_text(best.predicted, width=out.width))
