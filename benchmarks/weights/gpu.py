@@ -8,7 +8,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from stretto.weights.manifest import Entry
 
 GIB = 1 << 30
 PUSHES = 4
-Said = Callable[[str], None]
 
 
 def shapes(case: str, gib: float) -> list[Entry]:
@@ -34,12 +32,13 @@ def shapes(case: str, gib: float) -> list[Entry]:
     total = int(gib * GIB)
     if case == "engine":
         layers = max(1, round(14 * gib / 24))
-        return entries(engine_config(layers))
+        found: list[Entry] = entries(engine_config(layers))
+        return found
     size = {"256MiB": 256 << 20, "4MiB": 4 << 20, "70k": int(24 * GIB / 70_000) // 2 * 2}[case]
     return [Entry(f"layers.{k}.weight", "bfloat16", (size // 2,)) for k in range(max(1, total // size))]
 
 
-def engine_config(layers: int) -> Config:
+def engine_config(layers: int) -> Any:
     return Config(
         vocabulary=32768,
         layers=layers,

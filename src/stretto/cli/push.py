@@ -206,7 +206,7 @@ def _foresee(
     manifest.check()
     device = resolved(None)
     free = free_bytes(device)
-    bucket_bytes = options["bucket_bytes"] or bucket_bytes_for(manifest, devices, free)
+    bucket_bytes = options["bucket_bytes"] or bucket_bytes_for(manifest, devices, free, split=options["split"])
     buckets = lay_out(manifest, bucket_bytes, split=options["split"])
     speeds = copies(torch.device(device))
     rows = {}

@@ -227,7 +227,7 @@ class Supervisor:
 
 
 def _later(before: Any) -> Callable[..., None]:
-    """What a request to end does on the heels of a failure, of which the program is yet to tell: torchrun asks at once."""
+    """A request to end that follows a failure, as torchrun's does at once, leaves the program time to tell of it."""
     asked: float | None = None
 
     def stop(*_: Any) -> None:

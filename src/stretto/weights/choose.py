@@ -37,11 +37,11 @@ class Choice:
     predicted: Timeline
 
 
-def bucket_bytes_for(manifest: Manifest, devices: int, free: int) -> int:
-    """As large as helps: a model of several rounds, buffers that fit, and room for the largest tensor."""
+def bucket_bytes_for(manifest: Manifest, devices: int, free: int, *, split: bool = False) -> int:
+    """As large as helps: a model of several rounds, buffers that fit, and room for the largest tensor if it stays whole."""
     wanted = min(BUCKET_BYTES, max(_SMALLEST, manifest.nbytes // (devices * _ROUNDS)))
     most = int(free * _SHARE) // buffers(devices, "two") // ALIGNMENT * ALIGNMENT
-    least = least_bucket(manifest)
+    least = ALIGNMENT if split else least_bucket(manifest)
     if least > most:
         raise WeightsError(
             f"the largest tensor has {least:,} bytes, and {buffers(devices, 'two')} buffers of that size do not fit "

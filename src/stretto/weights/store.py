@@ -64,7 +64,7 @@ class Store:
         manifest = holdings.manifest
         bucket_bytes = self._bucket_bytes
         if bucket_bytes is None:
-            bucket_bytes = bucket_bytes_for(manifest, self._group.size, free)
+            bucket_bytes = bucket_bytes_for(manifest, self._group.size, free, split=self.split)
         buckets = lay_out(manifest, bucket_bytes, split=self.split)
         while len(self._versions) >= self._keep or version in self._versions:
             self.drop(version if version in self._versions else next(iter(self._versions)))
@@ -76,6 +76,7 @@ class Store:
         else:
             arena, room = self._room({k: buckets[k].nbytes for k in mine})
             on = (self._group.device, self._device) if holdings.on_device else (self._group.host, torch.device("cpu"))
+            on = (None, on[1]) if source.everywhere else on  # nothing is exchanged
             try:
                 spread(buckets, holdings, held, room, self._council, *on)
             except BaseException:

@@ -1,0 +1,98 @@
+"""`stretto push`, as a user types it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from stretto import parse_trace
+from stretto.weights.receiver import Receiver
+
+MODEL = {f"layers.{k}.weight": torch.arange(k, k + 5000.0) for k in range(9)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    save_file(MODEL, tmp_path / "step-7.safetensors")
+    return tmp_path / "step-7.safetensors"
+
+
+def stretto(*arguments: str, senders: int = 1) -> subprocess.CompletedProcess[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={senders}"] if senders > 1 else []
+    command = [sys.executable, *torchrun, "-m", "stretto", "push", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={"COLUMNS": "100", "PATH": ""})
+
+
+@pytest.mark.parametrize("senders", [1, 2])
+def test_a_checkpoint_is_pushed_and_told_of(checkpoint: Path, senders: int) -> None:
+    folder = checkpoint.parent
+    live = [{name: torch.zeros_like(it) for name, it in MODEL.items()} for _ in range(2)]
+    receivers = [Receiver(f"unix://{folder}/{k}", into=into).start() for k, into in enumerate(live)]
+    try:
+        trace = folder / "push.trace.json"
+        addresses = ",".join(str(it.address) for it in receivers)
+        done = stretto(str(checkpoint), "--to", addresses, "-o", str(trace), "--device", "cpu", senders=senders)
+        assert done.returncode == 0, done.stderr
+        assert "step-7.safetensors (" in done.stdout
+        for receiver in receivers:
+            assert f"{receiver.address} serves it, attested" in done.stdout
+            assert receiver.ensure_serving() == "step-7.safetensors"
+        assert all(torch.equal(into[name], it) for into in live for name, it in MODEL.items())
+        assert done.stdout.count("serves it") == 2  # one rank speaks
+        assert parse_trace(trace.read_text()).program.is_update
+    finally:
+        for receiver in receivers:
+            receiver.close()
+
+
+def test_the_report_as_json(checkpoint: Path) -> None:
+    live = {name: torch.zeros_like(it) for name, it in MODEL.items()}
+    with Receiver(f"unix://{checkpoint.parent}/r", into=live) as receiver:
+        receiver.start()
+        done = stretto(str(checkpoint), "--to", str(receiver.address), "--version", "v", "--json", "--device", "cpu")
+        told = msgspec.json.decode(done.stdout)
+        assert (told["version"], told["bytes"]) == ("v", 9 * 20000)
+        assert told["receivers"] == {str(receiver.address): "attested"}
+
+
+def test_a_dry_run_touches_nobody_and_draws_the_plan(checkpoint: Path) -> None:
+    done = stretto(str(checkpoint), "--dry-run", "--devices", "2", "--bucket", "0.04")
+    assert done.returncode == 0, done.stderr
+    assert "9 tensors, 180,000 bytes" in done.stdout
+    assert "5 buckets of 0.0397949 MiB" in done.stdout
+    assert "(chosen)" in done.stdout
+    assert "1 Reload" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "say where to push to: --to unix:///path (or --dry-run)"),
+        (["--to", "nowhere"], "'nowhere' is no address; there are unix:///path and tcp://host:port"),
+        (["--to", "unix:///nowhere/r"], "unix:///nowhere/r cannot be reached: No such file or directory"),
+        (["--to", "tcp://127.0.0.1:1"], "tcp://127.0.0.1:1 needs a secret: tcp is open to others (see secret_file)"),
+        (["--in-flight", "drop"], "--in-flight is one of wait, abort, keep (got 'drop')"),
+        (["--mode", "four"], "--mode is one of serial, two, three (got 'four')"),
+        (["--bucket", "0"], "--bucket is a number of MiB above 0 (got 0)"),
+        (["--dry-run", "--devices", "0"], "--devices is a number of senders from 1 to 4096 (got 0)"),
+        (["--to", "unix:///x", "--device", "tpu"], "--device is cpu or cuda (got 'tpu')"),
+    ],
+)
+def test_bad_input_is_one_line(checkpoint: Path, arguments: list[str], said: str) -> None:
+    done = stretto(str(checkpoint), *arguments)
+    assert done.returncode == 2
+    assert done.stderr == f"stretto: {said}\n"
+    assert done.stdout == ""
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"no header")
+    done = stretto(str(tmp_path / "x.safetensors"), "--dry-run")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"stretto: {tmp_path}/x.safetensors")
+    assert done.stderr.count("\n") == 1
