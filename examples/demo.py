@@ -1,8 +1,10 @@
-"""Draws the three source figures and a comparison into out/ and says in ten lines what they show; then trains."""
+"""Draws the source figures into out/ and says what they show; then trains, pushes into live engines and generates."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import figures
@@ -83,35 +85,48 @@ def check() -> None:
     tell("stretto.check", "proves a plan sound before anything runs it, or says what is wrong:", str(violation))
 
 
-def training() -> None:
-    """Four processes on this machine train by DualPipe; their last step is measured."""
-    trace = OUT / "training.trace.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(HERE / "train.py"), "dualpipe", str(trace)], capture_output=True, text=True, env=environment
-    )
+def loop() -> None:
+    """Two processes train, push into two running engines, and those generate; twice. The last of each is measured."""
+    print()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
+        engines = []
+        for name in ("a", "b"):
+            command = [sys.executable, "-m", "mini_engine", "--address", f"unix://{folder}/{name}"]
+            engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+            running.callback(engine.terminate)
+            assert engine.stdout is not None
+            engines.append(f"unix://{folder}/{name}={engine.stdout.readline().split()[-1]}")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        done = subprocess.run(
+            [*command, str(HERE / "loop.py"), *engines], env=environment, stderr=subprocess.PIPE, text=True
+        )
     if done.returncode:
-        sys.exit(f"training failed:\n{done.stderr}")
-    measured = stretto.parse_trace(trace.read_text())
+        sys.exit(f"the loop failed:\n{done.stderr}")
+    print()
+
+
+def measured() -> None:
+    """What the loop measured of its last step and its last push, beside what is foreseen."""
+    step, push = (stretto.parse_trace((OUT / f"{name}.trace.json").read_text()) for name in ("training", "push"))
     cores = len(os.sched_getaffinity(0))
-    shared = {"cores": stretto.Shared(cores, {"compute": 1}, devices=4)} if cores < 4 else {}
-    simulated = stretto.simulate(measured.program, msgspec.structs.replace(stretto.fit(measured), shared=shared))
-    stretto.draw_comparison({"simulated": simulated, "measured": measured}, OUT / "training.png")
-    first, *_, last = (line.split("loss")[1].strip() for line in done.stdout.splitlines())
-    took, predicted = 1e3 * measured.makespan, 1e3 * simulated.makespan
+    shared = {"cores": stretto.Shared(cores, {"compute": 1}, devices=2)} if cores < 2 else {}
+    simulated = stretto.simulate(step.program, msgspec.structs.replace(stretto.fit(step), shared=shared))
+    stretto.draw_comparison({"simulated": simulated, "measured": step}, OUT / "training.png")
+    stretto.draw_figure(push, OUT / "push.png")
+    took, predicted = 1e3 * step.makespan, 1e3 * simulated.makespan
     tell(
         "out/training.png",
-        f"4 processes on {cores} cores trained by DualPipe: loss {first} at first, {last} after 20 steps; the last one",
-        f"took {took:.0f} ms, a simulation with costs fitted to it {predicted:.0f} ms ({predicted / took - 1:+.0%}).",
+        f"the loop's last training step took {took:.0f} ms, a simulation with costs fitted to it {predicted:.0f} ms.",
     )
+    tell("out/push.png", "its last push, measured: copy, broadcast from each in turn, reload into both engines.")
 
 
 def main() -> None:
     OUT.mkdir(exist_ok=True)
     for draw in (figures.dualpipe, figures.overlap, figures.weight_update):
         draw(OUT / f"{draw.__name__}.png")
-    for part in (dualpipe, overlap, weight_update, comparison, check, training):
+    for part in (dualpipe, overlap, weight_update, comparison, check, loop, measured):
         part()
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pushes import Sharded, tensors_of
 from torch import Tensor
 
+from pushes import Sharded, tensors_of
 from stretto.ir.errors import WeightsError
 from stretto.weights.loading import Handing, Writing
 from stretto.weights.push import Push
@@ -184,12 +184,16 @@ def _next(pipe: Any) -> Any:
 def _make(trouble: str) -> None:
     """Something goes wrong in this sender, once."""
     left = [trouble] if trouble else []
+    asked: list[None] = []
 
     def once(owner: type, name: str, instead: Callable[[Callable[..., Any], Any], Any]) -> None:
         act = getattr(owner, name)
         setattr(owner, name, lambda *given: instead(act, given) if left else act(*given))
 
-    def little(_: Callable[..., Any], __: Any) -> int:
+    def little(act: Callable[..., Any], given: Any) -> int:
+        asked.append(None)
+        if trouble == "no room" and len(asked) == 1:  # there is some when the version is registered
+            return int(act(*given))
         left.clear()
         return 1000
 
@@ -205,7 +209,7 @@ def _make(trouble: str) -> None:
             buffer[77] ^= 4
 
     match trouble:
-        case "little memory":
+        case "little memory" | "no room":
             once(Sender, "_free", little)
         case "no memory":
             once(Sender, "_staged", refused)
@@ -234,6 +238,9 @@ class Worker:
         if not self._pipe.poll(max(0.0, seconds)):
             raise TimeoutError(f"process {self.pid} said nothing for {seconds:.1f} s")
         return self._pipe.recv()
+
+    def has_said(self) -> bool:
+        return self._pipe.poll()
 
     def ask(self, what: str, how: Any = None) -> Any:
         self.tell(what, how)
@@ -297,9 +304,7 @@ class Senders:
             Path(meeting).unlink(missing_ok=True)
             Path(meeting).parent.rmdir()
 
-    def begin(
-        self, version: str, addresses: Sequence[str], source: Any = None, *, but: Sequence[int] = ()
-    ) -> None:
+    def begin(self, version: str, addresses: Sequence[str], source: Any = None, *, but: Sequence[int] = ()) -> None:
         for number, rank in enumerate(self.ranks):
             if number not in but:
                 rank.tell("push", (version, source, list(addresses)))
@@ -348,18 +353,24 @@ class Team:
         return self._made[-1]
 
     @staticmethod
-    def fall_of(victim: Worker, *, until: Callable[[], bool] = lambda: False) -> float:
-        """When it fell, or when it was too late for that."""
+    def fall_of(victim: Worker, *, over: Callable[[], bool] = lambda: False) -> float:
+        """When it fell, or when it was over without that."""
         deadline = time.monotonic() + SECONDS
-        while not victim.fallen() and not until():
+        while not victim.fallen() and not over():
             assert time.monotonic() < deadline, "it did not fall"
             threading.Event().wait(0.01)
         return time.monotonic()
 
-    def repaired(self, version: str, senders: Senders, *, but: Sequence[int] = ()) -> None:
-        """The receivers that are left take a push, and when its senders have gone nothing is left of them."""
+    def repaired(
+        self, version: str, senders: Senders, *, but: Sequence[int] = (), busy_until: float | None = None
+    ) -> None:
+        """The receivers that are left take a push, and when its senders have gone nothing is left of them. They may
+        be busy for a while, where they wait for a sender that was stopped between two pushes."""
         alive = {a: r for k, (a, r) in enumerate(zip(self.addresses, self.receivers, strict=True)) if k not in but}
-        for told in senders.push(version, list(alive)).values():
+        said = senders.push(version, list(alive))
+        while busy_until and time.monotonic() < busy_until and "is busy" in str(said[0]):
+            said = senders.push(version, list(alive))
+        for told in said.values():
             assert isinstance(told, dict), told
             assert told == dict.fromkeys(alive, "attested")
         for receiver in alive.values():

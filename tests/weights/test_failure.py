@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pushes import tensors_of
-from weights_victims import BUCKET, SECONDS, SPEC, Senders, Team, Worker
 
+from pushes import tensors_of
 from stretto.weights.sender import Sender
+from weights_victims import BUCKET, SECONDS, SPEC, Senders, Team, Worker
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -134,7 +134,11 @@ def test_a_bit_that_flips_in_a_buffer_is_found(tmp_path: Path, senders: int) -> 
 
 @pytest.mark.parametrize(
     ("trouble", "said"),
-    [("little memory", "do not fit 1,000 free bytes"), ("no room", "12,288 bytes of buffers are needed, and 1,000 are free"), ("no memory", "rank 1: OutOfMemoryError: out of memory")],
+    [
+        ("little memory", "do not fit 1,000 free bytes"),
+        ("no room", "12,288 bytes of buffers are needed, and 1,000 are free"),
+        ("no memory", "rank 1: OutOfMemoryError: out of memory"),
+    ],
 )
 def test_without_memory_for_buffers_nobody_is_touched(tmp_path: Path, trouble: str, said: str) -> None:
     with Team(tmp_path, senders=0) as team:

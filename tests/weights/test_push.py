@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pushes
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pushes import same, tensors_of
-from ranks import Ranks
 from torch import Tensor
 
+import pushes
+from pushes import same, tensors_of
+from ranks import Ranks
 from stretto.program.task import Kind
 from stretto.weights.manifest import ITEM_BYTES, Entry
 from stretto.weights.receiver import Hooks, Receiver

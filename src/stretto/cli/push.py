@@ -158,6 +158,8 @@ def _bar(*, shown: bool) -> "Iterator[Any]":
 
 
 def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
+    from stretto.weights.report import size
+
     if output is not None and report.timeline is not None:
         write_figure(report.timeline, output)
     if json:
@@ -175,7 +177,7 @@ def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
         }
         out.print(msgspec.json.format(msgspec.json.encode(told)).decode())
         return
-    rate = f"{report.nbytes / 1e9:.3g} GB in {report.seconds:.3g} s, {report.gb_per_second:.1f} GB/s"
+    rate = f"{size(report.nbytes)} in {report.seconds:.3g} s, {report.gb_per_second:.3g} GB/s"
     out.print(f"{report.version} ({report.digest[:8]}): {rate}; {report.buckets} buckets, mode {report.mode}")
     print_table(
         ["step", "foreseen, s", "took, s"],
@@ -224,7 +226,7 @@ def _foresee(
         ["mode", "foreseen, s", "GB/s", "buffers, MiB"],
         [
             [
-                f"{name}{' (mode)' if it is best else ''}",
+                f"{name}{' (chosen)' if it is best else ''}",
                 number(it.predicted.makespan),
                 f"{manifest.nbytes / it.predicted.makespan / 1e9:.1f}",
                 f"{buffers(devices, name) * bucket_bytes / (1 << 20):.6g}",

@@ -40,12 +40,24 @@ class Report:
 
     def __str__(self) -> str:
         steps = ", ".join(
-            f"{name} {step.actual:.3g} s ({step.predicted:.3g} foreseen)" for name, step in self.steps.items()
+            f"{name} {_time(step.actual)} ({_time(step.predicted)} foreseen)" for name, step in self.steps.items()
         )
         odd = [name for name, how in self.receivers.items() if how != "attested"]
         told = f"; unattested: {', '.join(odd)}" if odd else ", all attested"
         return (
-            f"{self.version} ({self.digest[:8]}): {self.nbytes / 1e9:.3g} GB to {len(self.receivers)} receivers in "
-            f"{self.seconds:.3g} s ({self.gb_per_second:.1f} GB/s), {self.buckets} buckets, mode {self.mode}: "
+            f"{self.version} ({self.digest[:8]}): {size(self.nbytes)} to {len(self.receivers)} receivers in "
+            f"{_time(self.seconds)} ({self.gb_per_second:.3g} GB/s), {self.buckets} buckets, mode {self.mode}: "
             f"{steps}{told}"
         )
+
+
+def size(nbytes: int) -> str:
+    """For people."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= one:
+            return f"{nbytes / one:.3g} {unit}"
+    return f"{nbytes} bytes"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,161 @@
+"""Train, push, generate, twice: torchrun --nproc-per-node=2 examples/loop.py ADDRESS=URL …  (running mini_engines)
+
+Two processes train a mixture-of-experts model by DualPipe to count on; after each round they push it into the engines.
+"""
+
+import json
+import sys
+import urllib.request
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from mini_engine.model import CONFIGS, Config, checkpoint
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import stretto
+from stretto.weights import Export, Sender
+
+CONFIG = CONFIGS["tiny"]
+TOKENS, MICROBATCHES, ROUNDS, STEPS = 16, 8, 2, 14
+OUT = Path("out")
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(config.width, config.expert_width, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(config.expert_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        heads, kv = config.heads * config.head_width, config.kv_heads * config.head_width
+        self.d = config.head_width
+        self.q_proj, self.o_proj = (
+            nn.Linear(config.width, heads, bias=False),
+            nn.Linear(heads, config.width, bias=False),
+        )
+        self.k_proj, self.v_proj = (nn.Linear(config.width, kv, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, self.d)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        y = F.scaled_dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True, enable_gqa=True)
+        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+        return out
+
+
+def _rotated(x_BHTd: Tensor) -> Tensor:
+    half = x_BHTd.shape[-1] // 2
+    angle = torch.arange(x_BHTd.shape[2])[:, None] * 10_000 ** (-torch.arange(half) / half)
+    a, b = x_BHTd[..., :half], x_BHTd[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+class Block(nn.Module):
+    """One layer, as mini_engine computes it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(config.width, eps=1e-6) for _ in range(2))
+        self.self_attn, self.mlp = Attention(config), Mlp(config)
+        self.router = nn.Linear(config.width, config.experts, bias=False)
+        self.experts, self.chosen = nn.ModuleList(Mlp(config) for _ in range(config.experts)), config.chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        y = self.post_attention_layernorm(x)
+        best, experts = self.router(y).topk(self.chosen)
+        shares = torch.zeros(*y.shape[:-1], len(self.experts)).scatter(-1, experts, best.softmax(-1))
+        mixed = sum(shares[..., e, None] * expert(y) for e, expert in enumerate(self.experts))
+        return x + self.mlp(y) + mixed
+
+
+def layers() -> list[nn.Module]:
+    head = nn.Sequential()
+    head.add_module("norm", nn.RMSNorm(CONFIG.width, eps=1e-6))
+    head.add_module("lm_head", nn.Linear(CONFIG.width, CONFIG.vocabulary, bias=False))
+    made = [nn.Embedding(CONFIG.vocabulary, CONFIG.width), *(Block(CONFIG) for _ in range(CONFIG.layers)), head]
+    weights = checkpoint(CONFIG, seed=0)  # what the engines begin with
+    for number, layer in enumerate(made):
+        layer.load_state_dict({name: weights[exported(f"{number}.{name}")] for name in layer.state_dict()})
+    return made
+
+
+def exported(name: str) -> str:
+    """A parameter's name in the engines' checkpoints: 0.weight, 1.mlp…, 3.norm.weight as they know them."""
+    number, rest = name.split(".", 1)
+    prefix = {0: "embed_tokens.", CONFIG.layers + 1: ""}.get(int(number), f"layers.{int(number) - 1}.")
+    return prefix + rest
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    start = torch.randint(CONFIG.vocabulary, (4 * MICROBATCHES, 1), generator=torch.Generator().manual_seed(step))
+    tokens = (start + torch.arange(TOKENS + 1)) % CONFIG.vocabulary
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def generated(url: str) -> tuple[str, float, list[int]]:
+    """The version that answers, how much of what it generates counts on, and a sample."""
+    right, answer = 0, {}
+    for start in range(5, 85, 10):
+        wanted = [(start + 3 + k) % CONFIG.vocabulary for k in range(6)]
+        body = json.dumps({"tokens": [start, start + 1, start + 2], "count": 6}).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/generate", body), timeout=60) as reply:
+            answer = json.load(reply)
+        right += sum(a == b for a, b in zip(answer["tokens"], wanted, strict=True))
+    return answer["version"], right / 48, [start, start + 1, start + 2, *answer["tokens"]]
+
+
+def main() -> None:
+    engines = dict(it.split("=", 1) for it in sys.argv[1:])
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    plan = stretto.dualpipe(devices=mesh.size(), microbatches=MICROBATCHES)
+    pipe = stretto.Pipeline(layers(), plan=plan, loss=loss, mesh=mesh["pp"])
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=5e-3)
+    export = Export(rename=exported, dtype=torch.bfloat16)
+
+    def say(text: str) -> None:
+        if pipe.rank == 0:
+            print(text, flush=True)
+
+    def generate() -> None:
+        for url in engines.values() if pipe.rank == 0 else ():
+            version, right, sample = generated(url)
+            say(f"generate  {url} serves {version}: {right:4.0%} right, e.g. {' '.join(map(str, sample))}")
+
+    with Sender(mesh["pp"], device="cpu", bucket_bytes=16384) as sender:
+        generate()
+        for number in range(1, ROUNDS + 1):
+            for step in range(STEPS):
+                last = number == ROUNDS and step == STEPS - 1
+                result = pipe.step(*batch(1000 * number + step), record=last)
+                optimizer.step()
+            say(f"train     {STEPS} steps by DualPipe on {mesh.size()} processes: loss {result.loss:.3f}")
+            sender.register(f"step-{number * STEPS}", export(pipe))
+            report = sender.push(f"step-{number * STEPS}", list(engines), record=True)
+            say(f"push      {report}")
+            generate()
+        for name, timeline in {"training": result.timeline, "push": report.timeline}.items():
+            if timeline is not None:
+                OUT.mkdir(exist_ok=True)
+                (OUT / f"{name}.trace.json").write_text(stretto.draw_trace(timeline))
+    pipe.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
