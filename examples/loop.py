@@ -19,7 +19,7 @@ import stretto
 from stretto.weights import Export, Sender
 
 CONFIG = CONFIGS["tiny"]
-TOKENS, MICROBATCHES, ROUNDS, STEPS = 16, 8, 2, 14
+TOKENS, MICROBATCHES, ROUNDS, STEPS = 16, 8, 2, 8
 OUT = Path("out")
 
 
@@ -147,7 +147,8 @@ def main() -> None:
             say(f"train     {STEPS} steps by DualPipe on {mesh.size()} processes: loss {result.loss:.3f}")
             sender.register(f"step-{number * STEPS}", export(pipe))
             report = sender.push(f"step-{number * STEPS}", list(engines), record=True)
-            say(f"push      {report}")
+            how = ", ".join(sorted(set(report.receivers.values())))
+            say(f"push      {report.version} into {len(engines)} running engines in {1e3 * report.seconds:.0f} ms: {how}")
             generate()
         for name, timeline in {"training": result.timeline, "push": report.timeline}.items():
             if timeline is not None:

@@ -32,7 +32,7 @@ def tensors_of(spec: Spec, seed: int) -> dict[str, Tensor]:
 
 def same(one: Tensor, other: Tensor) -> bool:
     """To the bit, whatever the bits mean."""
-    raw = [it.contiguous().reshape(-1).view(torch.uint8) for it in (one, other)]
+    raw = [it.contiguous().reshape(-1).view(torch.uint8).cpu() for it in (one, other)]
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*raw)
 
 
@@ -63,10 +63,11 @@ def push(
     """Push versions one after the other; of each, its report or the error's text."""
     rank, size = mesh.get_local_rank(), mesh.size()
     found: list[Any] = []
-    with Sender(mesh, device="cpu", **options.get("sender", {})) as sender:
+    with Sender(mesh, **options.get("sender", {})) as sender:
         for seed in seeds:
+            tensors = {name: it.to(options.get("on", "cpu")) for name, it in tensors_of(spec, seed).items()}
             try:
-                sender.register(f"v{seed}", Sharded(tensors_of(spec, seed), rank, size))
+                sender.register(f"v{seed}", Sharded(tensors, rank, size))
                 found.append(sender.push(f"v{seed}", addresses, **options.get("push", {})))
             except WeightsError as error:
                 found.append(str(error))

@@ -1,4 +1,4 @@
-"""A push between processes of one machine without a GPU, beside plain copies; and how long a million tensors take to plan.
+"""A push between processes without a GPU, beside plain copies; and how long a million tensors take to plan.
 
 python benchmarks/weights/cpu.py [--mib 512] [--senders 4]
 """

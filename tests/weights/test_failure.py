@@ -1,4 +1,4 @@
-"""Whatever dies, stops, is slow or wrong: nobody hangs, nothing is mixed, the culprit is named, and the next push repairs."""
+"""Whatever dies, stops, is slow or wrong is named, nobody hangs, nothing is mixed, and the next push repairs."""
 
 import os
 import re
@@ -222,7 +222,7 @@ def test_an_engine_whose_sender_dies_refuses_to_generate_until_the_next_push(fol
             while engine.receiver.status.state != "dirty":
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            with pytest.raises(Unavailable, match="dirty: the sender (has closed the connection|is gone)"):
+            with pytest.raises(Unavailable, match=r"dirty: the sender (has closed the connection|is gone)"):
                 engine.generate(PROMPT, 8)
             made.append(Senders(1, bucket_bytes=None))
             assert made[1].push("new", [address], NEW) == {0: {address: "attested"}}

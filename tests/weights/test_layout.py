@@ -1,5 +1,7 @@
 """Buckets, boxes and sums, against plain loops."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -43,7 +45,7 @@ def test_every_byte_is_in_one_bucket_in_model_order(model: Manifest, size: int, 
 def test_no_two_neighbouring_buckets_would_fit_one(model: Manifest) -> None:
     most = max(2048, least_bucket(model))
     buckets = lay_out(model, most)
-    for before, after in zip(buckets, buckets[1:], strict=False):
+    for before, after in pairwise(buckets):
         assert before.nbytes + after.pieces[0].nbytes > most
 
 

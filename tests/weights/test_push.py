@@ -1,5 +1,6 @@
 """Pushes from real sender processes into receivers of this one."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from stretto.program.task import Kind
 from stretto.weights.manifest import ITEM_BYTES, Entry
 from stretto.weights.receiver import Hooks, Receiver
 
+DEVICE = os.environ.get("STRETTO_TEST_DEVICE", "cpu")  # "cuda" runs all of this on a GPU, under MPS
 SPEC = [("float32", (64, 33)), ("bfloat16", (7,)), ("int8", (5, 5, 5)), ("float8_e4m3fn", (300, 40)), ("int64", ())]
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    made = Ranks(4)
+    made = Ranks(4, backend="gloo" if DEVICE == "cpu" else "onegpu", device=DEVICE)
     yield made
     made.stop()
 
@@ -38,7 +40,7 @@ class Keeper:
 
     def __call__(self, tensors: Any) -> list[str]:
         for name, tensor in tensors:
-            self.loaded[name] = tensor.clone()
+            self.loaded[name] = tensor.to("cpu", copy=True)
             self.order.append(name)
         return [name for name, _ in tensors]
 
@@ -55,7 +57,7 @@ class Keeper:
 
 
 def live(seed: int = 0) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(tensor) for name, tensor in tensors_of(SPEC, seed).items()}
+    return {name: torch.zeros_like(tensor, device=DEVICE) for name, tensor in tensors_of(SPEC, seed).items()}
 
 
 def shapes() -> Any:
@@ -85,13 +87,11 @@ def test_every_bit_arrives(
     receivers, results = [], []
     for number, in_place in enumerate(kinds):
         address = f"unix://{folder}/{number}"
-        target: Any = {name: torch.zeros_like(it) for name, it in expected.items()} if in_place else Keeper()
-        receivers.append(
-            Receiver(address, **({"into": target} if in_place else {"load": target}), device="cpu").start()
-        )
+        target: Any = {name: torch.zeros_like(it, device=DEVICE) for name, it in expected.items()} if in_place else Keeper()
+        receivers.append(Receiver(address, **({"into": target} if in_place else {"load": target})).start())
         results.append(target if in_place else target.loaded)
     try:
-        options = {"sender": {"bucket_bytes": bucket, "split": split}}
+        options = {"sender": {"bucket_bytes": bucket, "split": split}, "on": DEVICE}
         told = ranks.run(pushes.push, senders, spec, [1, 2], [str(it.address) for it in receivers], options)
         for report in (report for rank in told for report in rank):
             assert not isinstance(report, str), report
@@ -147,7 +147,7 @@ def test_a_receiver_is_led_through_its_states_in_order(ranks: Ranks, folder: Pat
 def test_slices_are_written_where_they_belong_and_other_buckets_are_skipped(ranks: Ranks, folder: Path) -> None:
     expected = tensors_of(SPEC, 1)
     cut = {"t0": (slice(10, 20), slice(3, 30)), "t3": (slice(None), slice(20, None))}
-    into = {name: torch.zeros_like(expected[name][index]) for name, index in cut.items()}
+    into = {name: torch.zeros_like(expected[name][index], device=DEVICE) for name, index in cut.items()}
     addresses = [data.data_ptr() for data in into.values()]
     with Receiver(f"unix://{folder}/r", into=into, slices=cut) as receiver:
         receiver.start()
@@ -244,16 +244,16 @@ def test_receivers_of_a_failed_push_are_dirty_and_refuse_to_serve(ranks: Ranks, 
         for receiver in (first, second):
             assert receiver.status.state == "dirty"
             assert "KeyError" in receiver.status.error
-            with pytest.raises(ValueError, match="not serving: dirty: .*KeyError"):
+            with pytest.raises(ValueError, match=r"not serving: dirty: .*KeyError"):
                 receiver.ensure_serving()
 
 
 @pytest.mark.parametrize(
     ("into", "said"),
     [
-        ({"t9": torch.zeros(1)}, "t9 is missing"),
-        ({"t0": torch.zeros(64, 33, dtype=torch.float64)}, "t0 is float32, not float64"),
-        ({"t0": torch.zeros(64, 34)}, "t0 has shape (64, 33), and it does not fit (64, 34)"),
+        ({"t9": torch.zeros(1, device=DEVICE)}, "t9 is missing"),
+        ({"t0": torch.zeros(64, 33, dtype=torch.float64, device=DEVICE)}, "t0 is float32, not float64"),
+        ({"t0": torch.zeros(64, 34, device=DEVICE)}, "t0 has shape (64, 33), and it does not fit (64, 34)"),
     ],
 )
 def test_a_version_that_does_not_fit_is_refused_before_anybody_pauses(

@@ -8,7 +8,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from weights_victims import Team, Worker, receive
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.manifest import Entry, Manifest
@@ -51,6 +50,7 @@ from stretto.weights.wire import (
     connect,
     read_secret,
 )
+from weights_victims import Team, Worker, receive
 
 SECONDS = 30.0
 SECRET = b"7e4bd8a1c3f0925566d0a7be18c2f94d"
@@ -77,8 +77,8 @@ class Door:
         if self.kind == "tcp":
             where = "127.0.0.1", int(self.address.rsplit(":", 1)[1])
         made = socket.socket(socket.AF_UNIX if self.kind == "unix" else socket.AF_INET)
-        made.settimeout(SECONDS)
         made.connect(where)
+        made.settimeout(SECONDS)
         return made
 
     def throw(self, data: bytes) -> bytes:
@@ -102,6 +102,7 @@ class Door:
             except WeightsError as error:  # a receiver may have yet to see that the one before has gone
                 assert "is busy" in str(error)
                 assert time.monotonic() < deadline
+                threading.Event().wait(0.01)
         assert self.receiver.ensure_serving() == version
         assert self.live["w"].tolist() == [float(self._pushes)] * 100
         self.sender.free_buffers()  # which lets go of the receiver
@@ -442,7 +443,7 @@ def test_nobody_there_is_said_with_the_address(folder: Path) -> None:
 # The secret.
 
 
-def test_tcp_is_refused_without_a_secret_on_either_side(folder: Path) -> None:
+def test_tcp_is_refused_without_a_secret_on_either_side() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(WeightsError, match="needs a secret"):
         Receiver(address, lambda _: None)
@@ -595,15 +596,23 @@ def test_before_the_proof_nothing_is_told(guarded: Door) -> None:
         assert _kinds(guarded.throw(HELLO + said(*words))) == ["Hello"]
 
 
-def test_of_two_senders_one_waits_its_turn(guarded: Door) -> None:
-    first: Connection = connect(guarded.address, guarded.secret)
-    second: Connection = connect(guarded.address, guarded.secret)
-    try:
-        assert after_opening(first, Ask()) == [guarded.receiver.status]
-        second.tell(opening())
-        answer: Sequence[Any] = second.hear(seconds=SECONDS)
-        assert answer[0] == Failed("is busy with another update", dirty=False)
-    finally:
-        first.close()
-        second.close()
+@pytest.fixture
+def two(guarded: Door) -> Iterator[list[Connection]]:
+    made = [connect(guarded.address, guarded.secret) for _ in range(2)]
+    yield made
+    for connection in made:
+        connection.close()
+
+
+def test_of_two_senders_one_is_refused_while_the_other_pushes(guarded: Door, two: list[Connection]) -> None:
+    first, second = two
+    assert isinstance(after_opening(first, Start("wait"))[0], Started)
+    second.tell(opening())
+    assert second.hear(seconds=SECONDS)[0] == Failed("is busy with another update", dirty=False)
+    first.close()
+    guarded.push()
+
+
+def test_a_sender_between_two_pushes_keeps_nobody_out(guarded: Door, two: list[Connection]) -> None:
+    assert after_opening(two[0], Ask()) == [guarded.receiver.status]
     guarded.push()

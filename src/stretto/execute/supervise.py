@@ -101,13 +101,16 @@ class Supervisor:
         if self._reason is None and self._asked and time.monotonic() - self._asked > _GRACE:
             self.fail(f"rank {self.rank} was asked to end")
 
-    def wait(self, ticket: Awaited, what: Callable[[], str]) -> None:
-        """Wait for something that was started; raise if it fails, or if what it waits for can never come."""
+    def wait(self, ticket: Awaited, what: Callable[[], str], *, patience: float | None = None) -> None:
+        """Wait for something that was started; raise if it fails, or if what it waits for can never come.
+
+        Where nobody is to blame it is given up after the timeout, or after as many seconds as `patience` says.
+        """
         if ticket.done and ticket.error is None:
             return
         self._waiting, since = True, time.monotonic()
         while not ticket.wait(_POLL):
-            if self._reason is None and time.monotonic() - since > self._timeout + SILENCE:  # nobody else is to blame
+            if self._reason is None and time.monotonic() - since > (patience or self._timeout) + SILENCE:
                 self.fail(f"rank {self.rank} waited for {what()} for {time.monotonic() - since:.0f} s")
             self._give_up_if_asked()
             if self._reason is not None:
@@ -157,6 +160,9 @@ class Supervisor:
             self._stepping = False
             if before is not None:
                 signal.signal(signal.SIGTERM, _later(before) if failed else before)
+                if self._asked and not failed:  # the step has ended all the same; what follows is as it would be
+                    self._asked = 0.0
+                    os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
         """Leave the ring in peace."""

@@ -38,7 +38,7 @@ class Choice:
 
 
 def bucket_bytes_for(manifest: Manifest, devices: int, free: int, *, split: bool = False) -> int:
-    """As large as helps: a model of several rounds, buffers that fit, and room for the largest tensor if it stays whole."""
+    """As large as helps: several rounds, buffers that fit, and room for the largest tensor if that stays whole."""
     wanted = min(BUCKET_BYTES, max(_SMALLEST, manifest.nbytes // (devices * _ROUNDS)))
     most = int(free * _SHARE) // buffers(devices, "two") // ALIGNMENT * ALIGNMENT
     least = ALIGNMENT if split else least_bucket(manifest)

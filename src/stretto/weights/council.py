@@ -1,15 +1,19 @@
 """Senders among themselves: what each has to say is known to all, or it is known who is missing."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from stretto.execute.lanes import HostLane
+from stretto.execute.lanes import Awaited, HostLane
+from stretto.execute.streams import Reached, StreamTicket
 from stretto.execute.supervise import Supervisor
 
 T = TypeVar("T")
+_LONG = 3600.0  # seconds
 
 
 class Council:
@@ -18,6 +22,7 @@ class Council:
     def __init__(self, group: dist.ProcessGroup | None, supervisor: Supervisor) -> None:
         self.group, self._supervisor = group, supervisor
         self._lane = HostLane("council")
+        self._patience: float | None = None
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
 
     def gather(self, word: T, kind: type[T]) -> list[T]:
@@ -34,10 +39,26 @@ class Council:
         found = (row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True))
         return [msgspec.msgpack.decode(text, type=kind) for text in found]
 
-    def settle(self, work: dist.Work | None) -> None:
+    def settle(self, work: dist.Work | None, device: torch.device | None = None) -> None:
         """Wait for what all senders do together."""
-        if work is not None:
-            self._supervisor.wait(self._lane.follow(work), lambda: "the other senders")
+        if work is None:
+            return
+        ticket: Awaited
+        if device is not None and device.type == "cuda":
+            work.wait()  # the stream does
+            ticket = StreamTicket(Reached())
+        else:
+            ticket = self._lane.follow(work)
+        self._supervisor.wait(ticket, lambda: "the other senders", patience=self._patience)
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Others may take long, as to read files: only their death ends the wait soon."""
+        self._patience = _LONG
+        try:
+            yield
+        finally:
+            self._patience = None
 
     def close(self) -> None:
         self._lane.close()

@@ -13,7 +13,6 @@ from stretto.weights.wire import (
     BEAT,
     Abandon,
     Ask,
-    Beat,
     Commit,
     Connection,
     End,
@@ -142,7 +141,7 @@ class Remote:
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
             try:
-                self._connection.tell(Beat())
+                self._connection.beat()
             except Gone:
                 return
 

@@ -84,7 +84,7 @@ class _File:
 
     def read(self, entry: Entry, start: int) -> Tensor:
         """A tensor, where it lies."""
-        self._check()
+        self.check()
         dtype: torch.dtype = getattr(torch, entry.dtype)
         count = prod(entry.shape)
         if not count:
@@ -93,7 +93,7 @@ class _File:
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(entry.shape)
         return self.whole[start : start + entry.nbytes].view(dtype).view(entry.shape)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise rather than die of a bus error, or mix two versions."""
         nbytes = self._map.size()
         if nbytes < self._identity.nbytes:
@@ -138,6 +138,11 @@ class Safetensors:
         for file in self._files:
             for entry, start in file.entries:
                 yield Held(entry, whole(entry.shape), partial(file.read, entry, start))
+
+    def check(self) -> None:
+        """Raise if a file is not what it was."""
+        for file in self._files:
+            file.check()
 
     def maps(self) -> list[Tensor]:
         """Each file's bytes, of which all tensors that are read are parts."""

@@ -4,7 +4,7 @@ import gc
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import cpu_count
 from typing import Any
 
@@ -24,7 +24,8 @@ class Arena:
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self._map = mmap.mmap(-1, max(nbytes, _PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # not every kernel has them
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pinned: Pinned | None = None
         if pinned:
@@ -73,21 +74,33 @@ def copy_in_parallel(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
 
     def copy(batch: list[tuple[Tensor, Tensor]]) -> None:
         for into, source in batch:
-            if source.is_cuda or source.dtype != torch.uint8:
-                into.copy_(source, non_blocking=True)
-            else:
+            if source.dtype == torch.uint8:
                 np.copyto(into.numpy(), source.numpy())
+            else:
+                into.copy_(source)
+
+    devices: set[torch.device] = set()
+
+    def on_host() -> Iterator[tuple[Tensor, Tensor]]:
+        for into, source in copies:
+            if source.is_cuda:  # from the caller's stream, in order with what is there
+                into.copy_(source, non_blocking=True)
+                devices.add(source.device)
+            else:
+                yield into, source
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        for _ in pool.map(copy, _batches(copies)):
+        for _ in pool.map(copy, _batches(on_host())):
             pass
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _batches(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
     batch: list[tuple[Tensor, Tensor]] = []
     held = 0
     for into, source in copies:
-        if into.nbytes > _PART and not source.is_cuda and source.dtype == torch.uint8 and source.dim() == 1:
+        if into.nbytes > _PART and source.dtype == torch.uint8 and source.dim() == 1:
             yield from ([pair] for pair in zip(*(torch.split(it, _PART) for it in (into, source)), strict=True))
             continue
         batch.append((into, source))

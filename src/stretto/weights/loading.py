@@ -43,11 +43,13 @@ class Handing:
         self.skips: list[int] = []
         self.buckets = buckets
         self._load, self._manifest, self._retains = load, manifest, retains
-        self._left: set[str] | None = {entry.name for entry in manifest.entries}
+        self._left: set[str] | None = set()
+        self._coming: set[int] = set()
         self._views: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
 
     def begin(self) -> None:
         self._left = {entry.name for entry in self._manifest.entries}
+        self._coming = set(range(len(self.buckets)))
 
     def load(self, number: int, buffer: Tensor) -> None:
         key = number, buffer.data_ptr()
@@ -62,13 +64,16 @@ class Handing:
         if self._retains:
             taken = self._load([(name, tensor.clone()) for name, tensor in tensors])
         else:
-            taken = self._load(tensors)
+            taken = self._load(list(tensors))
+        self._coming.discard(number)
         if taken is None:
             self._left = None
         elif self._left is not None:
             self._left.difference_update(taken)
 
     def missing(self) -> list[str] | None:
+        if self._coming:
+            return [self._manifest.entries[p.entry].name for k in sorted(self._coming) for p in self.buckets[k].pieces]
         return None if self._left is None else [e.name for e in self._manifest.entries if e.name in self._left]
 
 

@@ -1,7 +1,9 @@
 """One push: what each task of its program is, as work of three lanes."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,6 +24,7 @@ from stretto.weights.layout import Bucket
 from stretto.weights.shared import SharedBuffers
 from stretto.weights.sums import place_sum
 
+log = logging.getLogger(__name__)
 Sources = Callable[[int], Sequence[tuple[Tensor, int]]]
 """What a bucket is in host memory: bytes, and where in the bucket they go."""
 Progress = Callable[[int, int], None]
@@ -107,10 +110,15 @@ class Push:
             for at, task in enumerate(self._walk.tasks):
                 self._supervisor.wait(self._tickets[at], lambda task=task: str(task))  # type: ignore[misc]
                 if progress is not None and task.kind is Kind.RELOAD and not self._stopped.is_set():
-                    progress(task.microbatch + 1, len(self._buckets))
+                    progress = _told(progress, task.microbatch + 1, len(self._buckets))
         finally:
             self._stopped.set()
             self._asking.shutdown(wait=False)
+
+    def forget(self) -> None:
+        """Let go of all that it held, which a circle of references would keep."""
+        self._tickets.clear()
+        self._started.clear()
 
     def check(self) -> None:
         """Raise if it was a receiver of this sender, or this sender, that stopped it."""
@@ -121,8 +129,10 @@ class Push:
         """As they were here."""
         seconds, taken = self.seconds(), dict.fromkeys(_LANES, 0)
         for task in self.tasks:
-            taken[task.lane.name] += self._buckets[task.microbatch].nbytes
-        found = {name: taken[name] / seconds[name] if seconds[name] > 0 else 1e12 for name in _LANES}
+            wants = self._wanted[self._group.rank] if task.kind is Kind.RELOAD else set[int]().union(*self._wanted)
+            if task.microbatch in wants:
+                taken[task.lane.name] += self._buckets[task.microbatch].nbytes
+        found = {name: taken[name] / seconds[name] if taken[name] and seconds[name] > 0 else 1e12 for name in _LANES}
         return Speeds(**found)
 
     def seconds(self) -> dict[str, float]:
@@ -215,7 +225,10 @@ class Push:
         try:
             asked = [endpoint for endpoint, skips in self._endpoints if bucket not in skips]
             total = self._sums[bucket]
-            list(self._asking.map(lambda it: it.load(bucket, slot, total, seconds=self._timeout), asked))
+            begun = [self._asking.submit(it.load, bucket, slot, total, seconds=self._timeout) for it in asked]
+            futures.wait(begun)  # all of them, or one would still be listened to when it is told to stop
+            for it in begun:
+                it.result()
         except Exception as error:
             self._stop(error, f"reloading bucket {bucket}")
 
@@ -232,6 +245,16 @@ class Push:
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(stream)
             event.synchronize()
+
+
+def _told(progress: Progress, done: int, total: int) -> Progress | None:
+    """Whoever cannot hear of progress is not told again."""
+    try:
+        progress(done, total)
+    except Exception:
+        log.exception("progress could not be told")
+        return None
+    return progress
 
 
 def _wait(work: dist.Work | None) -> None:

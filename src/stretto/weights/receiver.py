@@ -4,6 +4,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,6 @@ from stretto.weights.wire import (
     Abandon,
     Address,
     Ask,
-    Beat,
     Commit,
     Connection,
     End,
@@ -116,6 +116,7 @@ class Receiver:
         self._version, self._error, self._attested = version, "", False
         self._asking: SimpleQueue[tuple[Connection, Open, list[int]] | None] = SimpleQueue()
         self._updating: Connection | None = None
+        self._answering = False
         self._seats = threading.BoundedSemaphore(_MOST)
         self._known: dict[str, Manifest] = {}
         self._closed = False
@@ -146,12 +147,17 @@ class Receiver:
         """Take updates until closed."""
         while (asked := self._asking.get()) is not None:
             connection, opening, files = asked
+            conversation = _Conversation(self, connection)
             try:
-                _Conversation(self, connection).hold(opening, files)
+                conversation.hold(opening, files)
+            except Exception as error:
+                log.exception("%s: a conversation ended", self.address)
+                conversation.fail(f"{type(error).__name__}: {error}")
             finally:
                 connection.close()
                 with self._lock:
-                    self._updating = None
+                    if self._updating is connection:
+                        self._updating = None
 
     def start(self) -> "Receiver":
         """Serve in a thread of its own."""
@@ -185,8 +191,12 @@ class Receiver:
         while not self._closed:
             try:
                 stream, _ = self._server.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                log.warning("%s: cannot let anybody in: %s", self.address, error)
+                time.sleep(0.1)
+                continue
             if not same_user(stream) or not self._seats.acquire(blocking=False):
                 log.warning("%s: turned somebody away", self.address)
                 stream.close()
@@ -218,9 +228,14 @@ class Receiver:
                 connection.close()
 
     def _claim(self, connection: Connection) -> bool:
+        """One sender at a time; one that is between two pushes is sent away when another comes."""
         with self._lock:
-            if self._updating is not None or self._closed:
+            if self._closed or (
+                self._updating is not None and (self._answering or self._state not in ("serving", "dirty"))
+            ):
                 return False
+            if self._updating is not None:
+                self._updating.close()
             self._updating = connection
             return True
 
@@ -269,13 +284,14 @@ class _Conversation:
         try:
             message: Message = opening
             while True:
-                self._answering = True
+                self._receiver._answering = self._answering = True
                 self._answer(message, files)
-                self._answering = False
+                self._receiver._answering = self._answering = False
                 message, files = self._connection.hear(seconds=_EVER)
         except Gone as error:
-            self._fail(f"the sender {error}")
+            self.fail(f"the sender {error}")
         finally:
+            self._receiver._answering = False
             over.set()
             self._loading = None
             beats.join()
@@ -287,7 +303,7 @@ class _Conversation:
         while not over.wait(BEAT):
             with contextlib.suppress(Gone):
                 if self._answering:
-                    self._connection.tell(Beat())
+                    self._connection.beat()
 
     def _answer(self, message: Message, files: list[int]) -> None:
         try:
@@ -304,7 +320,7 @@ class _Conversation:
                 case Commit():
                     answer = self._commit()
                 case Abandon():
-                    self._fail(message.why)
+                    self.fail(message.why)
                     return
                 case Ask():
                     answer = self._receiver.status
@@ -316,7 +332,7 @@ class _Conversation:
             why = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
             if not isinstance(error, WeightsError):
                 log.exception("%s: an update failed", self._receiver.address)
-            self._fail(why)
+            self.fail(why)
             answer = Failed(why, dirty=self._receiver.status.state == "dirty")
         finally:
             close_files(files)
@@ -327,7 +343,7 @@ class _Conversation:
         if state not in states:
             raise WeightsError(f"that cannot be while {state}")
 
-    def _fail(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         """What was not touched goes on; what was is dirty until a whole push has gone well."""
         state = self._receiver.status.state
         if state == "paused":

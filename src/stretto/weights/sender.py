@@ -106,10 +106,10 @@ class Sender:
         What it holds may change afterwards, except for files in shared memory, which are used where they lie.
         """
         self._check()
-        with self._breaking(), uncollected():
-            made = self._jointly(lambda: as_source(source))
+        with self._breaking(), self._council.patient(), uncollected():
+            made = self._jointly(lambda: _named(version, as_source(source)))
             held = self._jointly(lambda: list(made.held()))
-            self._store.add(version, made, held, min(self._council.gather(self._free(), int)))
+            self._store.add(version, made, held, min(self._council.gather(self._free(), int)), self._jointly)
 
     def drop(self, version: str) -> None:
         """Forget a version; its memory is used for the next one."""
@@ -134,12 +134,13 @@ class Sender:
         self._check()
         with self._breaking():
             found = self._jointly(lambda: self._store.get(version))
-            mine = self._endpoints(found, receivers)
+            what = [version, found.manifest.digest, str(mode), in_flight, str(record)]
+            mine = self._endpoints(what, receivers)
             choice = choose(
                 self._group.size,
                 len(found.buckets),
                 found.bucket_bytes,
-                self._speeds or measure(self.device, self._group, self._council),
+                self._speeds or measure(self.device, self._group, self._council, self._jointly),
                 min(self._council.gather(self._free(), int)),
                 mode=mode,
             )
@@ -163,9 +164,7 @@ class Sender:
         for remote in self._remotes.values():  # which have the buffers open
             remote.close()
         self._remotes.clear()
-        if self._staging is not None:
-            self._staging.shared.close()
-            self._staging = None
+        self._free_staging()
 
     def close(self) -> None:
         self.free_buffers()
@@ -209,6 +208,7 @@ class Sender:
         )
         began = time.perf_counter()
         try:
+            self._jointly(found.check)
             self._jointly(lambda: _each(mine, lambda it: it.start(in_flight, seconds=self._timeout)))
             recorder = Recorder(len(push.tasks)) if record else None
             moved = time.perf_counter()
@@ -216,9 +216,11 @@ class Sender:
                 push.run(recorder, progress)
             moving = time.perf_counter() - moved
             self._jointly(push.check)
+            self._jointly(found.check)  # files in shared memory are used where they lie
             attested = self._jointly(lambda: _each(mine, lambda it: it.end(seconds=self._timeout)))
             self._jointly(lambda: _each(mine, lambda it: it.commit(seconds=self._timeout)))
         except BaseException as error:
+            push.forget()
             for endpoint in mine:
                 with contextlib.suppress(WeightsError):
                     endpoint.abandon(f"the push of {found.manifest.version} failed: {error}")
@@ -232,12 +234,10 @@ class Sender:
         names = {it.name: "attested" if ok else "unattested" for it, ok in zip(mine, attested, strict=True)}
         done = self._council.gather(_Done(moving, push.seconds(), names), _Done)
         self._speeds = slowest(push.speeds(), self._council)
+        took = push.seconds()
+        push.forget()
         foreseen = busy(choice.predicted)
-        steps = {
-            name: Step(foreseen[name], max(it.seconds[name] for it in done))
-            for name in push.seconds()
-            if name in foreseen
-        }
+        steps = {name: Step(foreseen[name], max(it.seconds[name] for it in done)) for name in took if name in foreseen}
         return Report(
             found.manifest.version,
             found.manifest.digest,
@@ -289,17 +289,24 @@ class Sender:
             raise WeightsError("; ".join(wrong)) from cause
         return result
 
-    def _endpoints(self, found: Version, receivers: Sequence[str | Endpoint]) -> list[Endpoint]:
+    def _endpoints(self, what: list[str], receivers: Sequence[str | Endpoint]) -> list[Endpoint]:
         """This sender's receivers: of each address, by the device that it is on."""
         addresses = [it for it in receivers if isinstance(it, str)]
-        said = self._council.gather([found.manifest.digest, *addresses], list[str])
+        said = self._council.gather([*what, *addresses], list[str])
         for rank, other in enumerate(said):
             if other != said[0]:
-                raise WeightsError(f"rank {rank} pushes another version, or to other addresses, than rank 0")
+                raise WeightsError(
+                    f"rank {rank} pushes another version, to other addresses, or with other options than rank 0"
+                )
+        twice = {it for it in addresses if addresses.count(it) > 1}
+        if twice:
+            raise WeightsError(f"{min(twice)} is named twice")
         if not any(self._council.gather(bool(receivers), bool)):
             raise WeightsError("there is no receiver to push to")
         homes = self.homes(addresses)
         here = [it for it in addresses if homes[it] == self._group.rank]
+        for gone in [it for it in self._remotes if it not in here]:
+            self._remotes.pop(gone).close()
         return self._jointly(lambda: [*map(self._remote, here), *(it for it in receivers if not isinstance(it, str))])
 
     def _remote(self, address: str) -> Remote:
@@ -311,20 +318,34 @@ class Sender:
         return remote
 
     def _free(self) -> int:
-        """Bytes for buffers, those that are there included."""
-        return free_bytes(self.device) + (0 if self._staging is None else self._staging.nbytes)
+        """Bytes for buffers, those that are there included; senders on one device share what it has."""
+        free = free_bytes(self.device) // self._devices.count(device_name(self.device))
+        return free + (0 if self._staging is None else self._staging.nbytes)
 
     def _staged(self, bucket_bytes: int, mode: Mode) -> Staging:
         """The device's buffers, those of the push before if they fit."""
         count = buffers(self._group.size, mode) - 2
         if self._staging is not None and self._staging.shared.nbytes != bucket_bytes:
-            self.free_buffers()
+            self._free_staging()  # receivers open the new ones when they are offered them
         if self._staging is None:
             self._staging = Staging(SharedBuffers(bucket_bytes, self.device))
         del self._staging.h2d[count:]
         while len(self._staging.h2d) < count:
             self._staging.h2d.append(torch.empty(bucket_bytes, dtype=torch.uint8, device=self.device))
+        if self.device.type == "cuda":  # what the memory was used for before ends on this stream, and lanes have others
+            torch.cuda.current_stream(self.device).synchronize()
         return self._staging
+
+    def _free_staging(self) -> None:
+        if self._staging is not None:
+            self._staging.shared.close()
+            self._staging = None
+
+
+def _named(version: str, source: T) -> T:
+    if not version:
+        raise WeightsError("a version needs a name")
+    return source
 
 
 def _each(endpoints: Sequence[Endpoint], ask: Callable[[Endpoint], T]) -> list[T]:

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import re
 from itertools import count
 from typing import Any
 
@@ -60,10 +61,12 @@ class OpenedBuffers:
                 f"the sender's buffers are {'on a GPU' if buffers.handle else 'in host memory'}, "
                 f"and this receiver is on {device}"
             )
+        self._device = device
         if buffers.handle:
-            torch.zeros((), device=device)  # the device is this thread's from here on
-            self._address = driver.open_shared(buffers.handle)
-            whole = _at(self._address + buffers.offset, 2 * buffers.nbytes, device)
+            with torch.cuda.device(device):
+                torch.zeros((), device=device)  # which makes the device this thread's
+                self._address = driver.open_shared(buffers.handle)
+                whole = _at(self._address + buffers.offset, 2 * buffers.nbytes, device)
         else:
             whole = self._mapped(buffers, files)
         self.tensors = torch.split(whole, buffers.nbytes)
@@ -71,6 +74,8 @@ class OpenedBuffers:
     def _mapped(self, buffers: Buffers, files: list[int]) -> Tensor:
         file = -1
         try:
+            if buffers.path and not re.fullmatch(r"/proc/\d+/fd/\d+", buffers.path):
+                raise ValueError(buffers.path)
             file = os.open(buffers.path, os.O_RDWR | os.O_CLOEXEC) if buffers.path else os.dup(files[0])
             return torch.frombuffer(mmap.mmap(file, 2 * buffers.nbytes), dtype=torch.uint8)
         except (OSError, ValueError, IndexError) as error:
@@ -84,7 +89,9 @@ class OpenedBuffers:
     def close(self) -> None:
         self.tensors = ()
         if self._address:
-            driver.close_shared(self._address)
+            with torch.cuda.device(self._device):
+                torch.cuda.current_stream().synchronize()  # an update that failed may still read
+                driver.close_shared(self._address)
             self._address = 0
 
 

@@ -10,23 +10,21 @@ import torch.distributed as dist
 from stretto.weights.choose import Speeds
 from stretto.weights.council import Council
 from stretto.weights.push import Group
+from stretto.weights.store import Jointly
 
 _BYTES = 16 << 20
 _TIMES = 3
 
 
-def measure(device: torch.device, group: Group, council: Council) -> Speeds:
+def measure(device: torch.device, group: Group, council: Council, jointly: Jointly) -> Speeds:
     """The slowest sender's, by a few small copies."""
-    here = copies(device)
+    here = jointly(lambda: copies(device))
     if group.size > 1:
         buffer = torch.empty(_BYTES, dtype=torch.uint8, device=device)
 
         def broadcast() -> None:
             work = dist.broadcast(buffer, group_src=0, group=group.device, async_op=True)
-            if device.type == "cuda" and work is not None:
-                work.wait()
-            else:
-                council.settle(work)
+            council.settle(work, device)
 
         here = msgspec.structs.replace(here, broadcast=_fastest(broadcast, device))
     return slowest(here, council)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -90,12 +91,19 @@ def _joined(version: str, ranks: Mapping[int, list[_Part]]) -> tuple[Manifest, l
             found.append([holders[name][largest]])
             continue
         there = sum(prod(extent(box)) for box in holders[name])
-        if there != whole:
+        if there != whole or _overlap(list(holders[name])):
             raise WeightsError(
                 f"{name} has {whole} elements, of which ranks hold {there}: parts are missing or overlap"
             )
         found.append(list(holders[name].values()))
     return Manifest(version, tuple(entries.values())), found
+
+
+def _overlap(boxes: list[Box]) -> bool:
+    """Whether two of them have anything in common."""
+    start, stop = np.moveaxis(np.array(boxes).reshape(len(boxes), -1, 2), -1, 0)  # each boxes × dimensions
+    both = (np.maximum(start[:, None], start) < np.minimum(stop[:, None], stop)).all(-1)
+    return bool(both.sum() > len(boxes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +170,6 @@ def spread(
         others = [[m for m in row if m.holder.rank != m.bucket % council.size] for row in moves]
         if any(others) and group is not None:
             _exchange(others, begin, reading, room, council, group, device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
     for rank, error in enumerate(council.gather(reading.error, str)):
         if error:
             raise WeightsError(f"rank {rank}: {error}")
@@ -193,11 +199,13 @@ def _exchange(
     sent = torch.cat(packed) if packed else torch.empty(0, dtype=torch.uint8, device=device)
     taken = torch.empty(sum(bytes_in), dtype=torch.uint8, device=device)
     work = dist.all_to_all_single(taken, sent, bytes_in, bytes_out, group=group, async_op=True)
-    council.settle(work)
+    council.settle(work, device)
     ordered = [move for row in incoming for move in row]
     for part, move in zip(torch.split(taken, [move.room for move in ordered]), ordered, strict=True):
         into = target(room(move.bucket), move)
-        into.copy_(part[: into.nbytes].view(into.dtype).view(into.shape))
+        into.copy_(part[: into.nbytes].view(into.dtype).view(into.shape), non_blocking=True)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _local(room: Tensor, move: Move, tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,12 @@ from stretto.weights.spread import Holdings, agree, moves_of, spread
 T = TypeVar("T")
 
 
+class Jointly(Protocol):
+    """Does each sender's own part; if it goes wrong for one, all raise."""
+
+    def __call__(self, act: Callable[[], T]) -> T: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Version:
     """A version, ready to be pushed."""
@@ -34,6 +40,11 @@ class Version:
     """Where it lies; or, if it lies in shared memory that is not ours, what was pinned and keeps it there."""
     pinned: Sequence[Pinned] = ()
     files: Safetensors | None = None
+
+    def check(self) -> None:
+        """Raise if what is pushed is not what was registered."""
+        if self.files is not None:
+            self.files.check()
 
 
 class Store:
@@ -55,11 +66,12 @@ class Store:
             raise WeightsError(f"{version} was not registered; there is {', '.join(self._versions) or 'none'}")
         return found
 
-    def add(self, version: str, source: Source, held: Sequence[Held], free: int) -> None:
-        """Agree on what the version is, make room for it, and bring every bucket to its sender."""
-        if not version:
-            raise WeightsError("a version needs a name")
-        on_device = not source.everywhere and all(it.read().is_cuda for it in held[:1])
+    def add(self, version: str, source: Source, held: Sequence[Held], free: int, jointly: Jointly) -> None:
+        """Agree on what the version is, make room for it, and bring every bucket to its sender.
+
+        What can go wrong for one sender alone is done `jointly`: then all raise.
+        """
+        on_device = jointly(lambda: not source.everywhere and all(it.read().is_cuda for it in held[:1]))
         holdings = agree(version, held, self._council, everywhere=source.everywhere, on_device=on_device)
         manifest = holdings.manifest
         bucket_bytes = self._bucket_bytes
@@ -70,19 +82,19 @@ class Store:
             self.drop(version if version in self._versions else next(iter(self._versions)))
         mine = range(self._group.rank, len(buckets), self._group.size)
         if isinstance(source, Safetensors) and source.in_shared_memory:
-            pinned = [Pinned(memory) for memory in source.maps()] if self._device.type == "cuda" else []
-            runs = {k: _runs(k, buckets[k], holdings, held) for k in mine}
+            pinned = jointly(lambda: _pinned(source.maps() if self._device.type == "cuda" else []))
+            runs = jointly(lambda: {k: _runs(k, buckets[k], holdings, held) for k in mine})
             self._versions[version] = Version(manifest, buckets, bucket_bytes, runs.__getitem__, None, pinned, source)
-        else:
-            arena, room = self._room({k: buckets[k].nbytes for k in mine})
-            on = (self._group.device, self._device) if holdings.on_device else (self._group.host, torch.device("cpu"))
-            on = (None, on[1]) if source.everywhere else on  # nothing is exchanged
-            try:
-                spread(buckets, holdings, held, room, self._council, *on)
-            except BaseException:
-                self._arenas.give(arena)
-                raise
-            self._versions[version] = Version(manifest, buckets, bucket_bytes, lambda k: [(room(k), 0)], arena)
+            return
+        arena, room = jointly(lambda: self._room({k: buckets[k].nbytes for k in mine}))
+        on = (self._group.device, self._device) if holdings.on_device else (self._group.host, torch.device("cpu"))
+        on = (None, on[1]) if source.everywhere else on  # nothing is exchanged
+        try:
+            spread(buckets, holdings, held, room, self._council, *on)
+        except BaseException:
+            self._arenas.give(arena)
+            raise
+        self._versions[version] = Version(manifest, buckets, bucket_bytes, lambda k: [(room(k), 0)], arena)
 
     def _room(self, sizes: dict[int, int]) -> tuple[Arena, Callable[[int], Tensor]]:
         """Memory for these buckets, one after the other."""
@@ -107,6 +119,19 @@ class Store:
         for version in list(self._versions):
             self.drop(version)
         self._arenas.close()
+
+
+def _pinned(memories: Sequence[Tensor]) -> list[Pinned]:
+    """All of them, or none."""
+    made: list[Pinned] = []
+    try:
+        for memory in memories:
+            made.append(Pinned(memory))
+    except BaseException:
+        for it in made:
+            it.close()
+        raise
+    return made
 
 
 def _runs(number: int, bucket: Bucket, holdings: Holdings, held: Sequence[Held]) -> list[tuple[Tensor, int]]:

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import select
 import socket
 import stat
 import struct
@@ -199,15 +200,27 @@ class Connection:
         data = memoryview(_HEADER.pack(len(body)) + body)
         deadline = time.monotonic() + seconds
         with self._telling:
-            try:
-                while data:
-                    self._stream.settimeout(max(0.01, deadline - time.monotonic()))
+            while data:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise Gone(f"did not take a message for {seconds:g} s")
+                try:
+                    self._stream.settimeout(left)
                     data = data[self._stream.sendmsg([data], attached) :]
                     attached = []
-            except TimeoutError:
-                raise Gone(f"did not take a message for {seconds:g} s") from None
-            except OSError as error:
-                raise Gone(f"is gone ({error.strerror or error})") from None
+                except TimeoutError:  # perhaps another thread's, which hears: they share one
+                    continue
+                except OSError as error:
+                    raise Gone(f"is gone ({error.strerror or error})") from None
+
+    def beat(self) -> None:
+        """A sign of life, unless the other side is too busy to take one."""
+        try:
+            writable = select.select([], [self._stream], [], 0)[1]
+        except (OSError, ValueError) as error:
+            raise Gone(f"is gone ({error})") from None
+        if writable:
+            self.tell(Beat())
 
     def hear(self, *, seconds: float) -> tuple[Message, list[int]]:
         """The next message that is no mere sign of life, and its files."""
@@ -217,6 +230,7 @@ class Connection:
             message, files = self._one(deadline)
             if not isinstance(message, Beat):
                 return message, files
+            close_files(files)
 
     def _one(self, deadline: float) -> tuple[Message, list[int]]:
         files: list[int] = []
@@ -226,7 +240,7 @@ class Connection:
                 raise Gone(f"sent a message of {size} bytes, more than the {self.limit} allowed")
             message = _DECODER.decode(self._bytes(size, deadline, files))
             self._heard = time.monotonic()
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             close_files(files)
             raise Gone(f"talks nonsense: {error}") from None
         except BaseException:
@@ -242,8 +256,8 @@ class Connection:
             if now >= until:
                 late = "is slow: no answer in time" if until == deadline else f"has been silent for {SILENCE:g} s"
                 raise Gone(late)
-            self._stream.settimeout(until - now)
             try:
+                self._stream.settimeout(until - now)
                 part, attached, flags, _ = self._stream.recvmsg(
                     min(count - len(data), 1 << 20), socket.CMSG_SPACE(_FILES * 4)
                 )
@@ -363,7 +377,10 @@ def listen(address: str, secret: bytes | None = None) -> socket.socket:
         host = where.host
         if not secret:
             raise WeightsError(f"{address} needs a secret: tcp is open to others (see secret_file)")
-        return socket.create_server(host, backlog=16)
+        try:
+            return socket.create_server(host, backlog=16)
+        except OSError as error:
+            raise WeightsError(f"cannot listen at {address}: {error.strerror or error}") from None
     room = path.parent
     room.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = room.stat()
@@ -390,9 +407,11 @@ def _remove_stale(path: Path) -> None:
         probe.settimeout(1)
         try:
             probe.connect(str(path))
-        except OSError:
+        except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return
+        except OSError:
+            pass
     raise WeightsError(f"another process listens at unix://{path}")
 
 
