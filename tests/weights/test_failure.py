@@ -4,22 +4,17 @@ import os
 import re
 import signal
 import struct
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from mini_engine import Config, Engine, Unavailable, checkpoint, reference
 
 from pushes import tensors_of
 from stretto.weights.sender import Sender
 from weights_victims import BUCKET, SECONDS, SPEC, Senders, Team, Worker
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-from mini_engine import Config, Engine, Unavailable, checkpoint, reference  # noqa: E402
 
 BOUND = 10.0  # seconds in which all others have ended
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
@@ -28,8 +23,7 @@ SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 # A receiver.
 
 
-@pytest.mark.parametrize("how", SIGNALS)
-@pytest.mark.parametrize("senders", [1, 3])
+@pytest.mark.parametrize(("how", "senders"), [(signal.SIGKILL, 1), (signal.SIGKILL, 3), (signal.SIGSTOP, 3)])
 def test_a_receiver_that_dies_or_stops_is_named_and_its_senders_stay_usable(
     tmp_path: Path, how: signal.Signals, senders: int
 ) -> None:

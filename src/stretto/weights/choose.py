@@ -27,6 +27,11 @@ class Speeds(msgspec.Struct, frozen=True):
     broadcast: float
     reload: float
 
+    def like(self, other: "Speeds") -> bool:
+        """Whether none differs by more than a tenth."""
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return all(abs(one - two) <= 0.1 * two for one, two in pairs)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:

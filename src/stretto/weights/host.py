@@ -89,8 +89,9 @@ def copy_in_parallel(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
             else:
                 yield into, source
 
+    batches = list(_batches(on_host()))  # all first: a thread that prepares would hold up those that copy
     with ThreadPoolExecutor(_THREADS) as pool:
-        for _ in pool.map(copy, _batches(on_host())):
+        for _ in pool.map(copy, batches):
             pass
     for device in devices:
         torch.cuda.current_stream(device).synchronize()

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.manifest import ITEM_BYTES, Manifest
@@ -10,7 +11,7 @@ from stretto.weights.manifest import ITEM_BYTES, Manifest
 ALIGNMENT = 256
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """Bytes of one tensor, and where they lie in their bucket."""
 
     entry: int
@@ -41,7 +42,7 @@ def lay_out(manifest: Manifest, bucket_bytes: int, *, split: bool = False) -> li
 
     >>> from stretto.weights.manifest import Entry
     >>> model = Manifest("", tuple(Entry(name, "uint8", (size,)) for name, size in zip("abc", (300, 10, 600))))
-    >>> [[tuple(piece) for piece in bucket.pieces] for bucket in lay_out(model, 1024)]
+    >>> [[(it.entry, it.start, it.nbytes, it.offset) for it in bucket.pieces] for bucket in lay_out(model, 1024)]
     [[(0, 0, 300, 0), (1, 0, 10, 512)], [(2, 0, 600, 0)]]
     """
     if bucket_bytes < ALIGNMENT or bucket_bytes % ALIGNMENT:

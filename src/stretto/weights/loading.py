@@ -116,6 +116,8 @@ class Writing:
         entry = self._manifest.entries[piece.entry]
         if entry.name not in self._into:
             return False
+        if entry.name not in self._slices:
+            return True
         box = slices_box(entry.shape, self._slices.get(entry.name, ()))
         item = ITEM_BYTES[entry.dtype]
         parts = runs(entry.shape, piece.start // item, (piece.start + piece.nbytes) // item)
@@ -141,8 +143,8 @@ class Writing:
     def _add(self, piece: Piece, entry: Entry, buffer: Tensor, copies: tuple[list[Tensor], list[Tensor]]) -> None:
         target = self._into[entry.name]
         if piece.nbytes == entry.nbytes and entry.name not in self._slices:
-            copies[0].append(target)
-            copies[1].append(_view(buffer, piece, entry))
+            copies[0].append(_raw(target))
+            copies[1].append(_raw(_view(buffer, piece, entry)))
             return
         item, dtype = ITEM_BYTES[entry.dtype], target.dtype
         box = slices_box(entry.shape, self._slices.get(entry.name, ()))
@@ -155,8 +157,8 @@ class Writing:
             begin = piece.offset + (start - first) * item
             count = item * torch.Size(shape).numel()
             run = buffer[begin : begin + count].view(dtype).view(shape)
-            copies[0].append(target[inside(shared, box)])
-            copies[1].append(run[inside(shared, part)])
+            copies[0].append(_raw(target[inside(shared, box)]))
+            copies[1].append(_raw(run[inside(shared, part)]))
 
     def missing(self) -> list[str]:
         left = set(range(len(self.buckets))) - self._done - set(self.skips)
@@ -165,8 +167,28 @@ class Writing:
 
 
 def _view(buffer: Tensor, piece: Piece, entry: Entry) -> Tensor:
+    """A tensor where it lies in a buffer; in one step, since there can be many."""
     dtype: torch.dtype = getattr(torch, entry.dtype)
-    return buffer[piece.offset : piece.offset + piece.nbytes].view(dtype).view(entry.shape)
+    strides = [1] * len(entry.shape)
+    for k in range(len(entry.shape) - 1, 0, -1):
+        strides[k - 1] = strides[k] * max(1, entry.shape[k])
+    typed = buffer.view(dtype)
+    return typed.as_strided(entry.shape, strides, typed.storage_offset() + piece.offset // dtype.itemsize)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """A tensor of a type that copies of many tensors at once do not know, as one that they do."""
+    raw = _RAW.get(tensor.dtype)
+    return tensor if raw is None else tensor.view(raw)
+
+
+_RAW = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
 
 
 def _listed(wrong: list[str]) -> str:

@@ -117,6 +117,7 @@ class Receiver:
         self._asking: SimpleQueue[tuple[Connection, Open, list[int]] | None] = SimpleQueue()
         self._updating: Connection | None = None
         self._answering = False
+        self._strangers: list[Connection] = []
         self._seats = threading.BoundedSemaphore(_MOST)
         self._known: dict[str, Manifest] = {}
         self._closed = False
@@ -150,9 +151,11 @@ class Receiver:
             conversation = _Conversation(self, connection)
             try:
                 conversation.hold(opening, files)
-            except Exception as error:
-                log.exception("%s: a conversation ended", self.address)
+            except BaseException as error:
                 conversation.fail(f"{type(error).__name__}: {error}")
+                if not isinstance(error, Exception):
+                    raise
+                log.exception("%s: a conversation ended", self.address)
             finally:
                 connection.close()
                 with self._lock:
@@ -197,17 +200,27 @@ class Receiver:
                 log.warning("%s: cannot let anybody in: %s", self.address, error)
                 time.sleep(0.1)
                 continue
-            if not same_user(stream) or not self._seats.acquire(blocking=False):
-                log.warning("%s: turned somebody away", self.address)
+            if not same_user(stream):
+                log.warning("%s: turned another user away", self.address)
                 stream.close()
                 continue
-            threading.Thread(target=self._greet, args=(Connection(stream),), daemon=True).start()
+            connection = Connection(stream)
+            with self._lock:
+                self._strangers.append(connection)
+                if len(self._strangers) > _MOST:  # who has not said who it is makes room for who might
+                    self._strangers.pop(0).close()
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: Connection) -> None:
         """Answer questions, until the other side wants to update or leaves."""
-        handed_on = False
+        handed_on = seated = False
         try:
             connection.greet(self._secret, serves=True)
+            with self._lock:
+                self._strangers = [it for it in self._strangers if it is not connection]
+            seated = self._seats.acquire(blocking=False)
+            if not seated:
+                raise WeightsError("came when all seats were taken")
             while not handed_on:
                 message, files = connection.hear(seconds=_EVER)
                 if isinstance(message, Ask):
@@ -223,7 +236,10 @@ class Receiver:
         except (Gone, WeightsError) as error:
             log.info("%s: the other side %s", self.address, error)
         finally:
-            self._seats.release()
+            with self._lock:
+                self._strangers = [it for it in self._strangers if it is not connection]
+            if seated:
+                self._seats.release()
             if not handed_on:
                 connection.close()
 

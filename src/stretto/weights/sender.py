@@ -94,6 +94,7 @@ class Sender:
         self._remotes: dict[str, Remote] = {}
         self._staging: Staging | None = None
         self._speeds: Speeds | None = None
+        self._chosen: tuple[Any, Speeds, Choice] | None = None
         self._broken = ""
         if self.device.type == "cuda":  # what is called for the first time takes its time
             place_sum(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device)).item()
@@ -136,14 +137,7 @@ class Sender:
             found = self._jointly(lambda: self._store.get(version))
             what = [version, found.manifest.digest, str(mode), in_flight, str(record)]
             mine = self._endpoints(what, receivers)
-            choice = choose(
-                self._group.size,
-                len(found.buckets),
-                found.bucket_bytes,
-                self._speeds or measure(self.device, self._group, self._council, self._jointly),
-                min(self._council.gather(self._free(), int)),
-                mode=mode,
-            )
+            choice = self._choice(found, mode)
             staging = self._jointly(lambda: self._staged(found.bucket_bytes, choice.mode))
             offer = Offer(found.manifest, found.buckets, found.bucket_bytes, self._store.split, staging.shared)
             skips = self._jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
@@ -308,6 +302,16 @@ class Sender:
         for gone in [it for it in self._remotes if it not in here]:
             self._remotes.pop(gone).close()
         return self._jointly(lambda: [*map(self._remote, here), *(it for it in receivers if not isinstance(it, str))])
+
+    def _choice(self, found: Version, mode: Mode | None) -> Choice:
+        """How to push this, as last time if nothing has become much faster or slower."""
+        speeds = self._speeds or measure(self.device, self._group, self._council, self._jointly)
+        free = min(self._council.gather(self._free(), int))
+        what = self._group.size, len(found.buckets), found.bucket_bytes, mode
+        if self._chosen is None or self._chosen[0] != what or not speeds.like(self._chosen[1]):
+            made = choose(self._group.size, len(found.buckets), found.bucket_bytes, speeds, free, mode=mode)
+            self._chosen = what, speeds, made
+        return self._chosen[2]
 
     def _remote(self, address: str) -> Remote:
         known = self._remotes.pop(address, None)

@@ -29,6 +29,7 @@ _GREETING = 5.0  # seconds for a greeting
 _SMALL, _LARGE = 4096, 1 << 29  # bytes of a message before and after it
 _HEADER = struct.Struct("!Q")
 _FILES = 8
+_BACKLOG = 64
 
 State: TypeAlias = Literal["serving", "paused", "loading", "loaded", "dirty"]
 InFlight: TypeAlias = Literal["wait", "abort", "keep"]
@@ -350,7 +351,7 @@ def connect(address: str, secret: bytes | None = None, *, seconds: float = _GREE
     stream.settimeout(seconds)
     try:
         if path:
-            stream.connect(str(path))
+            _connect(stream, str(path), seconds)
         else:
             stream.close()
             stream = socket.create_connection(where.host, timeout=seconds)
@@ -360,13 +361,27 @@ def connect(address: str, secret: bytes | None = None, *, seconds: float = _GREE
     except Gone as error:
         stream.close()
         raise Gone(f"{address} {error}") from None
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         stream.close()
-        raise Gone(f"{address} cannot be reached: {error.strerror or error}") from None
+        raise Gone(f"{address} cannot be reached: {getattr(error, 'strerror', None) or error}") from None
     except BaseException:
         stream.close()
         raise
     return connection
+
+
+def _connect(stream: socket.socket, path: str, seconds: float) -> None:
+    """A door that many wait at says so at once; it is asked again."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            stream.connect(path)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return
 
 
 def listen(address: str, secret: bytes | None = None) -> socket.socket:
@@ -378,12 +393,16 @@ def listen(address: str, secret: bytes | None = None) -> socket.socket:
         if not secret:
             raise WeightsError(f"{address} needs a secret: tcp is open to others (see secret_file)")
         try:
-            return socket.create_server(host, backlog=16)
+            family = socket.AF_INET6 if ":" in host[0] else socket.AF_INET
+            return socket.create_server(host, family=family, backlog=_BACKLOG)
         except OSError as error:
             raise WeightsError(f"cannot listen at {address}: {error.strerror or error}") from None
     room = path.parent
-    room.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = room.stat()
+    try:
+        room.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = room.stat()
+    except OSError as error:
+        raise WeightsError(f"cannot listen at {address}: {error.strerror or error}") from None
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise WeightsError(f"{room} must be yours alone: chmod 700 {room}, or take another directory")
     if path.exists():
@@ -392,7 +411,7 @@ def listen(address: str, secret: bytes | None = None) -> socket.socket:
     try:
         server.bind(str(path))
         path.chmod(0o600)
-        server.listen(16)
+        server.listen(_BACKLOG)
     except OSError as error:
         server.close()
         raise WeightsError(f"cannot listen at {address}: {error.strerror or error}") from None
