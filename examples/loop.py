@@ -148,7 +148,8 @@ def main() -> None:
             sender.register(f"step-{number * STEPS}", export(pipe))
             report = sender.push(f"step-{number * STEPS}", list(engines), record=True)
             how = ", ".join(sorted(set(report.receivers.values())))
-            say(f"push      {report.version} into {len(engines)} running engines in {1e3 * report.seconds:.0f} ms: {how}")
+            took = f"{1e3 * report.seconds:.0f} ms"
+            say(f"push      {report.version} into {len(engines)} running engines in {took}: {how}")
             generate()
         for name, timeline in {"training": result.timeline, "push": report.timeline}.items():
             if timeline is not None:

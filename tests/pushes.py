@@ -72,3 +72,51 @@ def push(
             except WeightsError as error:
                 found.append(str(error))
     return found
+
+
+def different(mesh: DeviceMesh, addresses: Sequence[str]) -> str:
+    """Ranks that do not push the same."""
+    with Sender(mesh, device="cpu", keep=2) as sender:
+        for version in ("a", "b"):
+            sender.register(version, {f"t{mesh.get_local_rank()}": torch.zeros(3)})
+        try:
+            sender.push("ab"[mesh.get_local_rank()], addresses)
+        except WeightsError as error:
+            return str(error)
+    return "nothing happened"
+
+
+def without_room(mesh: DeviceMesh, addresses: Sequence[str]) -> list[str]:
+    """One rank cannot make room for a version; the next time it can."""
+    found = []
+    with Sender(mesh, device="cpu") as sender:
+        take = sender._store._arenas.take
+        if mesh.get_local_rank() == 1:
+            sender._store._arenas.take = None  # type: ignore[method-assign,assignment]
+        for version in ("a", "b"):
+            try:
+                sender.register(version, {f"t{mesh.get_local_rank()}": torch.ones(3)})
+                found.append(str(sender.push(version, addresses).receivers))
+            except WeightsError as error:
+                found.append(str(error))
+            sender._store._arenas.take = take  # type: ignore[method-assign]
+    return found
+
+
+def odd_parts(mesh: DeviceMesh, boxes: Sequence[tuple[int, int]]) -> str:
+    """Each rank holds a part of one tensor."""
+    tensor, (start, stop) = torch.arange(4), boxes[mesh.get_local_rank()]
+    entry = Entry("t", "int64", (4,))
+
+    class Parts:
+        everywhere = False
+
+        def held(self) -> list[Held]:
+            return [Held(entry, ((start, stop),), lambda: tensor[start:stop])]
+
+    with Sender(mesh, device="cpu") as sender:
+        try:
+            sender.register("v", Parts())
+        except WeightsError as error:
+            return str(error)
+    return "registered"

@@ -49,7 +49,7 @@ def engine(address: str, mib: int, ready: "Queue[Any]") -> None:
     receiver.close()
 
 
-def plain(senders: int, mib: int, results: "Queue[Any]") -> None:
+def plain(mib: int, results: "Queue[Any]") -> None:
     """The least that a push does here: each device's bytes are copied into its buffer, and from there into place."""
     torch.set_num_threads(1)
     source, buffer, live = (torch.zeros(mib << 20, dtype=torch.uint8) for _ in range(3))
@@ -70,7 +70,7 @@ def main() -> None:
     context = mp.get_context("spawn")
     folder = tempfile.mkdtemp()
     results: Any = context.Queue()
-    copies = [context.Process(target=plain, args=(given.senders, given.mib, results)) for _ in range(given.senders)]
+    copies = [context.Process(target=plain, args=(given.mib, results)) for _ in range(given.senders)]
     for process in copies:
         process.start()
     ceiling = max(results.get(timeout=300) for _ in copies)
@@ -93,9 +93,7 @@ def main() -> None:
     print(f"{given.senders} senders and receivers, {given.mib} MiB into each, {buckets} buckets, mode {mode}")
     print(f"push: {gb / best:.2f} GB/s into each receiver (best of {PUSHES}); first {gb / found[0][0]:.2f}")
     print(f"two plain copies of the same bytes, {given.senders} processes at once: {gb / ceiling:.2f} GB/s")
-    print(
-        f"ratio {ceiling / best:.2f}; a push also broadcasts over loopback and reads every bucket three times for its sum"
-    )
+    print(f"ratio {ceiling / best:.2f}; a push also broadcasts over loopback, and sums every bucket three times")
     began = time.perf_counter()
     model = Manifest("v", tuple(Entry(f"layers.{k}.weight", "bfloat16", (64, k % 64)) for k in range(1_000_000)))
     made = time.perf_counter()

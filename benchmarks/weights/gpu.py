@@ -1,6 +1,6 @@
 """Pushes from pinned host memory into another process's tensors on one GPU, beside checkpoint-engine's.
 
-python benchmarks/weights/gpu.py [--gib 24] [CASE …], e.g. ours-256MiB ours-4MiB ours-70k ours-engine theirs-4MiB theirs-70k
+python benchmarks/weights/gpu.py [--gib 24] [CASE …], e.g. ours-4MiB ours-70k ours-256MiB ours-engine theirs-4MiB
 """
 
 import argparse

@@ -87,7 +87,9 @@ def test_every_bit_arrives(
     receivers, results = [], []
     for number, in_place in enumerate(kinds):
         address = f"unix://{folder}/{number}"
-        target: Any = {name: torch.zeros_like(it, device=DEVICE) for name, it in expected.items()} if in_place else Keeper()
+        target: Any = (
+            {name: torch.zeros_like(it, device=DEVICE) for name, it in expected.items()} if in_place else Keeper()
+        )
         receivers.append(Receiver(address, **({"into": target} if in_place else {"load": target})).start())
         results.append(target if in_place else target.loaded)
     try:

@@ -324,18 +324,11 @@ def test_somebody_who_says_nothing_keeps_nobody_out_and_is_thrown_out(guarded: D
     guarded.push()
 
 
-def test_more_than_a_few_connections_are_turned_away_until_others_leave(door: Door) -> None:
+def test_a_crowd_that_says_nothing_keeps_nobody_out(door: Door) -> None:
     with contextlib.ExitStack() as held:
-        streams = [held.enter_context(door.dial()) for _ in range(40)]
-        greeted = [bool(stream.recv(1)) for stream in streams]
-    assert greeted == [True] * 32 + [False] * 8
-    deadline = time.monotonic() + SECONDS
-    while True:  # until it has seen that they have left
-        try:
-            status(door.address, secret=door.secret)
-            break
-        except WeightsError:
-            assert time.monotonic() < deadline
+        for _ in range(40):
+            held.enter_context(door.dial())
+        door.push()
     door.push()
 
 

@@ -1,0 +1,183 @@
+"""Senders: what they must agree on, and what does not stop them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import pushes
+from ranks import Ranks
+from stretto.ir.errors import WeightsError
+from stretto.weights.receiver import Receiver
+from stretto.weights.sender import Sender, status
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(2)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+class Taking:
+    """A loader that takes all there is."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def __call__(self, tensors: Any) -> list[str]:
+        self.tensors = {name: tensor.clone() for name, tensor in tensors}
+        names = list(self.tensors)
+        tensors.clear()  # it is the loader's own list
+        return names
+
+
+@pytest.fixture
+def taking(folder: Path) -> Iterator[tuple[str, Taking]]:
+    taking = Taking()
+    with Receiver(f"unix://{folder}/r", taking) as receiver:
+        receiver.start()
+        yield str(receiver.address), taking
+
+
+def test_ranks_that_push_different_versions_are_told_and_nothing_is_pushed(ranks: Ranks, taking: Any) -> None:
+    said = ranks.run(pushes.different, 2, [taking[0]])
+    assert said == ["rank 1 pushes another version, to other addresses, or with other options than rank 0"] * 2
+    assert status(taking[0]).version == "initial"
+
+
+def test_a_rank_without_room_stops_all_and_the_next_time_all_go_on(ranks: Ranks, taking: Any) -> None:
+    for failed, pushed in ranks.run(pushes.without_room, 2, [taking[0]]):
+        assert failed == "rank 1: TypeError: 'NoneType' object is not callable"
+        assert "'attested'" in pushed
+
+
+@pytest.mark.parametrize(
+    ("boxes", "said"),
+    [
+        ([(0, 2), (2, 4)], "registered"),
+        ([(0, 4), (0, 4)], "registered"),
+        ([(0, 2), (1, 3)], "t has 4 elements, of which ranks hold 4: parts are missing or overlap"),
+        ([(0, 2), (3, 4)], "t has 4 elements, of which ranks hold 3: parts are missing or overlap"),
+    ],
+)
+def test_parts_must_make_up_the_whole(ranks: Ranks, boxes: list[tuple[int, int]], said: str) -> None:
+    assert ranks.run(pushes.odd_parts, 2, boxes) == [said] * 2
+
+
+def test_a_model_that_has_grown_gets_larger_buffers(taking: Any) -> None:
+    address, found = taking
+    with Sender(device="cpu") as sender:
+        for size in (1000, 6 << 20, 1000):
+            model = {"w": torch.full((size,), size % 251, dtype=torch.uint8)}
+            sender.register(f"v{size}", model)
+            sender.push(f"v{size}", [address])
+            assert torch.equal(found.tensors["w"], model["w"])
+
+
+def test_a_sender_between_pushes_makes_way_for_another(taking: Any) -> None:
+    address, found = taking
+    with Sender(device="cpu") as one, Sender(device="cpu") as other:
+        for number, sender in enumerate((one, other, one, other)):
+            sender.register(f"v{number}", {"w": torch.tensor(number)})
+            sender.push(f"v{number}", [address])
+            assert int(found.tensors["w"]) == number
+            assert status(address).version == f"v{number}"
+
+
+def test_progress_that_cannot_be_told_does_not_matter(taking: Any, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        told.append((done, total))
+        raise ZeroDivisionError
+
+    with Sender(device="cpu", bucket_bytes=256) as sender:
+        sender.register("v", {f"t{k}": torch.zeros(60) for k in range(4)})
+        sender.push("v", [taking[0]], progress=progress)
+    assert told == [(1, 4)]
+    assert "progress could not be told" in caplog.text
+
+
+def test_empty_tensors_can_be_pushed_again_and_again(taking: Any) -> None:
+    with Sender(device="cpu") as sender:
+        for number in range(3):
+            sender.register(f"v{number}", {"empty": torch.zeros(0, 3)})
+            assert sender.push(f"v{number}", [taking[0]]).receivers == {taking[0]: "attested"}
+
+
+def test_memory_is_used_again_for_the_next_version(taking: Any) -> None:
+    with Sender(device="cpu") as sender:
+        places = set()
+        for number in range(3):
+            sender.register(f"v{number}", {"w": torch.full((1000,), number)})
+            places.add(sender._store.get(f"v{number}").sources(0)[0][0].data_ptr())
+            sender.push(f"v{number}", [taking[0]])
+            assert taking[1].tensors["w"].unique().tolist() == [number]
+        assert len(places) == 1
+        with pytest.raises(WeightsError, match=r"v1 was not registered; there is v2"):
+            sender.push("v1", [taking[0]])
+
+
+@pytest.mark.parametrize("way", ["rewritten", "cut"])
+def test_a_file_in_shared_memory_that_changes_is_not_pushed(taking: Any, way: str) -> None:
+    path = Path("/dev/shm") / f"stretto-test-{way}.safetensors"
+    try:
+        save_file({"w": torch.arange(4000.0)}, path)
+        with Sender(device="cpu") as sender:
+            sender.register("v", path)
+            assert sender._store.get("v").arena is None  # used where it lies
+            sender.push("v", [taking[0]])
+            assert torch.equal(taking[1].tensors["w"], torch.arange(4000.0))
+            sender.register("v2", path)
+            with path.open("r+b") as file:
+                file.truncate(300) if way == "cut" else (file.seek(1000), file.write(b"x" * 100))
+            with pytest.raises(WeightsError, match=f"stretto-test-{way}"):
+                sender.push("v2", [taking[0]])
+        assert status(taking[0]).version == "v"
+        assert path.exists()
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("receivers", "said"),
+    [
+        ([], "there is no receiver to push to"),
+        (["unix:///nowhere/x"], "unix:///nowhere/x cannot be reached: No such file or directory"),
+        (["ftp://x"], "'ftp://x' is no address; there are unix:///path and tcp://host:port"),
+    ],
+)
+def test_where_to_must_be_right(receivers: list[str], said: str) -> None:
+    with Sender(device="cpu") as sender:
+        sender.register("v", {"w": torch.zeros(1)})
+        with pytest.raises(WeightsError) as error:
+            sender.push("v", receivers)
+        assert str(error.value) == said
+
+
+def test_an_address_named_twice_is_an_error(taking: Any) -> None:
+    with Sender(device="cpu") as sender:
+        sender.register("v", {"w": torch.zeros(1)})
+        with pytest.raises(WeightsError, match="is named twice"):
+            sender.push("v", [taking[0]] * 2)
+
+
+def test_a_version_needs_a_name_and_tensors() -> None:
+    with Sender(device="cpu") as sender:
+        with pytest.raises(WeightsError, match="a version needs a name"):
+            sender.register("", {"w": torch.zeros(1)})
+        with pytest.raises(WeightsError, match="v has no tensors"):
+            sender.register("v", {})
+    with pytest.raises(WeightsError, match=r"keeps at least 1 version \(got 0\)"):
+        Sender(device="cpu", keep=0)
