@@ -81,14 +81,20 @@ def test_the_costs_of_the_docs_can_be_read() -> None:
     assert set(costs.shared) == {"pcie", "cores"}
 
 
-def test_the_demo_draws_says_ten_lines_and_trains(tmp_path: Path) -> None:
+def test_the_demo_draws_trains_pushes_and_generates(tmp_path: Path) -> None:
     demo = Path(__file__).parent.parent / "examples" / "demo.py"
-    done = subprocess.run([sys.executable, str(demo)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(demo)], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.stderr == ""
-    assert len(done.stdout.splitlines()) == 10 + 2
+    assert len(done.stdout.splitlines()) <= 40
+    losses = [float(found) for found in re.findall(r"^train .* loss (\S+)$", done.stdout, re.MULTILINE)]
+    served = re.findall(r"^generate .* serves (\S+): +(\d+)% right", done.stdout, re.MULTILINE)
+    assert losses[0] > losses[1]
+    assert [version for version, _ in served] == ["seed-0"] * 2 + ["step-8"] * 2 + ["step-16"] * 2
+    assert int(served[-1][1]) > int(served[0][1])
+    assert done.stdout.count("running engines in ") == done.stdout.count(": attested") == 2
     drawn = {f"out/{path.name}" for path in (tmp_path / "out").glob("*.png")}
-    assert len(drawn) == 5
-    assert drawn <= {line.split()[0] for line in done.stdout.splitlines()}
+    assert len(drawn) == 6
+    assert drawn <= {line.split(" ")[0] for line in done.stdout.splitlines()}
 
 
 def test_every_linked_file_exists() -> None:

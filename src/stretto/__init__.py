@@ -1,4 +1,4 @@
-"""Stretto: pipeline schedules that are planned, checked, simulated and drawn as one and the same thing."""
+"""Stretto: training and weight updates that are planned, checked, simulated, drawn and run as one thing."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from stretto.simulate import simulate
 from stretto.timeline import Timeline, fit
 
 if TYPE_CHECKING:
+    from stretto import weights
     from stretto.runtime.grouped import GroupedLinear
     from stretto.runtime.pipeline import Pipeline
 
@@ -83,6 +84,7 @@ __all__ = [
     "v_half",
     "v_min",
     "weight_update",
+    "weights",
     "zb_h1",
     "zb_h2",
     "zb_v",
@@ -94,6 +96,8 @@ _NEED_TORCH = {"GroupedLinear": "stretto.runtime.grouped", "Pipeline": "stretto.
 
 def __getattr__(name: str) -> Any:
     """What needs PyTorch is imported when it is asked for."""
+    if name == "weights":
+        return import_module("stretto.weights")
     if name in _NEED_TORCH:
         return getattr(import_module(_NEED_TORCH[name]), name)
     raise AttributeError(f"module 'stretto' has no attribute {name!r}")

@@ -89,7 +89,8 @@ def push(
         with Sender(mesh, device=where, timeout=timeout, secret_file=secret_file, **options) as sender:
             name = version or checkpoint.name
             sender.homes(addresses)  # before anything else, so that a wrong one costs no time
-            bar("registering", 0, 1)
+            nbytes = sum(it.entry.nbytes for it in files.held())
+            bar("registering", 0, nbytes)
             sender.register(name, files)
             report = sender.push(
                 name,
@@ -97,7 +98,7 @@ def push(
                 in_flight=cast("InFlight", in_flight),
                 mode=mode,
                 record=output is not None,
-                progress=lambda done, total: bar("pushing", done, total),
+                progress=lambda done, total: bar("pushing", nbytes * done // total, nbytes),
             )
         if rank == 0:
             _tell(report, output, json=json)
@@ -145,14 +146,18 @@ def _senders(device: str | None, backend: str | None) -> "Iterator[tuple[int, An
 @contextmanager
 def _bar(*, shown: bool) -> "Iterator[Any]":
     """A progress bar on a terminal: what is being done, how far it is, and how fast."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=err, disable=not shown or not err.is_terminal, transient=True) as progress:
-        task = progress.add_task("connecting", total=1)
+        tasks = {"connecting": progress.add_task("connecting", total=None)}
 
         def told(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
+            if what not in tasks:  # each stage has its own speed
+                for before in tasks.values():
+                    progress.update(before, visible=False)
+                tasks[what] = progress.add_task(what, total=total)
+            progress.update(tasks[what], completed=done)
 
         yield told
 
