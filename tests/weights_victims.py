@@ -19,10 +19,12 @@ from torch import Tensor
 from pushes import Sharded, tensors_of
 from stretto.ir.errors import WeightsError
 from stretto.weights.loading import Handing, Writing
+from stretto.weights.messages import Beat, Told
 from stretto.weights.push import Push
 from stretto.weights.receiver import Receiver
 from stretto.weights.sender import Sender
-from stretto.weights.wire import Beat, Connection, Told
+from stretto.weights.staging import Staging
+from stretto.weights.wire import Connection
 
 SPEC = [("uint8", (4000,))] * 9 + [("bfloat16", (5, 7)), ("float32", (6, 100))]
 BUCKET = 4096
@@ -212,7 +214,7 @@ def _make(trouble: str) -> None:
         case "little memory" | "no room":
             once(Sender, "_free", little)
         case "no memory":
-            once(Sender, "_staged", refused)
+            once(Staging, "fit", refused)
         case "flipped bit":
             once(Push, "_sum", flipped)
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from stretto.ir.errors import WeightsError
-from stretto.weights.wire import InFlight
+from stretto.weights.messages import InFlight
 
 
 class Unavailable(WeightsError):  # noqa: N818

@@ -22,8 +22,9 @@ from mini_engine.gate import Gate
 from mini_engine.model import Config, checkpoint, entries
 from mini_engine.shard import BeforeLoad, Shard, Sum
 from stretto.ir.errors import WeightsError
-from stretto.weights.receiver import Hooks, Receiver
-from stretto.weights.wire import InFlight
+from stretto.weights.conversation import Hooks
+from stretto.weights.messages import InFlight
+from stretto.weights.receiver import Receiver
 
 _SECONDS = 30.0  # for a rank to answer another
 

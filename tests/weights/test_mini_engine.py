@@ -30,9 +30,9 @@ from stretto.ir.errors import WeightsError  # noqa: E402
 from stretto.weights.endpoint import Offer, Remote  # noqa: E402
 from stretto.weights.layout import lay_out, least_bucket  # noqa: E402
 from stretto.weights.manifest import Manifest  # noqa: E402
+from stretto.weights.messages import InFlight  # noqa: E402
 from stretto.weights.shared import SharedBuffers  # noqa: E402
 from stretto.weights.sums import place_sum  # noqa: E402
-from stretto.weights.wire import InFlight  # noqa: E402
 
 CONFIG = Config()
 PROMPT = [5, 17, 3, 64]

@@ -16,8 +16,9 @@ import pushes
 from pushes import same, tensors_of
 from ranks import Ranks
 from stretto.program.task import Kind
+from stretto.weights.conversation import Hooks
 from stretto.weights.manifest import ITEM_BYTES, Entry
-from stretto.weights.receiver import Hooks, Receiver
+from stretto.weights.receiver import Receiver
 
 DEVICE = os.environ.get("STRETTO_TEST_DEVICE", "cpu")  # "cuda" runs all of this on a GPU, under MPS
 SPEC = [("float32", (64, 33)), ("bfloat16", (7,)), ("int8", (5, 5, 5)), ("float8_e4m3fn", (300, 40)), ("int64", ())]

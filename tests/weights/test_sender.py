@@ -13,7 +13,8 @@ import pushes
 from ranks import Ranks
 from stretto.ir.errors import WeightsError
 from stretto.weights.receiver import Receiver
-from stretto.weights.sender import Sender, status
+from stretto.weights.remotes import status
+from stretto.weights.sender import Sender
 
 
 @pytest.fixture(scope="module")

@@ -19,22 +19,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stretto.ir.errors import WeightsError
+from stretto.weights.doors import connect, read_secret
 from stretto.weights.manifest import Entry, Manifest
-from stretto.weights.receiver import Receiver
-from stretto.weights.sender import Sender, status
-from stretto.weights.shared import SharedBuffers
-from stretto.weights.wire import (
-    PROTOCOL,
+from stretto.weights.messages import (
     Abandon,
     Ask,
     Beat,
     Buffers,
     Commit,
-    Connection,
     End,
     Failed,
     Filled,
-    Gone,
     Hello,
     Loaded,
     Message,
@@ -47,9 +42,12 @@ from stretto.weights.wire import (
     Taken,
     Told,
     Unknown,
-    connect,
-    read_secret,
 )
+from stretto.weights.receiver import Receiver
+from stretto.weights.remotes import status
+from stretto.weights.sender import Sender
+from stretto.weights.shared import SharedBuffers
+from stretto.weights.wire import PROTOCOL, Connection, Gone
 from weights_victims import Team, Worker, receive
 
 SECONDS = 30.0

@@ -67,7 +67,7 @@ def push(
       stretto push checkpoint/ --dry-run --devices 8
     """
     from stretto.weights.files import Safetensors
-    from stretto.weights.wire import InFlight
+    from stretto.weights.messages import InFlight
 
     if in_flight not in get_args(InFlight):
         raise WeightsError(f"--in-flight is one of {', '.join(get_args(InFlight))} (got {in_flight!r:.40})")
@@ -203,9 +203,9 @@ def _foresee(
     from stretto.weights.choose import bucket_bytes_for, buffers, choose
     from stretto.weights.layout import lay_out
     from stretto.weights.manifest import Manifest
-    from stretto.weights.sender import free_bytes
     from stretto.weights.shared import resolved
     from stretto.weights.speeds import copies
+    from stretto.weights.staging import free_bytes
 
     if not 1 <= devices <= 4096:
         raise WeightsError(f"--devices is a number of senders from 1 to 4096 (got {devices})")

@@ -4,20 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stretto.weights.conversation import Hooks
     from stretto.weights.export import Export
-    from stretto.weights.receiver import Hooks, Receiver
+    from stretto.weights.receiver import Receiver
+    from stretto.weights.remotes import status
     from stretto.weights.report import Report
-    from stretto.weights.sender import Sender, status
+    from stretto.weights.sender import Sender
 
 __all__ = ["Export", "Hooks", "Receiver", "Report", "Sender", "status"]
 
 _ROOMS = {
     "Export": "export",
-    "Hooks": "receiver",
+    "Hooks": "conversation",
     "Receiver": "receiver",
     "Report": "report",
     "Sender": "sender",
-    "status": "sender",
+    "status": "remotes",
 }
 
 

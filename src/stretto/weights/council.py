@@ -1,6 +1,6 @@
 """Senders among themselves: what each has to say is known to all, or it is known who is missing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from stretto.execute.lanes import Awaited, HostLane
 from stretto.execute.streams import Reached, StreamTicket
 from stretto.execute.supervise import Supervisor
+from stretto.ir.errors import WeightsError
 
 T = TypeVar("T")
 _LONG = 3600.0  # seconds
@@ -38,6 +39,21 @@ class Council:
         self.settle(dist.all_gather(rows, mine, group=self.group, async_op=True))
         found = (row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True))
         return [msgspec.msgpack.decode(text, type=kind) for text in found]
+
+    def jointly(self, act: Callable[[], T]) -> T:
+        """Each sender's own part; if it goes wrong for one, all raise."""
+        cause: Exception | None = None
+        text = ""
+        try:
+            result = act()
+        except Exception as error:
+            cause = error
+            text = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
+        said = self.gather(text, str)
+        wrong = [f"rank {rank}: {it}" if self.size > 1 else it for rank, it in enumerate(said) if it]
+        if wrong:
+            raise WeightsError("; ".join(wrong)) from cause
+        return result
 
     def settle(self, work: dist.Work | None, device: torch.device | None = None) -> None:
         """Wait for what all senders do together."""

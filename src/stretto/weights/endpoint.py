@@ -6,19 +6,16 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from stretto.ir.errors import WeightsError
+from stretto.weights.doors import connect
 from stretto.weights.layout import Bucket
 from stretto.weights.manifest import Manifest
-from stretto.weights.shared import SharedBuffers
-from stretto.weights.wire import (
-    BEAT,
+from stretto.weights.messages import (
     Abandon,
     Ask,
     Commit,
-    Connection,
     End,
     Failed,
     Filled,
-    Gone,
     InFlight,
     Loaded,
     Message,
@@ -30,9 +27,9 @@ from stretto.weights.wire import (
     Taken,
     Told,
     Unknown,
-    close_files,
-    connect,
 )
+from stretto.weights.shared import SharedBuffers
+from stretto.weights.wire import BEAT, Connection, Gone, close_files
 
 T = TypeVar("T", bound=Message)
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from stretto.program.task import Kind, Task
 from stretto.weights.choose import Speeds
 from stretto.weights.endpoint import Endpoint
 from stretto.weights.layout import Bucket
-from stretto.weights.shared import SharedBuffers
+from stretto.weights.staging import Staging
 from stretto.weights.sums import place_sum
 
 log = logging.getLogger(__name__)
@@ -40,18 +40,6 @@ class Group:
     size: int
     device: dist.ProcessGroup | None = None
     host: dist.ProcessGroup | None = None
-
-
-@dataclass(slots=True)
-class Staging:
-    """A device's buffers: one or two that host memory is copied into, and two that receivers see."""
-
-    shared: SharedBuffers
-    h2d: list[Tensor] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        return (2 + len(self.h2d)) * self.shared.nbytes
 
 
 class Lanes:

@@ -17,18 +17,21 @@ from stretto.execute.ring import supervised
 from stretto.ir.errors import PipelineError, WeightsError
 from stretto.program.update import Mode
 from stretto.runtime.groups import Groups
-from stretto.weights.choose import Choice, Speeds, buffers, busy, choose
+from stretto.weights.choose import Choice, Speeds, busy, choose
 from stretto.weights.council import Council
-from stretto.weights.endpoint import Endpoint, Offer, Remote
+from stretto.weights.doors import read_secret
+from stretto.weights.endpoint import Endpoint, Offer
 from stretto.weights.host import uncollected
-from stretto.weights.push import Group, Lanes, Progress, Push, Staging
+from stretto.weights.messages import InFlight, Told
+from stretto.weights.push import Group, Lanes, Progress, Push
+from stretto.weights.remotes import Remotes, status
 from stretto.weights.report import Report, Step
-from stretto.weights.shared import SharedBuffers, device_name, resolved
+from stretto.weights.shared import device_name, resolved
 from stretto.weights.sources import as_source
 from stretto.weights.speeds import measure, slowest
+from stretto.weights.staging import Staging, free_bytes
 from stretto.weights.store import Store, Version
 from stretto.weights.sums import place_sum
-from stretto.weights.wire import InFlight, Told, read_secret
 
 T = TypeVar("T")
 _OPENING = 30.0  # seconds for a receiver to look at a manifest
@@ -91,14 +94,13 @@ class Sender:
         self._store = Store(self._council, self._group, self.device, bucket_bytes=bucket_bytes, split=split, keep=keep)
         self._timeout, self._secret = timeout, read_secret(secret_file)
         self._lanes = Lanes(self.device)
-        self._remotes: dict[str, Remote] = {}
-        self._staging: Staging | None = None
+        self._remotes = Remotes(self._council, device_name(self.device), self._secret)
+        self._staging = Staging(self.device, self._group.size)
         self._speeds: Speeds | None = None
         self._chosen: tuple[Any, Speeds, Choice] | None = None
         self._broken = ""
         if self.device.type == "cuda":  # what is called for the first time takes its time
             place_sum(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device)).item()
-        self._devices = self._council.gather(device_name(self.device), str)
 
     def register(self, version: str, source: Any) -> None:
         """Hold a version in host memory, each sender its share.
@@ -108,9 +110,9 @@ class Sender:
         """
         self._check()
         with self._breaking(), self._council.patient(), uncollected():
-            made = self._jointly(lambda: _named(version, as_source(source)))
-            held = self._jointly(lambda: list(made.held()))
-            self._store.add(version, made, held, min(self._council.gather(self._free(), int)), self._jointly)
+            made = self._council.jointly(lambda: _named(version, as_source(source)))
+            held = self._council.jointly(lambda: list(made.held()))
+            self._store.add(version, made, held, min(self._council.gather(self._free(), int)))
 
     def drop(self, version: str) -> None:
         """Forget a version; its memory is used for the next one."""
@@ -134,20 +136,20 @@ class Sender:
         """
         self._check()
         with self._breaking():
-            found = self._jointly(lambda: self._store.get(version))
+            found = self._council.jointly(lambda: self._store.get(version))
             what = [version, found.manifest.digest, str(mode), in_flight, str(record)]
-            mine = self._endpoints(what, receivers)
+            mine = self._remotes.endpoints(what, receivers)
             choice = self._choice(found, mode)
-            staging = self._jointly(lambda: self._staged(found.bucket_bytes, choice.mode))
-            offer = Offer(found.manifest, found.buckets, found.bucket_bytes, self._store.split, staging.shared)
-            skips = self._jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
-            return self._run(found, choice, staging, list(zip(mine, skips, strict=True)), in_flight, record, progress)
+            self._council.jointly(lambda: self._staging.fit(found.bucket_bytes, choice.mode))
+            shared = self._staging.shared
+            offer = Offer(found.manifest, found.buckets, found.bucket_bytes, self._store.split, shared)
+            skips = self._council.jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
+            return self._run(found, choice, list(zip(mine, skips, strict=True)), in_flight, record, progress)
 
     def homes(self, addresses: Sequence[str]) -> dict[str, int]:
         """Which sender serves each address; raises if one cannot be reached, or is on no sender's device."""
-        asks = addresses if self._group.rank == 0 else []
-        asked = self._jointly(lambda: {it: self.status(it).device for it in asks})
-        return _homes(self._council.gather(asked, dict[str, str])[0], self._devices)
+        with self._breaking():
+            return self._remotes.homes(addresses)
 
     def status(self, address: str) -> Told:
         """State, version and last error of a receiver."""
@@ -155,10 +157,8 @@ class Sender:
 
     def free_buffers(self) -> None:
         """Give the device's memory back; the next push takes it again."""
-        for remote in self._remotes.values():  # which have the buffers open
-            remote.close()
-        self._remotes.clear()
-        self._free_staging()
+        self._remotes.close()  # which have the buffers open
+        self._staging.close()
 
     def close(self) -> None:
         self.free_buffers()
@@ -179,7 +179,6 @@ class Sender:
         self,
         found: Version,
         choice: Choice,
-        staging: Staging,
         endpoints: list[tuple[Endpoint, set[int]]],
         in_flight: InFlight,
         record: bool,
@@ -193,7 +192,7 @@ class Sender:
             self._supervisor,
             self._lanes,
             self._group,
-            staging,
+            self._staging,
             found.buckets,
             found.sources,
             [set(it.wanted) for it in opened],
@@ -202,17 +201,17 @@ class Sender:
         )
         began = time.perf_counter()
         try:
-            self._jointly(found.check)
-            self._jointly(lambda: _each(mine, lambda it: it.start(in_flight, seconds=self._timeout)))
+            self._council.jointly(found.check)
+            self._council.jointly(lambda: _each(mine, lambda it: it.start(in_flight, seconds=self._timeout)))
             recorder = Recorder(len(push.tasks)) if record else None
             moved = time.perf_counter()
             with self._supervisor.guarding():
                 push.run(recorder, progress)
             moving = time.perf_counter() - moved
-            self._jointly(push.check)
-            self._jointly(found.check)  # files in shared memory are used where they lie
-            attested = self._jointly(lambda: _each(mine, lambda it: it.end(seconds=self._timeout)))
-            self._jointly(lambda: _each(mine, lambda it: it.commit(seconds=self._timeout)))
+            self._council.jointly(push.check)
+            self._council.jointly(found.check)  # files in shared memory are used where they lie
+            attested = self._council.jointly(lambda: _each(mine, lambda it: it.end(seconds=self._timeout)))
+            self._council.jointly(lambda: _each(mine, lambda it: it.commit(seconds=self._timeout)))
         except BaseException as error:
             push.forget()
             for endpoint in mine:
@@ -267,45 +266,9 @@ class Sender:
             self._supervisor.fail(self._broken)
             raise
 
-    def _jointly(self, act: Callable[[], T]) -> T:
-        """Each sender's own part; if it goes wrong for one, all raise."""
-        cause: Exception | None = None
-        text = ""
-        try:
-            result = act()
-        except Exception as error:
-            cause = error
-            text = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
-        with self._breaking():
-            said = self._council.gather(text, str)
-        wrong = [f"rank {rank}: {it}" if self._group.size > 1 else it for rank, it in enumerate(said) if it]
-        if wrong:
-            raise WeightsError("; ".join(wrong)) from cause
-        return result
-
-    def _endpoints(self, what: list[str], receivers: Sequence[str | Endpoint]) -> list[Endpoint]:
-        """This sender's receivers: of each address, by the device that it is on."""
-        addresses = [it for it in receivers if isinstance(it, str)]
-        said = self._council.gather([*what, *addresses], list[str])
-        for rank, other in enumerate(said):
-            if other != said[0]:
-                raise WeightsError(
-                    f"rank {rank} pushes another version, to other addresses, or with other options than rank 0"
-                )
-        twice = {it for it in addresses if addresses.count(it) > 1}
-        if twice:
-            raise WeightsError(f"{min(twice)} is named twice")
-        if not any(self._council.gather(bool(receivers), bool)):
-            raise WeightsError("there is no receiver to push to")
-        homes = self.homes(addresses)
-        here = [it for it in addresses if homes[it] == self._group.rank]
-        for gone in [it for it in self._remotes if it not in here]:
-            self._remotes.pop(gone).close()
-        return self._jointly(lambda: [*map(self._remote, here), *(it for it in receivers if not isinstance(it, str))])
-
     def _choice(self, found: Version, mode: Mode | None) -> Choice:
         """How to push this, as last time if nothing has become much faster or slower."""
-        speeds = self._speeds or measure(self.device, self._group, self._council, self._jointly)
+        speeds = self._speeds or measure(self.device, self._group, self._council)
         free = min(self._council.gather(self._free(), int))
         what = self._group.size, len(found.buckets), found.bucket_bytes, mode
         if self._chosen is None or self._chosen[0] != what or not speeds.like(self._chosen[1]):
@@ -313,37 +276,10 @@ class Sender:
             self._chosen = what, speeds, made
         return self._chosen[2]
 
-    def _remote(self, address: str) -> Remote:
-        known = self._remotes.pop(address, None)
-        if known is not None and not known.alive():
-            known.close()
-            known = None
-        self._remotes[address] = remote = known or Remote(address, self._secret)
-        return remote
-
     def _free(self) -> int:
         """Bytes for buffers, those that are there included; senders on one device share what it has."""
-        free = free_bytes(self.device) // self._devices.count(device_name(self.device))
-        return free + (0 if self._staging is None else self._staging.nbytes)
-
-    def _staged(self, bucket_bytes: int, mode: Mode) -> Staging:
-        """The device's buffers, those of the push before if they fit."""
-        count = buffers(self._group.size, mode) - 2
-        if self._staging is not None and self._staging.shared.nbytes != bucket_bytes:
-            self._free_staging()  # receivers open the new ones when they are offered them
-        if self._staging is None:
-            self._staging = Staging(SharedBuffers(bucket_bytes, self.device))
-        del self._staging.h2d[count:]
-        while len(self._staging.h2d) < count:
-            self._staging.h2d.append(torch.empty(bucket_bytes, dtype=torch.uint8, device=self.device))
-        if self.device.type == "cuda":  # what the memory was used for before ends on this stream, and lanes have others
-            torch.cuda.current_stream(self.device).synchronize()
-        return self._staging
-
-    def _free_staging(self) -> None:
-        if self._staging is not None:
-            self._staging.shared.close()
-            self._staging = None
+        senders = self._remotes.devices.count(device_name(self.device))
+        return free_bytes(self.device) // senders + self._staging.nbytes
 
 
 def _named(version: str, source: T) -> T:
@@ -356,36 +292,3 @@ def _each(endpoints: Sequence[Endpoint], ask: Callable[[Endpoint], T]) -> list[T
     """Ask all at the same time."""
     with ThreadPoolExecutor(max(1, len(endpoints))) as pool:
         return list(pool.map(ask, endpoints))
-
-
-def free_bytes(device: torch.device) -> int:
-    """What a device's memory has left."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return unused + torch.cuda.mem_get_info(device)[0]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 40
-
-
-def _homes(devices: dict[str, str], senders: Sequence[str]) -> dict[str, int]:
-    """Which sender serves each address: one on the same device, in turn if there are several."""
-    homes: dict[str, int] = {}
-    served = [0] * len(senders)
-    for address, device in devices.items():
-        there = [rank for rank, name in enumerate(senders) if name == device]
-        if not there:
-            raise WeightsError(f"{address} is on {device}, and senders are on {', '.join(sorted(set(senders)))}")
-        homes[address] = rank = min(there, key=lambda it: served[it])
-        served[rank] += 1
-    return homes
-
-
-def status(address: str, *, secret: bytes | None = None) -> Told:
-    """State, version and last error of a receiver, at any time."""
-    remote = Remote(address, secret)
-    try:
-        return remote.told
-    finally:
-        remote.close()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stretto.broker import driver
 from stretto.ir.errors import WeightsError
-from stretto.weights.wire import Buffers
+from stretto.weights.messages import Buffers
 
 _numbers = count()
 

@@ -10,15 +10,14 @@ import torch.distributed as dist
 from stretto.weights.choose import Speeds
 from stretto.weights.council import Council
 from stretto.weights.push import Group
-from stretto.weights.store import Jointly
 
 _BYTES = 16 << 20
 _TIMES = 3
 
 
-def measure(device: torch.device, group: Group, council: Council, jointly: Jointly) -> Speeds:
+def measure(device: torch.device, group: Group, council: Council) -> Speeds:
     """The slowest sender's, by a few small copies."""
-    here = jointly(lambda: copies(device))
+    here = council.jointly(lambda: copies(device))
     if group.size > 1:
         buffer = torch.empty(_BYTES, dtype=torch.uint8, device=device)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,14 +17,6 @@ from stretto.weights.layout import Bucket, lay_out
 from stretto.weights.manifest import Manifest
 from stretto.weights.push import Group, Sources
 from stretto.weights.spread import Holdings, agree, moves_of, spread
-
-T = TypeVar("T")
-
-
-class Jointly(Protocol):
-    """Does each sender's own part; if it goes wrong for one, all raise."""
-
-    def __call__(self, act: Callable[[], T]) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +57,12 @@ class Store:
             raise WeightsError(f"{version} was not registered; there is {', '.join(self._versions) or 'none'}")
         return found
 
-    def add(self, version: str, source: Source, held: Sequence[Held], free: int, jointly: Jointly) -> None:
+    def add(self, version: str, source: Source, held: Sequence[Held], free: int) -> None:
         """Agree on what the version is, make room for it, and bring every bucket to its sender.
 
-        What can go wrong for one sender alone is done `jointly`: then all raise.
+        What can go wrong for one sender alone is done jointly: then all raise.
         """
-        on_device = jointly(lambda: not source.everywhere and all(it.read().is_cuda for it in held[:1]))
+        on_device = self._council.jointly(lambda: not source.everywhere and all(it.read().is_cuda for it in held[:1]))
         holdings = agree(version, held, self._council, everywhere=source.everywhere, on_device=on_device)
         manifest = holdings.manifest
         bucket_bytes = self._bucket_bytes
@@ -82,11 +73,11 @@ class Store:
             self.drop(version if version in self._versions else next(iter(self._versions)))
         mine = range(self._group.rank, len(buckets), self._group.size)
         if isinstance(source, Safetensors) and source.in_shared_memory:
-            pinned = jointly(lambda: _pinned(source.maps() if self._device.type == "cuda" else []))
-            runs = jointly(lambda: {k: _runs(k, buckets[k], holdings, held) for k in mine})
+            pinned = self._council.jointly(lambda: _pinned(source.maps() if self._device.type == "cuda" else []))
+            runs = self._council.jointly(lambda: {k: _runs(k, buckets[k], holdings, held) for k in mine})
             self._versions[version] = Version(manifest, buckets, bucket_bytes, runs.__getitem__, None, pinned, source)
             return
-        arena, room = jointly(lambda: self._room({k: buckets[k].nbytes for k in mine}))
+        arena, room = self._council.jointly(lambda: self._room({k: buckets[k].nbytes for k in mine}))
         on = (self._group.device, self._device) if holdings.on_device else (self._group.host, torch.device("cpu"))
         on = (None, on[1]) if source.everywhere else on  # nothing is exchanged
         try:

@@ -12,7 +12,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.endpoint import Endpoint, Offer
-from stretto.weights.wire import InFlight
+from stretto.weights.messages import InFlight
 
 _MOST = 1 << 20  # bytes of an answer
 _OPENER = build_opener(ProxyHandler({}))  # an engine that shares our devices is never behind a proxy

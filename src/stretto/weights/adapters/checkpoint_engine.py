@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import Asked, Http
 from stretto.weights.endpoint import Offer
+from stretto.weights.messages import InFlight
 from stretto.weights.shared import SharedBuffers
-from stretto.weights.wire import InFlight
 
 log = logging.getLogger(__name__)
 _STEP = 0.1  # seconds between two looks at what else may have ended a wait

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import Http, Served, seconds_left
 from stretto.weights.adapters.checkpoint_engine import CheckpointEngineWorkers
-from stretto.weights.wire import InFlight
+from stretto.weights.messages import InFlight
 
 # "keep" is their retract: requests go back to the queue and are computed anew. In place, they would go on with keys and
 # values of the old weights, and the cache could not be flushed.

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import Asked, Http, Served, seconds_left
+from stretto.weights.conversation import Hooks
 from stretto.weights.endpoint import Remote
-from stretto.weights.receiver import Hooks, Receiver
+from stretto.weights.messages import InFlight
+from stretto.weights.receiver import Receiver
 from stretto.weights.shared import device_name
-from stretto.weights.wire import InFlight
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -1,0 +1,275 @@
+"""A receiver's part in an update: from one state to the next, as its sender says; any error ends in dirty."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from stretto.ir.errors import WeightsError
+from stretto.weights.host import uncollected
+from stretto.weights.loading import Loading
+from stretto.weights.manifest import Manifest
+from stretto.weights.messages import (
+    Abandon,
+    Ask,
+    Commit,
+    End,
+    Failed,
+    Filled,
+    InFlight,
+    Loaded,
+    Message,
+    Open,
+    Ready,
+    Serving,
+    Start,
+    Started,
+    State,
+    Taken,
+    Told,
+    Unknown,
+)
+from stretto.weights.shared import OpenedBuffers
+from stretto.weights.sums import place_sum
+from stretto.weights.wire import BEAT, Connection, Gone, close_files
+
+log = logging.getLogger(__name__)
+_EVER = 1e9  # seconds: signs of life bound the wait
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What an engine does around an update. Each runs in the thread that serves."""
+
+    pause: Callable[[InFlight], None] = _nothing
+    """Stop generating; what is under way is waited for, aborted or kept for later."""
+    begin: Callable[[], None] = _nothing
+    """Get the engine's loading state ready, from whatever an earlier update has left."""
+    finish: Callable[[], None] = _nothing
+    """All tensors are there: quantise, transpose, and so on."""
+    flush_cache: Callable[[], None] = _nothing
+    """Forget what was computed with the old weights."""
+    resume: Callable[[], None] = _nothing
+
+
+class Standing:
+    """A receiver's state, version and last error, as engines and senders are told of it."""
+
+    def __init__(self, version: str, device: str, *, in_place: bool) -> None:
+        self._lock = threading.Lock()
+        self._told = Told("serving", version, "", device, in_place, attested=False)
+        self.answering = False
+        """Whether a sender waits for an answer."""
+
+    @property
+    def told(self) -> Told:
+        with self._lock:
+            return msgspec.structs.replace(self._told)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an update is under way."""
+        return self.answering or self.told.state not in ("serving", "dirty")
+
+    def set(self, state: State, *, version: str | None = None, error: str = "", attested: bool | None = None) -> None:
+        with self._lock:
+            self._told.state, self._told.error = state, error
+            self._told.version = self._told.version if version is None else version
+            self._told.attested = self._told.attested if attested is None else attested
+
+
+class Conversation:
+    """With one sender, over any number of updates, until it leaves."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        standing: Standing,
+        hooks: Hooks,
+        device: torch.device,
+        known: Callable[[Open], Manifest | None],
+        loading: Callable[[Manifest, Open], Loading],
+    ) -> None:
+        """`known` gives the manifest of an offer, None if it has to be told; `loading` the way into the engine."""
+        self._connection, self._standing, self._hooks, self._device = connection, standing, hooks, device
+        self._known, self._made = known, loading
+        self._buffers: OpenedBuffers | None = None
+        self._loading: Loading | None = None
+        self._laid: tuple[str, int, bool, int] | None = None
+        self._manifest: Manifest | None = None
+        self._version = ""
+
+    def hold(self, opening: Open, files: list[int]) -> None:
+        over = threading.Event()
+        beats = threading.Thread(target=self._beat, args=(over,), name="stretto beats", daemon=True)
+        beats.start()
+        try:
+            message: Message = opening
+            while True:
+                self._standing.answering = True
+                self._answer(message, files)
+                self._standing.answering = False
+                message, files = self._connection.hear(seconds=_EVER)
+        except Gone as error:
+            self.fail(f"the sender {error}")
+        finally:
+            self._standing.answering = False
+            over.set()
+            self._loading = None
+            beats.join()
+            if self._buffers is not None:
+                self._buffers.close()
+
+    def _beat(self, over: threading.Event) -> None:
+        """Signs of life, as long as the sender waits for an answer."""
+        while not over.wait(BEAT):
+            with contextlib.suppress(Gone):
+                if self._standing.answering:
+                    self._connection.beat()
+
+    def _answer(self, message: Message, files: list[int]) -> None:
+        try:
+            match message:
+                case Open():
+                    with uncollected():
+                        answer = self._open(message, files)
+                case Start():
+                    answer = self._start(message.in_flight)
+                case Filled():
+                    answer = self._load(message)
+                case End():
+                    answer = self._end()
+                case Commit():
+                    answer = self._commit()
+                case Abandon():
+                    self.fail(message.why)
+                    return
+                case Ask():
+                    answer = self._standing.told
+                case _:
+                    raise WeightsError(f"did not expect {type(message).__name__}")
+        except Gone:
+            raise
+        except Exception as error:
+            why = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
+            if not isinstance(error, WeightsError):
+                log.exception("an update failed")
+            self.fail(why)
+            answer = Failed(why, dirty=self._standing.told.state == "dirty")
+        finally:
+            close_files(files)
+        self._connection.tell(answer)
+
+    def _expect(self, *states: State) -> None:
+        state = self._standing.told.state
+        if state not in states:
+            raise WeightsError(f"that cannot be while {state}")
+
+    def fail(self, why: str) -> None:
+        """What was not touched goes on; what was is dirty until a whole push has gone well."""
+        state = self._standing.told.state
+        if state == "paused":
+            try:
+                self._serve(error=why)
+            except Exception as error:
+                self._standing.set("dirty", error=f"{why}; and {error}")
+        elif state in ("loading", "loaded"):
+            self._standing.set("dirty", error=why, attested=False)
+
+    def _serve(self, *, version: str | None = None, error: str = "") -> None:
+        """An engine that resumes finds that it may serve; one that cannot is dirty."""
+        self._standing.set("serving", version=version, error=error)
+        try:
+            self._hooks.resume()
+        except Exception as problem:
+            why = f"the engine did not resume: {type(problem).__name__}: {problem}"
+            self._standing.set("dirty", error=why)
+            raise WeightsError(why) from problem
+
+    def _open(self, message: Open, files: list[int]) -> Message:
+        self._expect("serving", "dirty")
+        if message.bucket_bytes > message.buffers.nbytes:
+            raise WeightsError(
+                f"a bucket of {message.bucket_bytes} bytes does not fit a buffer of {message.buffers.nbytes}"
+            )
+        self._manifest = self._known(message)
+        if self._manifest is None:
+            return Unknown()
+        if self._buffers is None or self._buffers.number != message.buffers.number:
+            self._loading = None  # which has views of the old ones
+            if self._buffers is not None:
+                self._buffers.close()
+            self._buffers = OpenedBuffers(message.buffers, files, self._device)
+        laid = message.digest, message.bucket_bytes, message.split, self._buffers.number
+        if self._loading is None or self._laid != laid:
+            self._loading, self._laid = self._made(self._manifest, message), laid
+        self._version = message.version
+        return Ready(self._loading.skips)
+
+    def _start(self, in_flight: InFlight) -> Message:
+        if self._loading is None:
+            raise WeightsError("nothing was opened")
+        self._expect("serving", "dirty")
+        if self._standing.told.state == "serving":
+            self._standing.set("paused")
+        self._hooks.pause(in_flight)  # of a dirty one too, which may have been left in any state
+        self._standing.set("loading")
+        self._loading.begin()
+        self._hooks.begin()
+        return Started()
+
+    def _load(self, message: Filled) -> Message:
+        self._expect("loading")
+        assert self._buffers is not None
+        assert self._loading is not None
+        if not (0 <= message.bucket < len(self._loading.buckets) and message.slot in (0, 1)):
+            raise WeightsError(f"there is no bucket {message.bucket} in buffer {message.slot}")
+        bucket = self._loading.buckets[message.bucket]
+        buffer = self._buffers.tensors[message.slot]
+        if int(place_sum(buffer[: bucket.nbytes])) != message.sum:
+            raise WeightsError(f"{self._named(message.bucket)} arrived changed")
+        try:
+            self._loading.load(message.bucket, buffer)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise WeightsError(f"the loader failed at {self._named(message.bucket)}: {what}") from error
+        # This waits for all that the stream was given, so for what the loader has begun too.
+        if int(place_sum(buffer[: bucket.nbytes])) != message.sum:
+            raise WeightsError(f"{self._named(message.bucket)} was changed while it was loaded")
+        return Taken(message.bucket)
+
+    def _named(self, bucket: int) -> str:
+        """A bucket, for somebody who knows tensors."""
+        assert self._manifest is not None
+        assert self._loading is not None
+        pieces = self._loading.buckets[bucket].pieces
+        first, last = (self._manifest.entries[piece.entry].name for piece in (pieces[0], pieces[-1]))
+        return f"bucket {bucket} ({first})" if len(pieces) == 1 else f"bucket {bucket} ({first} … {last})"
+
+    def _end(self) -> Message:
+        self._expect("loading")
+        assert self._loading is not None
+        missing = self._loading.missing()
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise WeightsError(f"the loader did not account for {missing[0]}{more}")
+        self._hooks.finish()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._standing.set("loaded", attested=missing is not None)
+        return Loaded(missing is not None)
+
+    def _commit(self) -> Message:
+        self._expect("loaded")
+        self._hooks.flush_cache()
+        self._serve(version=self._version)
+        return Serving(self._version)
