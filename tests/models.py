@@ -195,12 +195,12 @@ def order(mesh: Any, case: Case) -> tuple[list[str], list[str]]:
     for index, stage in pipe._stages.items():
         for name, letter in (("forward", "F"), ("backward", "B"), ("weight", "W")):
             setattr(stage, name, _telling(done, f"{index}{letter}", getattr(stage, name)))
-    pipe._walk._runs = pipe._walk.compiled()
+    pipe._passes._runs = pipe._passes.compiled()
     pipe.step(*case.batch())
     letters = {"F": "F", "B": "B", "I": "B", "W": "W", "WGRAD": "W"}
     planned = [
         f"{task.stage}{letters[task.kind.name]}{task.microbatch}.{task.part}"
-        for task in pipe._walk.tasks
+        for task in pipe._passes.tasks
         if task.kind.name in letters
     ]
     return planned, done

@@ -114,6 +114,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_thousands_of_tiny_tensors_and_a_huge_one(ranks: Ranks, folder: Path) -> None:
+    spec = [*[("bfloat16", (k % 7,)) for k in range(3000)], ("uint8", (3 << 20,))]
+    keeper = Keeper()
+    with Receiver(f"unix://{folder}/r", keeper, device=DEVICE) as receiver:
+        receiver.start()
+        told = ranks.run(pushes.push, 2, spec, [1, 2], [str(receiver.address)], {})
+    assert [report.receivers for report in told[0]] == [{str(receiver.address): "attested"}] * 2
+    assert all(same(keeper.loaded[name], tensor) for name, tensor in tensors_of(spec, 2).items())
+
+
 @pytest.mark.parametrize("mode", ["serial", "two", "three"])
 @pytest.mark.parametrize("senders", [1, 3])
 def test_the_measured_timeline_keeps_the_programs_order(ranks: Ranks, folder: Path, mode: str, senders: int) -> None:
