@@ -195,7 +195,7 @@ def order(mesh: Any, case: Case) -> tuple[list[str], list[str]]:
     for index, stage in pipe._stages.items():
         for name, letter in (("forward", "F"), ("backward", "B"), ("weight", "W")):
             setattr(stage, name, _telling(done, f"{index}{letter}", getattr(stage, name)))
-    pipe._passes._runs = pipe._passes.compiled()
+    pipe._passes._runs = pipe._passes._walk.compile(pipe._passes._compiled)
     pipe.step(*case.batch())
     letters = {"F": "F", "B": "B", "I": "B", "W": "W", "WGRAD": "W"}
     planned = [
