@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check figures bench clean
+.PHONY: demo test slow check figures bench clean
 
 demo: .venv/train
 	@$(BIN)/python examples/demo.py
@@ -13,6 +13,9 @@ figures: .venv/core
 
 test: .venv/test
 	$(BIN)/python -m pytest
+
+slow: .venv/test
+	$(BIN)/python -m pytest -m slow
 
 check: .venv/dev
 	$(BIN)/ruff check .
@@ -24,6 +27,7 @@ bench: .venv/test
 	$(BIN)/python benchmarks/simulate/run.py
 	$(BIN)/python benchmarks/runtime/run.py --repeat 100
 	$(BIN)/python benchmarks/runtime/four_ranks.py
+	$(BIN)/python benchmarks/weights/cpu.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
