@@ -96,7 +96,10 @@ def loop() -> None:
             engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
             running.callback(engine.terminate)
             assert engine.stdout is not None
-            engines.append(f"unix://{folder}/{name}={engine.stdout.readline().split()[-1]}")
+            said = engine.stdout.readline().split()
+            if not said:
+                sys.exit("an engine did not start")
+            engines.append(f"unix://{folder}/{name}={said[-1]}")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         done = subprocess.run(
             [*command, str(HERE / "loop.py"), *engines], env=environment, stderr=subprocess.PIPE, text=True

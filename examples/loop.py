@@ -108,17 +108,20 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def generated(url: str) -> tuple[str, float, list[int]]:
     """The version that answers, how much of what it generates counts on, and a sample."""
-    right, answer = 0, {}
+    right, count, answer = 0, 0, {}
     for start in range(5, 85, 10):
         wanted = [(start + 3 + k) % CONFIG.vocabulary for k in range(6)]
+        count += len(wanted)
         body = json.dumps({"tokens": [start, start + 1, start + 2], "count": 6}).encode()
         with urllib.request.urlopen(urllib.request.Request(f"{url}/generate", body), timeout=60) as reply:
             answer = json.load(reply)
         right += sum(a == b for a, b in zip(answer["tokens"], wanted, strict=True))
-    return answer["version"], right / 48, [start, start + 1, start + 2, *answer["tokens"]]
+    return answer["version"], right / count, [start, start + 1, start + 2, *answer["tokens"]]
 
 
 def main() -> None:
+    if not sys.argv[1:] or not all("=" in it for it in sys.argv[1:]):
+        sys.exit(f"say where engines take weights and answer: {sys.argv[0]} unix:///PATH=http://127.0.0.1:PORT …")
     engines = dict(it.split("=", 1) for it in sys.argv[1:])
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

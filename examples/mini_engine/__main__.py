@@ -1,4 +1,4 @@
-"""Generates over HTTP and takes new weights: python -m mini_engine --address unix:///PATH [--tp 2] [--http PORT]"""
+"""Generates over HTTP and takes new weights: python examples/mini_engine --address unix:///PATH [--tp 2]"""
 
 import argparse
 import signal
@@ -23,10 +23,14 @@ def main() -> str:
     )
     parser.add_argument("--tp", type=int, choices=(1, 2), default=1, help="ranks")
     parser.add_argument("--http", type=int, default=0, help="port; any free one if 0")
-    parser.add_argument("--config", choices=tuple(CONFIGS), default="tiny")
+    parser.add_argument("--config", choices=tuple(CONFIGS), default="tiny", help="how large the model is")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but no GPU is found")
+    if not 0 <= given.http < 65536:
+        parser.error(f"--http is a port (got {given.http})")
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = CONFIGS[given.config]

@@ -182,3 +182,61 @@ def test_a_version_needs_a_name_and_tensors() -> None:
             sender.register("v", {})
     with pytest.raises(WeightsError, match=r"keeps at least 1 version \(got 0\)"):
         Sender(device="cpu", keep=0)
+
+
+def test_a_closed_sender_says_so_and_touches_nobody(taking: Any) -> None:
+    sender = Sender(device="cpu")
+    sender.register("v", {"w": torch.zeros(1)})
+    sender.close()
+    sender.close()
+    for act in (lambda: sender.register("v2", {"w": torch.zeros(1)}), lambda: sender.push("v", [taking[0]])):
+        with pytest.raises(WeightsError, match="this sender is closed"):
+            act()
+    assert status(taking[0]).version == "initial"
+
+
+def test_a_sender_is_for_one_thread_at_a_time(taking: Any) -> None:
+    told: list[str] = []
+
+    def progress(*_: int) -> None:
+        with pytest.raises(WeightsError, match="this sender is at work in another thread"):
+            sender.push("v", [taking[0]])
+        told.append("refused")
+
+    with Sender(device="cpu") as sender:
+        sender.register("v", {"w": torch.zeros(1)})
+        sender.push("v", [taking[0]], progress=progress)
+    assert told == ["refused"]
+
+
+def test_a_tiny_push_does_not_spoil_what_is_foreseen_of_the_next(taking: Any) -> None:
+    with Sender(device="cpu") as sender:
+        sender.register("tiny", {"w": torch.zeros(1)})
+        first = sender.push("tiny", [taking[0]])
+        sender.register("again", {"w": torch.zeros(1)})
+        assert sender.push("again", [taking[0]]).moving.predicted == first.moving.predicted
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"into": [torch.zeros(1)]}, r"into is tensors by name, such as model.state_dict\(\)"),
+        ({"into": {"w": torch.zeros(1)}, "slices": {"w": slice(0, 1)}}, "the slice of w is a tuple of slices"),
+        ({"into": {"w": torch.zeros(1)}, "slices": {"v": (slice(0, 1),)}}, "a slice of v is asked for"),
+        ({"load": print, "expects": [("w", "int8", ())]}, r"expects are Entry\(name, dtype, shape\)"),
+        ({}, "either load, a function, or into, tensors by name"),
+        ({"load": print, "device": "xpu"}, "weights are pushed on cpu or cuda"),
+    ],
+)
+def test_a_receiver_that_cannot_be_is_refused(folder: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(WeightsError, match=said):
+        Receiver(f"unix://{folder}/x", **options)
+
+
+def test_what_a_push_is_asked_for_must_make_sense(taking: Any) -> None:
+    with Sender(device="cpu") as sender:
+        sender.register("v", {"w": torch.zeros(1)})
+        with pytest.raises(WeightsError, match="receivers are a list"):
+            sender.push("v", taking[0])
+        with pytest.raises(WeightsError, match=r"in_flight is one of wait, abort, keep \(got 'drop'\)"):
+            sender.push("v", [taking[0]], in_flight="drop")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from stretto.cli.console import err, number, out, print_table
-from stretto.cli.inputs import Json, write_figure
+from stretto.cli.inputs import Json, figure_kind, write_figure
 from stretto.draw import draw_text
 from stretto.ir.errors import StrettoError, WeightsError
 from stretto.program.update import MODES, Mode
@@ -78,7 +78,11 @@ def push(
     addresses = [it for given in to or [] for it in given.split(",") if it]
     files = Safetensors(checkpoint)
     options: dict[str, Any] = {"split": split, "bucket_bytes": None if bucket is None else _bytes(bucket)}
+    if output is not None and figure_kind(output) not in (".svg", ".png", ".trace.json"):
+        raise WeightsError(f"-o draws .svg, .png or .trace.json (got {output})")
     if dry_run:
+        if json:
+            raise WeightsError("--dry-run prints for people; leave --json out")
         _foresee(files, version or checkpoint.name, devices, mode, options, output)
         return
     if not addresses:
@@ -163,7 +167,7 @@ def _bar(*, shown: bool) -> "Iterator[Any]":
 
 
 def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
-    from stretto.weights.report import size
+    from stretto.weights.report import counted, size
 
     if output is not None and report.timeline is not None:
         write_figure(report.timeline, output)
@@ -183,7 +187,9 @@ def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
         out.print(msgspec.json.format(msgspec.json.encode(told)).decode())
         return
     rate = f"{size(report.nbytes)} in {report.seconds:.3g} s, {report.gb_per_second:.3g} GB/s"
-    out.print(f"{report.version} ({report.digest[:8]}): {rate}; {report.buckets} buckets, mode {report.mode}")
+    out.print(
+        f"{report.version} ({report.digest[:8]}): {rate}; {counted(report.buckets, 'bucket')}, mode {report.mode}"
+    )
     print_table(
         ["step", "foreseen, s", "took, s"],
         [[name, number(it.predicted), number(it.actual)] for name, it in report.steps.items()],
@@ -203,6 +209,7 @@ def _foresee(
     from stretto.weights.choose import bucket_bytes_for, buffers, choose
     from stretto.weights.layout import lay_out
     from stretto.weights.manifest import Manifest
+    from stretto.weights.report import counted
     from stretto.weights.shared import resolved
     from stretto.weights.speeds import copies
     from stretto.weights.staging import free_bytes
@@ -224,8 +231,8 @@ def _foresee(
         write_figure(best.predicted, output)
     out.print(f"{version} ({manifest.digest[:8]}): {len(manifest.entries)} tensors, {manifest.nbytes:,} bytes")
     out.print(
-        f"{len(buckets)} buckets of {bucket_bytes / (1 << 20):.6g} MiB from {devices} senders; {device} copies "
-        f"{speeds.h2d / 1e9:.3g} GB/s from the host, {speeds.reload / 1e9:.3g} GB/s within"
+        f"{counted(len(buckets), 'bucket')} of {bucket_bytes / (1 << 20):.6g} MiB from {counted(devices, 'sender')}; "
+        f"{device} copies {speeds.h2d / 1e9:.3g} GB/s from the host, {speeds.reload / 1e9:.3g} GB/s within"
     )
     print_table(
         ["mode", "foreseen, s", "GB/s", "buffers, MiB"],

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stretto.weights.conversation import Hooks
     from stretto.weights.export import Export
+    from stretto.weights.manifest import Entry
     from stretto.weights.receiver import Receiver
     from stretto.weights.remotes import status
     from stretto.weights.report import Report
     from stretto.weights.sender import Sender
 
-__all__ = ["Export", "Hooks", "Receiver", "Report", "Sender", "status"]
+__all__ = ["Entry", "Export", "Hooks", "Receiver", "Report", "Sender", "status"]
 
 _ROOMS = {
+    "Entry": "manifest",
     "Export": "export",
     "Hooks": "conversation",
     "Receiver": "receiver",

@@ -40,6 +40,8 @@ class Choice:
     mode: Mode
     program: Program
     predicted: Timeline
+    speeds: Speeds
+    """From which that was foreseen."""
 
 
 def bucket_bytes_for(manifest: Manifest, devices: int, free: int, *, split: bool = False) -> int:
@@ -81,7 +83,7 @@ def choose(
         program = weight_update(devices=devices, buckets=buckets, mode=it)
         predicted = simulate(program, Costs(bucket=times))
         if best is None or predicted.makespan < best.predicted.makespan:
-            best = Choice(it, program, predicted)
+            best = Choice(it, program, predicted, speeds)
     assert best is not None
     if found := check(best.program):
         raise ProgramError(f"the push is not sound: {found[0]}")

@@ -103,7 +103,7 @@ def listen(address: str, secret: bytes | None = None) -> socket.socket:
     except OSError as error:
         raise WeightsError(f"cannot listen at {address}: {error.strerror or error}") from None
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise WeightsError(f"{room} must be yours alone: chmod 700 {room}, or take another directory")
+        raise WeightsError(f"{room} is open to others; put the socket into a directory that is yours alone (mode 700)")
     if path.exists():
         _remove_stale(path)
     server = socket.socket(socket.AF_UNIX)

@@ -107,7 +107,10 @@ class Remote:
         message = Open(offer.manifest.version, digest, offer.bucket_bytes, offer.split, buffers)
         if self._known != digest:
             message.manifest = offer.manifest
-        answer = self._answer(message, seconds, files)
+        try:
+            answer = self._answer(message, seconds, files)
+        except Gone as error:
+            raise Gone(f"{error} (has it called serve() or start()?)") from None
         if isinstance(answer, Unknown):
             message.manifest = offer.manifest
             answer = self._answer(message, seconds, files)

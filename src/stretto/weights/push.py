@@ -7,6 +7,7 @@ from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +31,7 @@ Sources = Callable[[int], Sequence[tuple[Tensor, int]]]
 Progress = Callable[[int, int], None]
 """Is told how many buckets were loaded here, of how many."""
 _LANES = ("h2d", "broadcast", "reload")
+_TELLING = 8 << 20  # bytes that tell how fast they are moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +115,15 @@ class Push:
         if self.failure:
             raise WeightsError(self.failure)
 
-    def speeds(self) -> Speeds:
-        """As they were here."""
+    def speeds(self, known: Speeds) -> Speeds:
+        """As they were here; as they were known where too little was moved to tell."""
         seconds, taken = self.seconds(), dict.fromkeys(_LANES, 0)
         for task in self.tasks:
             wants = self._wanted[self._group.rank] if task.kind is Kind.RELOAD else set[int]().union(*self._wanted)
             if task.microbatch in wants:
                 taken[task.lane.name] += self._buckets[task.microbatch].nbytes
-        found = {name: taken[name] / seconds[name] if taken[name] and seconds[name] > 0 else 1e12 for name in _LANES}
+        found = msgspec.structs.asdict(known)
+        found |= {name: taken[name] / seconds[name] for name in _LANES if taken[name] >= _TELLING and seconds[name] > 0}
         return Speeds(**found)
 
     def seconds(self) -> dict[str, float]:

@@ -56,8 +56,17 @@ class Receiver:
         secret_file: str | Path | None = None,
     ) -> None:
         """`expects` are tensors that a version must have; `retains` says that the loader keeps what it is handed."""
+        expects = tuple(expects)
         if (load is None) == (into is None):
             raise WeightsError("a receiver takes either load, a function, or into, tensors by name")
+        if into is not None and not isinstance(into, Mapping):
+            raise WeightsError("into is tensors by name, such as model.state_dict()")
+        for name, part in (slices or {}).items():
+            if not (isinstance(part, tuple) and all(isinstance(it, slice) and it.step in (None, 1) for it in part)):
+                raise WeightsError(f"the slice of {name} is a tuple of slices without steps (got {part!r:.60})")
+        for entry in expects:
+            if not isinstance(entry, Entry):
+                raise WeightsError(f"expects are Entry(name, dtype, shape) (got {entry!r:.60})")
         unknown = [name for name in slices or {} if name not in (into or {})]
         if unknown:
             raise WeightsError(f"a slice of {unknown[0]} is asked for, which is not among the tensors of into")

@@ -45,10 +45,14 @@ class Report:
         odd = [name for name, how in self.receivers.items() if how != "attested"]
         told = f"; unattested: {', '.join(odd)}" if odd else ", all attested"
         return (
-            f"{self.version} ({self.digest[:8]}): {size(self.nbytes)} to {len(self.receivers)} receivers in "
-            f"{_time(self.seconds)} ({self.gb_per_second:.3g} GB/s), {self.buckets} buckets, mode {self.mode}: "
-            f"{steps}{told}"
+            f"{self.version} ({self.digest[:8]}): {size(self.nbytes)} to {counted(len(self.receivers), 'receiver')} in "
+            f"{_time(self.seconds)} ({self.gb_per_second:.3g} GB/s), {counted(self.buckets, 'bucket')}, "
+            f"mode {self.mode}: {steps}{told}"
         )
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def size(nbytes: int) -> str:

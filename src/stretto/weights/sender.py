@@ -1,11 +1,12 @@
 """A sender: one for each device, holds versions in host memory and pushes them into receivers."""
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import torch
@@ -83,6 +84,8 @@ class Sender:
         `keep` versions are held in host memory; `split` lets tensors larger than a bucket go in parts, which only
         receivers that write in place take; a receiver may take `timeout` seconds for a bucket.
         """
+        if not timeout > 0:
+            raise WeightsError(f"timeout is a number of seconds above 0 (got {timeout})")
         group = mesh.get_group() if mesh is not None else dist.group.WORLD if dist.is_initialized() else None
         given = device if device is not None else mesh.device_type if mesh is not None else None
         self.device = resolved(given)
@@ -98,7 +101,7 @@ class Sender:
         self._staging = Staging(self.device, self._group.size)
         self._speeds: Speeds | None = None
         self._chosen: tuple[Any, Speeds, Choice] | None = None
-        self._broken = ""
+        self._broken, self._closed, self._one = "", False, threading.Lock()
         if self.device.type == "cuda":  # what is called for the first time takes its time
             place_sum(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device)).item()
 
@@ -108,8 +111,7 @@ class Sender:
         The source is safetensors files, a module, a pipeline, (name, tensor) pairs that this rank has, or any `Source`.
         What it holds may change afterwards, except for files in shared memory, which are used where they lie.
         """
-        self._check()
-        with self._breaking(), self._council.patient(), uncollected():
+        with self._alone(), self._breaking(), self._council.patient(), uncollected():
             made = self._council.jointly(lambda: _named(version, as_source(source)))
             held = self._council.jointly(lambda: list(made.held()))
             self._store.add(version, made, held, min(self._council.gather(self._free(), int)))
@@ -134,9 +136,8 @@ class Sender:
         Addresses are the same on all ranks; other endpoints are each rank's own. `in_flight` says what becomes of
         generations under way; with `record`, the first rank's report has the measured timeline.
         """
-        self._check()
-        with self._breaking():
-            found = self._council.jointly(lambda: self._store.get(version))
+        with self._alone(), self._breaking():
+            found = self._council.jointly(lambda: self._asked(version, receivers, in_flight))
             what = [version, found.manifest.digest, str(mode), in_flight, str(record)]
             mine = self._remotes.endpoints(what, receivers)
             choice = self._choice(found, mode)
@@ -161,6 +162,10 @@ class Sender:
         self._staging.close()
 
     def close(self) -> None:
+        """Let go of memory, connections and threads."""
+        if self._closed:
+            return
+        self._closed = True
         self.free_buffers()
         self._store.close()
         self._lanes.close()
@@ -226,7 +231,7 @@ class Sender:
         )
         names = {it.name: "attested" if ok else "unattested" for it, ok in zip(mine, attested, strict=True)}
         done = self._council.gather(_Done(moving, push.seconds(), names), _Done)
-        self._speeds = slowest(push.speeds(), self._council)
+        self._speeds = slowest(push.speeds(choice.speeds), self._council)
         took = push.seconds()
         push.forget()
         foreseen = busy(choice.predicted)
@@ -247,12 +252,29 @@ class Sender:
 
     # What all senders do together.
 
-    def _check(self) -> None:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One thing at a time, and none after the end."""
+        if self._closed:
+            raise WeightsError("this sender is closed")
         if self._broken:
             raise WeightsError(f"this sender cannot go on: {self._broken}; start the senders again")
+        if not self._one.acquire(blocking=False):
+            raise WeightsError("this sender is at work in another thread")
+        try:
+            yield
+        finally:
+            self._one.release()
+
+    def _asked(self, version: str, receivers: Sequence[str | Endpoint], in_flight: str) -> Version:
+        if isinstance(receivers, str):
+            raise WeightsError(f"receivers are a list: push(…, [{receivers!r}])")
+        if in_flight not in get_args(InFlight):
+            raise WeightsError(f"in_flight is one of {', '.join(get_args(InFlight))} (got {in_flight!r:.40})")
+        return self._store.get(version)
 
     @contextlib.contextmanager
-    def _breaking(self) -> Any:
+    def _breaking(self) -> Iterator[None]:
         """Without one of its group, a sender is of no more use."""
         try:
             yield
@@ -283,8 +305,8 @@ class Sender:
 
 
 def _named(version: str, source: T) -> T:
-    if not version:
-        raise WeightsError("a version needs a name")
+    if not isinstance(version, str) or not version:
+        raise WeightsError(f"a version needs a name (got {version!r:.40})")
     return source
 
 

@@ -144,7 +144,12 @@ class Connection:
 
         if not serves:  # who asks proves first, so that nobody gets a proof for nothing
             self.tell(Proof(digest(False)), seconds=GREETING)
-        proof, files = self.hear(seconds=GREETING)
+        try:
+            proof, files = self.hear(seconds=GREETING)
+        except Gone:
+            if serves:
+                raise
+            raise Gone("did not accept the secret") from None
         close_files(files)
         if not isinstance(proof, Proof) or not hmac.compare_digest(proof.digest, digest(not serves)):
             raise Gone("does not know the secret")

@@ -26,7 +26,7 @@ from stretto.weights.shared import device_name
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _STEP = 0.1  # seconds between two looks at what else may have ended a wait
-_PATIENCE = 5.0  # seconds between a sender's start and vLLM's call to /update_weights
+_PATIENCE = 60.0  # seconds between a sender's start and vLLM's call to /update_weights
 
 
 def register() -> None:
