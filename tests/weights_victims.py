@@ -255,7 +255,7 @@ class Worker:
         """Whether it is dead or stopped."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "TZX"
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return True
 
     def end(self) -> None:

@@ -29,7 +29,7 @@ from stretto.weights.messages import (
     Unknown,
 )
 from stretto.weights.shared import SharedBuffers
-from stretto.weights.wire import BEAT, Connection, Gone, close_files
+from stretto.weights.wire import BEAT, Connection, Gone, Late, close_files
 
 T = TypeVar("T", bound=Message)
 
@@ -95,8 +95,11 @@ class Remote:
         return self._ask(Ask(), Told, seconds)
 
     def alive(self) -> bool:
+        """Whether the connection still stands; raises if nobody answers at the other end."""
         try:
             self.status()
+        except Late:
+            raise
         except WeightsError:
             return False
         return True
@@ -167,4 +170,4 @@ class Remote:
         try:
             return act()  # type: ignore[return-value]
         except Gone as error:
-            raise Gone(f"{self.name} {error}") from None
+            raise type(error)(f"{self.name} {error}") from None

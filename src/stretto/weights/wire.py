@@ -30,6 +30,10 @@ class Gone(WeightsError):  # noqa: N818 (a state of the other side)
     """The other side has closed the connection, is silent, or talks nonsense."""
 
 
+class Late(Gone):
+    """The other side is there, but does not answer."""
+
+
 class Connection:
     """One side of a conversation. Any thread may tell; one at a time may hear."""
 
@@ -102,7 +106,7 @@ class Connection:
             until = min(deadline, self._heard + SILENCE)
             if now >= until:
                 late = "is slow: no answer in time" if until == deadline else f"has been silent for {SILENCE:g} s"
-                raise Gone(late)
+                raise Late(late)
             try:
                 self._stream.settimeout(until - now)
                 part, attached, flags, _ = self._stream.recvmsg(
