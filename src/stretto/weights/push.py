@@ -85,6 +85,8 @@ class Push:
         self._wanted, self._endpoints, self._timeout = wanted, endpoints, timeout
         self._walk = Walk(program, supervisor)
         self.tasks = self._walk.tasks
+        self._here = {place: number for number, place in enumerate(self._walk.places)}
+        self._anyones = set[int]().union(*wanted)
         self._tickets: dict[int, Ticket] = {}
         self._started: Tickets = []
         self._sums: dict[int, int] = {}
@@ -119,7 +121,7 @@ class Push:
         """As they were here; as they were known where too little was moved to tell."""
         seconds, taken = self.seconds(), dict.fromkeys(_LANES, 0)
         for task in self.tasks:
-            wants = self._wanted[self._group.rank] if task.kind is Kind.RELOAD else set[int]().union(*self._wanted)
+            wants = self._wanted[self._group.rank] if task.kind is Kind.RELOAD else self._anyones
             if task.microbatch in wants:
                 taken[task.lane.name] += self._buckets[task.microbatch].nbytes
         found = msgspec.structs.asdict(known)
@@ -137,8 +139,8 @@ class Push:
 
     def _task(self, at: int, task: Task) -> Run:
         act = {Kind.H2D: self._copy, Kind.BROADCAST: self._broadcast, Kind.RELOAD: self._reload}[task.kind]
-        here = {place: number for number, place in enumerate(self._walk.places)}
-        needs = [here[need] for need in self._program.needs(self._walk.places[at]) if need in here]
+        needed = self._program.needs(self._walk.places[at])
+        needs = [self._here[need] for need in needed if need in self._here]
 
         def run() -> None:
             if not self._stopped.is_set() or task.kind is Kind.BROADCAST:
@@ -153,16 +155,13 @@ class Push:
 
         return begin
 
-    def _anyone(self, bucket: int) -> bool:
-        return any(bucket in wanted for wanted in self._wanted)
-
     def _stop(self, error: Exception, what: str) -> None:
         """What goes wrong here stops the push in order, and not by breaking off."""
         self.failure = self.failure or (str(error) if isinstance(error, WeightsError) else f"{what}: {error}")
         self._stopped.set()
 
     def _copy(self, bucket: int) -> None:
-        if not self._anyone(bucket):
+        if bucket not in self._anyones:
             return
         try:
             into = self._h2d_buffer(bucket)
@@ -181,7 +180,7 @@ class Push:
         group, source = self._group, bucket % self._group.size
         count = self._buckets[bucket].nbytes
         into = self._staging.shared.tensors[bucket % 2][:count]
-        if group.rank == source and self._anyone(bucket) and not self._stopped.is_set():
+        if group.rank == source and bucket in self._anyones and not self._stopped.is_set():
             self._sum(bucket, self._h2d_buffer(bucket))
         word = torch.tensor([int(self._stopped.is_set()), self._sums.get(bucket, 0)])
         _wait(dist.broadcast(word, group_src=source, group=group.host, async_op=True))

@@ -110,8 +110,10 @@ class Receiver:
             conversation = Conversation(
                 connection, self._standing, self._hooks, self.device, self._manifest, self._loading
             )
+            here = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
             try:
-                conversation.hold(opening, files)
+                with here:  # hooks and loader find their device
+                    conversation.hold(opening, files)
             except BaseException as error:
                 conversation.fail(f"{type(error).__name__}: {error}")
                 if not isinstance(error, Exception):

@@ -38,13 +38,6 @@ T = TypeVar("T")
 _OPENING = 30.0  # seconds for a receiver to look at a manifest
 
 
-class _Opened(msgspec.Struct, frozen=True):
-    """What a sender knows of its receivers when all is ready to start."""
-
-    wanted: list[int]
-    receivers: list[str]
-
-
 class _Done(msgspec.Struct, frozen=True):
     """How it went, at one sender."""
 
@@ -191,7 +184,7 @@ class Sender:
     ) -> Report:
         everything, mine = set(range(len(found.buckets))), [it for it, _ in endpoints]
         wanted = set[int]().union(*(everything - skips for _, skips in endpoints))
-        opened = self._council.gather(_Opened(sorted(wanted), [it.name for it in mine]), _Opened)
+        everybodys = self._council.gather(sorted(wanted), list[int])
         push = Push(
             choice.program,
             self._supervisor,
@@ -200,7 +193,7 @@ class Sender:
             self._staging,
             found.buckets,
             found.sources,
-            [set(it.wanted) for it in opened],
+            [set(it) for it in everybodys],
             endpoints,
             timeout=self._timeout,
         )
