@@ -229,10 +229,10 @@ class Push:
             self._stop(error, f"summing bucket {bucket}")
 
     def _catch_up(self, lane: str) -> None:
-        """Wait for the device, with nobody but this thread."""
+        """Let this thread alone wait for the device, looking all the time, so that the next copy begins at once."""
         stream = self._lanes.streams[lane]
         if stream is not None:
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
             event.synchronize()
 
