@@ -1,6 +1,7 @@
 """Generates over HTTP and takes new weights: python examples/mini_engine --address unix:///PATH [--tp 2]"""
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -49,4 +50,11 @@ def main() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except SystemExit as end:  # at once: gloo's threads do not outlive an interpreter that takes its time
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))

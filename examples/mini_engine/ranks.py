@@ -2,9 +2,11 @@
 
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -112,7 +114,19 @@ class Other:
 
 
 def _follow(options: Options, asked: Connection, hooks: Connection, meeting: str) -> None:
-    """Rank 1's process, until rank 0 leaves."""
+    """Rank 1's process. It ends at once: gloo's threads do not outlive an interpreter that takes its time."""
+    try:
+        _following(options, asked, hooks, meeting)
+    except SystemExit:
+        pass
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _following(options: Options, asked: Connection, hooks: Connection, meeting: str) -> None:
+    """Until rank 0 leaves."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it too, and ends this one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     torch.set_num_threads(1)

@@ -19,21 +19,18 @@ from urllib.request import urlopen
 
 import pytest
 import torch
+from mini_engine import Aborted, Config, Engine, Server, Shard, Unavailable, addresses, checkpoint, entries, reference
 from torch import Tensor
 
+from stretto.ir.errors import WeightsError
+from stretto.weights.endpoint import Offer, Remote
+from stretto.weights.layout import lay_out, least_bucket
+from stretto.weights.manifest import Manifest
+from stretto.weights.messages import InFlight
+from stretto.weights.shared import SharedBuffers
+from stretto.weights.sums import place_sum
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-from mini_engine import Aborted, Config, Engine, Server, Shard, Unavailable, addresses, checkpoint, entries, reference  # noqa: E402
-
-from stretto.ir.errors import WeightsError  # noqa: E402
-from stretto.weights.endpoint import Offer, Remote  # noqa: E402
-from stretto.weights.layout import lay_out, least_bucket  # noqa: E402
-from stretto.weights.manifest import Manifest  # noqa: E402
-from stretto.weights.messages import InFlight  # noqa: E402
-from stretto.weights.shared import SharedBuffers  # noqa: E402
-from stretto.weights.sums import place_sum  # noqa: E402
-
 CONFIG = Config()
 PROMPT = [5, 17, 3, 64]
 OLD, NEW = checkpoint(CONFIG, 0), checkpoint(CONFIG, 1)
