@@ -80,6 +80,9 @@ def test_a_dry_run_touches_nobody_and_draws_the_plan(checkpoint: Path) -> None:
         (["--mode", "four"], "--mode is one of serial, two, three (got 'four')"),
         (["--bucket", "0"], "--bucket is a number of MiB above 0 (got 0)"),
         (["--dry-run", "--devices", "0"], "--devices is a number of senders from 1 to 4096 (got 0)"),
+        (["--to", "unix:///x", "-o", "a.foo"], "-o draws .svg, .png or .trace.json (got a.foo)"),
+        (["--to", "unix:///x", "-o", "/no/a.svg"], "cannot write /no/a.svg: no directory to write into"),
+        (["--dry-run", "--json"], "--dry-run prints for people; leave --json out"),
         (["--to", "unix:///x", "--device", "tpu"], "--device is cpu or cuda (got 'tpu')"),
     ],
 )

@@ -80,6 +80,8 @@ def push(
     options: dict[str, Any] = {"split": split, "bucket_bytes": None if bucket is None else _bytes(bucket)}
     if output is not None and figure_kind(output) not in (".svg", ".png", ".trace.json"):
         raise WeightsError(f"-o draws .svg, .png or .trace.json (got {output})")
+    if output is not None and not os.access(output.parent, os.W_OK):  # before anything is pushed
+        raise WeightsError(f"cannot write {output}: no directory to write into")
     if dry_run:
         if json:
             raise WeightsError("--dry-run prints for people; leave --json out")
