@@ -15,7 +15,7 @@ from torch import Tensor
 from stretto.ir.errors import WeightsError
 
 _PAGE = mmap.PAGESIZE
-_PART = 16 << 20  # bytes that a thread copies at a time
+_PART = 8 << 20  # bytes that a thread copies at a time
 _THREADS = min(16, cpu_count() or 1)
 
 
@@ -59,17 +59,21 @@ def _parts(memory: Tensor) -> Iterator[Tensor]:
     yield from torch.split(memory, _PART)
 
 
+def threads() -> ThreadPoolExecutor:
+    """As many as help; torch and numpy let others run while they copy."""
+    return ThreadPoolExecutor(_THREADS, "stretto copies")
+
+
 def in_parallel(act: Callable[[Tensor], object], parts: Iterable[Tensor]) -> None:
-    """In a few threads at a time; torch lets others run while it copies."""
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with threads() as pool:
         for _ in pool.map(act, parts):
             pass
 
 
-def copy_in_parallel(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+def copy_in_parallel(copies: Iterable[tuple[Tensor, Tensor]], pool: ThreadPoolExecutor) -> None:
     """From the second of each pair into the first, which is on the host; large ones in parts, small ones together.
 
-    PyTorch would use several threads for each copy; numpy uses one, and lets others run meanwhile.
+    PyTorch would use several threads for each copy; numpy uses one.
     """
 
     def copy(batch: list[tuple[Tensor, Tensor]]) -> None:
@@ -90,9 +94,8 @@ def copy_in_parallel(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
                 yield into, source
 
     batches = list(_batches(on_host()))  # all first: a thread that prepares would hold up those that copy
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for _ in pool.map(copy, batches):
-            pass
+    for _ in pool.map(copy, batches):
+        pass
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
 
@@ -114,7 +117,8 @@ def _batches(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Ten
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Hundreds of thousands of small objects are made, of which none is garbage: looking for some takes longer."""
+    """Without looking for garbage: there can be hundreds of thousands of small objects, which takes longer than a push
+    of a GB, and none of what is made meanwhile is garbage."""
     before = gc.isenabled()
     gc.disable()
     try:

@@ -55,9 +55,9 @@ class Handing:
         key = number, buffer.data_ptr()
         tensors = self._views.get(key)
         if tensors is None:
-            entries = self._manifest.entries
+            entries, views = self._manifest.entries, _Views(buffer)
             tensors = [
-                (entries[piece.entry].name, _view(buffer, piece, entries[piece.entry]))
+                (entries[piece.entry].name, views.of(piece, entries[piece.entry]))
                 for piece in self.buckets[number].pieces
             ]
             self._views[key] = tensors
@@ -88,21 +88,7 @@ class Writing:
         buckets: list[Bucket],
     ) -> None:
         given = {entry.name: entry for entry in manifest.entries}
-        wrong = []
-        for name, tensor in into.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entry = given.get(name)
-            if entry is None:
-                wrong.append(f"{name} is missing")
-            elif dtype != entry.dtype:
-                wrong.append(f"{name} is {entry.dtype}, not {dtype}")
-            elif len(slices.get(name, ())) > len(entry.shape):
-                wrong.append(
-                    f"{name} has {len(entry.shape)} dimensions, and slices of {len(slices[name])} are asked for"
-                )
-            elif extent(slices_box(entry.shape, slices.get(name, ()))) != tuple(tensor.shape):
-                asked = f"the slice {slices[name]} of it" if name in slices else "it"
-                wrong.append(f"{name} has shape {entry.shape}, and {asked} does not fit {tuple(tensor.shape)}")
+        wrong = [why for name, tensor in into.items() if (why := _misfit(name, tensor, given.get(name), slices))]
         if wrong:
             raise WeightsError(_listed(wrong))
         self._into = {name: tensor.detach() for name, tensor in into.items()}
@@ -131,20 +117,21 @@ class Writing:
         key = number, buffer.data_ptr()
         copies = self._copies.get(key)
         if copies is None:
-            copies = self._copies[key] = [], []
+            copies, views = ([], []), _Views(buffer)
             for piece in self.buckets[number].pieces:
                 entry = self._manifest.entries[piece.entry]
                 if entry.name in self._into and piece.nbytes:
-                    self._add(piece, entry, buffer, copies)
+                    self._add(piece, entry, views, copies)
+            self._copies[key] = copies
         if copies[0]:
             torch._foreach_copy_(copies[0], copies[1], non_blocking=True)
         self._done.add(number)
 
-    def _add(self, piece: Piece, entry: Entry, buffer: Tensor, copies: tuple[list[Tensor], list[Tensor]]) -> None:
+    def _add(self, piece: Piece, entry: Entry, views: "_Views", copies: tuple[list[Tensor], list[Tensor]]) -> None:
         target = self._into[entry.name]
         if piece.nbytes == entry.nbytes and entry.name not in self._slices:
             copies[0].append(_raw(target))
-            copies[1].append(_raw(_view(buffer, piece, entry)))
+            copies[1].append(_raw(views.of(piece, entry)))
             return
         item, dtype = ITEM_BYTES[entry.dtype], target.dtype
         box = slices_box(entry.shape, self._slices.get(entry.name, ()))
@@ -156,7 +143,7 @@ class Writing:
             shape = extent(part)
             begin = piece.offset + (start - first) * item
             count = item * torch.Size(shape).numel()
-            run = buffer[begin : begin + count].view(dtype).view(shape)
+            run = views.buffer[begin : begin + count].view(dtype).view(shape)
             copies[0].append(_raw(target[inside(shared, box)]))
             copies[1].append(_raw(run[inside(shared, part)]))
 
@@ -166,14 +153,37 @@ class Writing:
         return [name for name in self._into if name in names]
 
 
-def _view(buffer: Tensor, piece: Piece, entry: Entry) -> Tensor:
-    """A tensor where it lies in a buffer; in one step, since there can be many."""
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    strides = [1] * len(entry.shape)
-    for k in range(len(entry.shape) - 1, 0, -1):
-        strides[k - 1] = strides[k] * max(1, entry.shape[k])
-    typed = buffer.view(dtype)
-    return typed.as_strided(entry.shape, strides, typed.storage_offset() + piece.offset // dtype.itemsize)
+class _Views:
+    """Tensors where they lie in a buffer; each made in one step, since there can be many."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self._typed: dict[str, tuple[Tensor, int, int]] = {}
+
+    def of(self, piece: Piece, entry: Entry) -> Tensor:
+        if entry.dtype not in self._typed:
+            made = self.buffer.view(getattr(torch, entry.dtype))
+            self._typed[entry.dtype] = made, int(made.storage_offset()), made.itemsize
+        typed, start, item = self._typed[entry.dtype]
+        strides = [1] * len(entry.shape)
+        for k in range(len(entry.shape) - 1, 0, -1):
+            strides[k - 1] = strides[k] * max(1, entry.shape[k])
+        return typed.as_strided(entry.shape, strides, start + piece.offset // item)
+
+
+def _misfit(name: str, tensor: Tensor, entry: Entry | None, slices: Mapping[str, tuple[slice, ...]]) -> str:
+    """Why what comes under a name cannot go into a live tensor, in words; nothing if it can."""
+    if entry is None:
+        return f"{name} is missing"
+    if tensor.dtype != getattr(torch, entry.dtype):
+        return f"{name} is {entry.dtype}, not {str(tensor.dtype).removeprefix('torch.')}"
+    if name not in slices:
+        fits, asked = tensor.shape == entry.shape, "it"
+    elif len(slices[name]) > len(entry.shape):
+        return f"{name} has {len(entry.shape)} dimensions, and slices of {len(slices[name])} are asked for"
+    else:
+        fits, asked = extent(slices_box(entry.shape, slices[name])) == tensor.shape, f"the slice {slices[name]} of it"
+    return "" if fits else f"{name} has shape {entry.shape}, and {asked} does not fit {tuple(tensor.shape)}"
 
 
 def _raw(tensor: Tensor) -> Tensor:

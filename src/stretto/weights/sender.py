@@ -129,7 +129,7 @@ class Sender:
         Addresses are the same on all ranks; other endpoints are each rank's own. `in_flight` says what becomes of
         generations under way; with `record`, the first rank's report has the measured timeline.
         """
-        with self._alone(), self._breaking():
+        with self._alone(), self._breaking(), uncollected():
             found = self._council.jointly(lambda: self._asked(version, receivers, in_flight))
             what = [version, found.manifest.digest, str(mode), in_flight, str(record)]
             mine = self._remotes.endpoints(what, receivers)

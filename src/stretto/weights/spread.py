@@ -15,7 +15,7 @@ from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import Box, common, extent, inside, runs
 from stretto.weights.council import Council
 from stretto.weights.held import Held
-from stretto.weights.host import copy_in_parallel
+from stretto.weights.host import copy_in_parallel, threads
 from stretto.weights.layout import Bucket
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest
 
@@ -157,19 +157,15 @@ def spread(
     What cannot be read is left out while all ranks go on, and raised by all in the end.
     """
     reading = _Reading(held)
-    for begin in range(0, len(buckets), council.size):
-        here = range(begin, min(begin + council.size, len(buckets)))
-        moves = [list(moves_of(k, buckets[k], holdings)) for k in here]
-        copy_in_parallel(
-            _local(room(k), move, reading(move))
-            for k, row in zip(here, moves, strict=True)
-            if k % council.size == council.rank
-            for move in row
-            if move.holder.rank == council.rank
-        )
-        others = [[m for m in row if m.holder.rank != m.bucket % council.size] for row in moves]
-        if any(others) and group is not None:
-            _exchange(others, begin, reading, room, council, group, device)
+    with threads() as pool:
+        for begin in range(0, len(buckets), council.size):
+            here = range(begin, min(begin + council.size, len(buckets)))
+            moves = [list(moves_of(k, buckets[k], holdings)) for k in here]
+            mine = [m for row in moves for m in row if m.holder.rank == m.bucket % council.size == council.rank]
+            copy_in_parallel((_local(room(move.bucket), move, reading(move)) for move in mine), pool)
+            others = [[m for m in row if m.holder.rank != m.bucket % council.size] for row in moves]
+            if any(others) and group is not None:
+                _exchange(others, begin, reading, room, council, group, device)
     for rank, error in enumerate(council.gather(reading.error, str)):
         if error:
             raise WeightsError(f"rank {rank}: {error}")
