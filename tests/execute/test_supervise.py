@@ -8,7 +8,7 @@ SCRIPT = """
 import os, signal, time
 from stretto.execute.supervise import Supervisor
 try:
-    with Supervisor(0, 1, timeout=5).guarding():
+    with Supervisor(0, timeout=5).guarding():
         raise ValueError("a bad batch")
 except ValueError as error:
     for _ in range(2):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.ir.errors import WeightsError
+from stretto.weights import sums
 from stretto.weights.boxes import common, extent, runs, slices_box, whole
 from stretto.weights.layout import ALIGNMENT, lay_out, least_bucket
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest, differences
@@ -93,16 +94,19 @@ def test_common_is_what_both_index(data: st.DataObject) -> None:
     assert extent(slices_box(shape, (slice(None),))) == extent(whole(shape))
 
 
-@given(st.integers(1, 400), st.randoms(use_true_random=False))
-def test_the_sum_counts_every_word_by_its_place(words: int, random: object) -> None:
+@given(st.integers(1, 400), st.sampled_from([1, 3, 8, 8192]), st.randoms(use_true_random=False))
+def test_the_sum_counts_every_word_by_its_place(words: int, width: int, random: object) -> None:
     values = [random.getrandbits(64) for _ in range(words)]  # type: ignore[attr-defined]
     buffer = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.uint8))
     expected = sum(value * (2 * place + 1) for place, value in enumerate(values)) % 2**64
-    assert int(place_sum(buffer)) % 2**64 == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "_WIDTH", width)
+        patch.setattr(sums, "_odd", {})
+        assert int(place_sum(buffer)) % 2**64 == expected
 
 
-@pytest.mark.parametrize("words", [1 << 16, (1 << 16) + 1, 3 << 16])
-def test_the_sum_of_several_chunks(words: int) -> None:
+@pytest.mark.parametrize("words", [8192, 8193, 3 << 16])
+def test_the_sum_of_several_rows(words: int) -> None:
     values = torch.randint(-(2**63), 2**63 - 1, (words,), generator=torch.Generator().manual_seed(0))
     raw = values.numpy().view(np.uint64)
     with np.errstate(over="ignore"):

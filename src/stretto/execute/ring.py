@@ -1,7 +1,13 @@
 """Makes the ring of supervisors of a process group."""
 
 import atexit
+import contextlib
+import hmac
+import secrets
 import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,20 +15,89 @@ import torch.distributed as dist
 from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError
 
+_JOINING = 60.0  # seconds for a neighbour to come
+_SAYING = 5.0  # seconds for whoever comes to say the word
+_WORD = 32  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where a rank waits for the one before it, and the word by which it knows that one from a stranger."""
+
+    host: str
+    port: int
+    word: str
+
 
 def supervised(group: dist.ProcessGroup | None, device: torch.device, *, timeout: float) -> Supervisor:
-    """By everybody's host and port. Without a group, one that watches nobody."""
+    """One that knows its neighbours. Without a group, one that watches nobody."""
     if not timeout > 0:
         raise PipelineError(f"timeout is a number of seconds above 0 (got {timeout})")
     if group is None:
-        return Supervisor(0, 1, timeout=timeout)
-    supervisor = Supervisor(group.rank(), group.size(), timeout=timeout)
-    text = f"{socket.gethostname()} {supervisor.listen()}".encode().ljust(256)[:256]
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    rows = [torch.zeros_like(mine) for _ in range(group.size())]
-    dist.all_gather(rows, mine, group=group)
-    found = [bytes(row.tolist()).decode().split() for row in rows]
-    alone = len({host for host, _ in found}) == 1
-    supervisor.join([("127.0.0.1" if alone else host, int(port)) for host, port in found])
+        return Supervisor(0, timeout=timeout)
+    supervisor = Supervisor(group.rank(), timeout=timeout)
+    with socket.create_server(("", 0)) as server:
+        mine = Door(socket.gethostname(), server.getsockname()[1], secrets.token_hex(_WORD // 2))
+        doors = _told(mine, group, device)
+        if len({door.host for door in doors}) == 1:
+            doors = [Door("127.0.0.1", door.port, door.word) for door in doors]
+        supervisor.watch(neighbours(group.rank(), doors, server))
     atexit.register(supervisor.close)
     return supervisor
+
+
+def _told(mine: Door, group: dist.ProcessGroup, device: torch.device) -> list[Door]:
+    """Everybody's, over the group."""
+    text = f"{mine.host} {mine.port} {mine.word}".encode().ljust(320)
+    row = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    rows = [torch.zeros_like(row) for _ in range(group.size())]
+    dist.all_gather(rows, row, group=group)
+    found = (bytes(it.tolist()).decode().split() for it in rows)
+    return [Door(host, int(port), word) for host, port, word in found]
+
+
+def neighbours(rank: int, doors: Sequence[Door], server: socket.socket) -> dict[int, socket.socket]:
+    """Connections with the rank after this one, which it goes to, and with the one before, which comes."""
+    if len(doors) == 1:
+        return {}
+    following, before = (rank + 1) % len(doors), (rank - 1) % len(doors)
+    door = doors[following]
+    try:
+        onward = socket.create_connection((door.host, door.port), timeout=_JOINING)
+        onward.sendall(door.word.encode())
+    except OSError as error:
+        raise PipelineError(f"rank {rank} cannot reach rank {following} at {door.host}:{door.port}: {error}") from None
+    back = _welcomed(server, doors[rank].word)
+    if back is None:
+        onward.close()
+        raise PipelineError(f"rank {before} did not connect to rank {rank} within {_JOINING:.0f} s")
+    if following == before:  # two ranks: one connection is enough to watch by
+        (onward if rank else back).close()
+        return {following: back if rank else onward}
+    return {following: onward, before: back}
+
+
+def _welcomed(server: socket.socket, word: str) -> socket.socket | None:
+    """The first who knows the word; others are sent away."""
+    deadline = time.monotonic() + _JOINING
+    while (left := deadline - time.monotonic()) > 0:
+        server.settimeout(left)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            stream, _ = server.accept()
+            if hmac.compare_digest(_heard(stream), word.encode()):
+                return stream
+            stream.close()
+    return None
+
+
+def _heard(stream: socket.socket) -> bytes:
+    """As many bytes as the word has, or fewer if they do not come."""
+    data, deadline = b"", time.monotonic() + _SAYING
+    with contextlib.suppress(OSError):
+        while len(data) < _WORD and (left := deadline - time.monotonic()) > 0:
+            stream.settimeout(left)
+            part = stream.recv(_WORD - len(data))
+            if not part:
+                break
+            data += part
+    return data

@@ -39,12 +39,11 @@ class _Message(msgspec.Struct, omit_defaults=True):
 class Supervisor:
     """Watches the ranks before and after this one, and is watched by them.
 
-    `listen` opens a port; `join` connects the ring, once all addresses are known. From then on `check` and `wait` raise
-    if any rank has failed, died, gone silent or stood still for too long.
+    From `watch` on, `check` and `wait` raise if any rank has failed, died, gone silent or stood still for too long.
     """
 
-    def __init__(self, rank: int, ranks: int, *, timeout: float) -> None:
-        self.rank, self._ranks, self._timeout = rank, ranks, timeout
+    def __init__(self, rank: int, *, timeout: float) -> None:
+        self.rank, self._timeout = rank, timeout
         self.task: Callable[[], str] = lambda: "nothing yet"
         """What this rank is at."""
         self._stepping = self._waiting = False
@@ -52,7 +51,6 @@ class Supervisor:
         """Seconds that this rank has spent waiting."""
         self._reason: str | None = None
         self._asked = 0.0  # when this rank was asked to end
-        self._server: socket.socket | None = None
         self._peers: dict[int, socket.socket] = {}
         # A neighbour's last heartbeat that told anything new, and when.
         self._doing: dict[int, tuple[_Message, float]] = {}
@@ -60,29 +58,10 @@ class Supervisor:
         self._closing = False
         self._lock = threading.Lock()
 
-    def listen(self) -> int:
-        """Open a port; its number."""
-        self._server = socket.create_server(("", 0))
-        port: int = self._server.getsockname()[1]
-        return port
-
-    def join(self, addresses: list[tuple[str, int]]) -> None:
-        """Connect to the rank after this one, and be connected to by the one before."""
-        assert self._server is not None
-        if self._ranks > 1:
-            following, before = (self.rank + 1) % self._ranks, (self.rank - 1) % self._ranks
-            onward = socket.create_connection(addresses[following], timeout=60)
-            self._server.settimeout(60)
-            back, _ = self._server.accept()
-            if following == before:  # two ranks: one connection is enough to watch by
-                (onward if self.rank else back).close()
-                self._peers = {following: back if self.rank else onward}
-            else:
-                self._peers = {following: onward, before: back}
-        self._server.close()
-        now = time.monotonic()
-        for peer, connection in self._peers.items():
-            connection.setblocking(True)
+    def watch(self, peers: dict[int, socket.socket]) -> None:
+        """Begin, with connections to the neighbours by their ranks."""
+        self._peers, now = peers, time.monotonic()
+        for peer, connection in peers.items():
             connection.settimeout(5)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._heard[peer], self._doing[peer] = now, (_Message(peer, task="nothing yet"), now)
@@ -172,8 +151,6 @@ class Supervisor:
             for connection in self._peers.values():
                 with contextlib.suppress(OSError):
                     connection.close()
-            if self._server is not None:
-                self._server.close()
 
     def _tell(self, message: _Message) -> None:
         line = msgspec.json.encode(message) + b"\n"

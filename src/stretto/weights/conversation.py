@@ -64,9 +64,9 @@ class Hooks:
 class Standing:
     """A receiver's state, version and last error, as engines and senders are told of it."""
 
-    def __init__(self, version: str, device: str, *, in_place: bool) -> None:
+    def __init__(self, version: str, device: str) -> None:
         self._lock = threading.Lock()
-        self._told = Told("serving", version, "", device, in_place, attested=False)
+        self._told = Told("serving", version, "", device, attested=False)
         self.answering = False
         """Whether a sender waits for an answer."""
 

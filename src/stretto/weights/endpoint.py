@@ -51,8 +51,6 @@ class Endpoint(Protocol):
     name: str
     device: str
     """A GPU's UUID, or "cpu": buffers must be there."""
-    in_place: bool
-    """Whether it takes tensors in parts."""
 
     def open(self, offer: Offer, *, seconds: float) -> set[int]:
         """Offer a version; the buckets of which it needs nothing. Nothing has happened yet."""
@@ -87,7 +85,7 @@ class Remote:
         except WeightsError:
             self.close()
             raise
-        self.device, self.in_place = self.told.device, self.told.in_place
+        self.device = self.told.device
         self._known: str = ""
         threading.Thread(target=self._beat, name="stretto beats", daemon=True).start()
 

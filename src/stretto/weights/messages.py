@@ -37,8 +37,6 @@ class Told(msgspec.Struct, tag=True):
     error: str
     device: str
     """A GPU's UUID, or "cpu"."""
-    in_place: bool
-    """Whether it takes tensors in parts."""
     attested: bool
 
 

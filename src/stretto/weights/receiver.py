@@ -80,7 +80,7 @@ class Receiver:
             place_sum(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device)).item()
         self._server = listen(address, self._secret)
         self._lock = threading.Lock()
-        self._standing = Standing(version, device_name(self.device), in_place=into is not None)
+        self._standing = Standing(version, device_name(self.device))
         self._asking: SimpleQueue[tuple[Connection, Open, list[int]] | None] = SimpleQueue()
         self._updating: Connection | None = None
         self._strangers: list[Connection] = []

@@ -108,7 +108,7 @@ class Served:
     """
 
     def __init__(self, endpoint: Endpoint, server: Server) -> None:
-        self.name, self.device, self.in_place = endpoint.name, endpoint.device, endpoint.in_place
+        self.name, self.device = endpoint.name, endpoint.device
         self._endpoint, self._server = endpoint, server
         self._version = ""
 

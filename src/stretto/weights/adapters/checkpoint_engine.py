@@ -60,8 +60,6 @@ class CheckpointEngineWorkers:
     package's own worker function.
     """
 
-    in_place = False
-
     def __init__(
         self, uuid: str, request: Request | None, *, devices: Sequence[str] = (), device: str | None = None
     ) -> None:

@@ -1,0 +1,62 @@
+"""The ring: ranks find their neighbours, whoever else comes to their doors."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from stretto.execute import ring
+from stretto.ir.errors import PipelineError
+
+
+def _doors(stack: ExitStack, ranks: int) -> tuple[list[socket.socket], list[ring.Door]]:
+    servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(ranks)]
+    return servers, [ring.Door("127.0.0.1", it.getsockname()[1], f"{k:032}") for k, it in enumerate(servers)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_strangers_are_sent_away(ranks: int) -> None:
+    with ExitStack() as stack:
+        servers, doors = _doors(stack, ranks)
+        strangers = []
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 4, b"x" * 32):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", doors[0].port)))
+            stranger.sendall(said)
+            if not said:
+                stranger.shutdown(socket.SHUT_WR)
+            strangers.append(stranger)
+        with ThreadPoolExecutor(ranks) as pool:
+            made = list(pool.map(lambda rank: ring.neighbours(rank, doors, servers[rank]), range(ranks)))
+        for peers in made:
+            for stream in peers.values():
+                stack.enter_context(stream)
+        for rank, peers in enumerate(made):
+            assert set(peers) == {(rank + 1) % ranks, (rank - 1) % ranks}
+            for peer, stream in peers.items():
+                stream.sendall(f"{rank} to {peer};".encode())
+        for rank, peers in enumerate(made):
+            for peer, stream in peers.items():
+                stream.settimeout(10)
+                assert stream.recv(100) == f"{peer} to {rank};".encode()
+        for stranger in strangers:
+            stranger.settimeout(10)
+            with suppress(ConnectionResetError):  # with what it had said unread
+                assert stranger.recv(100) == b""
+
+
+def test_a_neighbour_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_JOINING", 0.2)
+    with ExitStack() as stack:
+        servers, doors = _doors(stack, 3)
+        with pytest.raises(PipelineError, match="rank 2 did not connect to rank 0 within 0 s"):
+            ring.neighbours(0, doors, servers[0])
+        servers[2].close()
+        with pytest.raises(PipelineError, match="rank 1 cannot reach rank 2 at 127"):
+            ring.neighbours(1, doors, servers[1])
+
+
+def test_one_rank_has_no_neighbours() -> None:
+    with ExitStack() as stack:
+        servers, doors = _doors(stack, 1)
+        assert ring.neighbours(0, doors, servers[0]) == {}
