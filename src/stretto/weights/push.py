@@ -31,6 +31,7 @@ Sources = Callable[[int], Sequence[tuple[Tensor, int]]]
 Progress = Callable[[int, int], None]
 """Is told how many buckets were loaded here, of how many."""
 _LANES = ("h2d", "broadcast", "reload")
+_ENDS = "h2d ends"  # on a device a copy is queued before the one before it has ended, and another thread waits for it
 _TELLING = 8 << 20  # bytes that tell how fast they are moved
 
 
@@ -48,8 +49,8 @@ class Lanes:
     """A sender's three threads, and on a device their streams; kept from push to push."""
 
     def __init__(self, device: torch.device) -> None:
-        self._lanes = {name: HostLane(name) for name in _LANES}
         cuda = device.type == "cuda"
+        self._lanes = {name: HostLane(name) for name in ((*_LANES, _ENDS) if cuda else _LANES)}
         self.streams = {name: torch.cuda.Stream(device) if cuda else None for name in _LANES}  # type: ignore[no-untyped-call]
 
     def follow(self, name: str, work: Deferred) -> Ticket:
@@ -90,6 +91,7 @@ class Push:
         self._tickets: dict[int, Ticket] = {}
         self._started: Tickets = []
         self._sums: dict[int, int] = {}
+        self._copies: dict[int, torch.cuda.Event] = {}
         self._stopped = threading.Event()
         self._asking = ThreadPoolExecutor(max(1, len(endpoints)), "stretto asks")
         self.failure = ""
@@ -150,7 +152,11 @@ class Push:
 
         def begin() -> None:
             work = Deferred(run, [self._tickets[need] for need in needs], self._supervisor.check)
-            ticket = self._tickets[at] = self._lanes.follow(task.lane.name, work)
+            ticket = self._lanes.follow(task.lane.name, work)
+            if task.kind is Kind.H2D and self._lanes.streams["h2d"] is not None:
+                ended = Deferred(lambda: self._copied(task.microbatch), [ticket], self._supervisor.check)
+                ticket = self._lanes.follow(_ENDS, ended)
+            self._tickets[at] = ticket
             self._started.append(ticket)
 
         return begin
@@ -167,7 +173,15 @@ class Push:
             into = self._h2d_buffer(bucket)
             for source, offset in self._sources(bucket):
                 into[offset : offset + source.numel()].copy_(source, non_blocking=True)
-            self._catch_up("h2d")
+            if (stream := self._lanes.streams["h2d"]) is not None:
+                self._copies[bucket] = stream.record_event()
+        except Exception as error:
+            self._stop(error, f"copying bucket {bucket} to the device")
+
+    def _copied(self, bucket: int) -> None:
+        try:
+            if bucket in self._copies:
+                self._copies.pop(bucket).synchronize()
         except Exception as error:
             self._stop(error, f"copying bucket {bucket} to the device")
 
@@ -192,7 +206,8 @@ class Push:
         if group.rank == source and source in takers:
             into.copy_(self._h2d_buffer(bucket)[:count])
         self._move(self._h2d_buffer(bucket)[:count] if group.rank == source else into, source, takers)
-        self._catch_up("broadcast")
+        if (stream := self._lanes.streams["broadcast"]) is not None:
+            stream.record_event().synchronize()  # this thread alone waits for the device
 
     def _move(self, tensor: Tensor, source: int, takers: list[int]) -> None:
         """To all senders at once; or, if only some want it, to those, and nobody else has to do with it."""
@@ -227,14 +242,6 @@ class Push:
             self._sums[bucket] = int(place_sum(buffer[: self._buckets[bucket].nbytes]))
         except Exception as error:
             self._stop(error, f"summing bucket {bucket}")
-
-    def _catch_up(self, lane: str) -> None:
-        """Let this thread alone wait for the device, looking all the time, so that the next copy begins at once."""
-        stream = self._lanes.streams[lane]
-        if stream is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-            event.synchronize()
 
 
 def _told(progress: Progress, done: int, total: int) -> Progress | None:
