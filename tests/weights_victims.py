@@ -204,11 +204,11 @@ def _make(trouble: str) -> None:
         raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB")
 
     def flipped(act: Callable[..., Any], given: Any) -> None:
-        _, bucket, buffer = given
+        push, bucket = given
         act(*given)
         if bucket == 4:
             left.clear()
-            buffer[77] ^= 4
+            push._h2d_buffer(bucket)[77] ^= 4
 
     match trouble:
         case "little memory" | "no room":
@@ -216,7 +216,7 @@ def _make(trouble: str) -> None:
         case "no memory":
             once(Staging, "fit", refused)
         case "flipped bit":
-            once(Push, "_sum", flipped)
+            once(Push, "_copy", flipped)
 
 
 # Here.

@@ -75,7 +75,7 @@ def test_a_dry_run_touches_nobody_and_draws_the_plan(checkpoint: Path) -> None:
         ([], "say where to push to: --to unix:///path (or --dry-run)"),
         (["--to", "nowhere"], "'nowhere' is no address; there are unix:///path and tcp://host:port"),
         (["--to", "unix:///nowhere/r"], "unix:///nowhere/r cannot be reached: No such file or directory"),
-        (["--to", "tcp://127.0.0.1:1"], "tcp://127.0.0.1:1 needs a secret: tcp is open to others (see secret_file)"),
+        (["--to", "tcp://127.0.0.1:1"], "tcp://127.0.0.1:1 needs a secret: tcp is open to others (both sides read it from a file)"),
         (["--in-flight", "drop"], "--in-flight is one of wait, abort, keep (got 'drop')"),
         (["--mode", "four"], "--mode is one of serial, two, three (got 'four')"),
         (["--bucket", "0"], "--bucket is a number of MiB above 0 (got 0)"),

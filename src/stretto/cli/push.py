@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 _DRAWN = 160  # tasks; more of them do not fit a terminal
 
 
+@contextmanager
+def _one_voice() -> "Iterator[None]":
+    """Errors are everybody's: of all ranks on a machine, the first speaks of them."""
+    try:
+        yield
+    except StrettoError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            raise typer.Exit(2) from error
+        raise
+
+
+@_one_voice()
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="A safetensors file, or a directory of them.")],
     to: Annotated[
@@ -36,7 +48,10 @@ def push(
     split: Annotated[
         bool, typer.Option("--split", help="Let tensors larger than a bucket go in parts, into receivers that can.")
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds that a receiver may take for a bucket.")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that a receiver may take to pause, to finish, and to resume.")
+    ] = 60.0,
+    bucket_timeout: Annotated[float, typer.Option(help="Seconds that a receiver may take for a bucket.")] = 8.0,
     secret_file: Annotated[Path | None, typer.Option(help="The secret that tcp receivers ask for.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     backend: Annotated[
@@ -45,7 +60,9 @@ def push(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would happen, and how long it takes.")
     ] = False,
-    devices: Annotated[int, typer.Option("--devices", "-d", help="Senders, for --dry-run.")] = 1,
+    devices: Annotated[
+        int | None, typer.Option("--devices", "-d", help="Senders, for --dry-run; as many as torchrun starts, or 1.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The timeline: .svg, .png, or .trace.json for Perfetto.")
     ] = None,
@@ -77,7 +94,9 @@ def push(
         raise WeightsError(f"--bucket is a number of MiB above 0 (got {bucket:g})")
     addresses = [it for given in to or [] for it in given.split(",") if it]
     files = Safetensors(checkpoint)
+    name = version or checkpoint.resolve().name
     options: dict[str, Any] = {"split": split, "bucket_bytes": None if bucket is None else _bytes(bucket)}
+    more: dict[str, Any] = {"timeout": timeout, "bucket_timeout": bucket_timeout, "secret_file": secret_file}
     if output is not None and figure_kind(output) not in (".svg", ".png", ".trace.json"):
         raise WeightsError(f"-o draws .svg, .png or .trace.json (got {output})")
     if output is not None and not os.access(output.parent, os.W_OK):  # before anything is pushed
@@ -85,15 +104,15 @@ def push(
     if dry_run:
         if json:
             raise WeightsError("--dry-run prints for people; leave --json out")
-        _foresee(files, version or checkpoint.name, devices, mode, options, output)
+        if not _rank():
+            _foresee(files, name, _ranks() if devices is None else devices, mode, device, options, output)
         return
     if not addresses:
         raise WeightsError("say where to push to: --to unix:///path (or --dry-run)")
     with _senders(device, backend) as (rank, mesh, where), _bar(shown=rank == 0 and not json) as bar:
         from stretto.weights.sender import Sender
 
-        with Sender(mesh, device=where, timeout=timeout, secret_file=secret_file, **options) as sender:
-            name = version or checkpoint.name
+        with Sender(mesh, device=where, **more, **options) as sender:
             sender.homes(addresses)  # before anything else, so that a wrong one costs no time
             nbytes = sum(it.entry.nbytes for it in files.held())
             bar("registering", 0, nbytes)
@@ -116,37 +135,46 @@ def _bytes(mebibytes: float) -> int:
 
 @contextmanager
 def _senders(device: str | None, backend: str | None) -> "Iterator[tuple[int, Any, Any]]":
-    """This process's rank, its mesh and its device; only the first rank speaks of errors that all have."""
+    """This process's rank, its mesh and its device."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+
+    kind, size = _kind(device), _ranks()
+    where = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
+    if kind == "cuda":
+        torch.cuda.set_device(where)
+    else:
+        where = torch.device("cpu")
+    if size == 1:
+        yield 0, None, where
+        return
+    if backend == "onegpu":
+        import stretto.onegpu  # noqa: F401  (registers it)
+    dist.init_process_group(backend or ("nccl" if kind == "cuda" else "gloo"))
+    try:
+        yield _rank(), init_device_mesh(kind, (size,)), where
+    finally:
+        dist.destroy_process_group()
+
+
+def _kind(device: str | None) -> str:
+    import torch
 
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):
         raise WeightsError(f"--device is cpu or cuda (got {kind!r:.40})")
     if kind == "cuda" and not torch.cuda.is_available():
         raise WeightsError("--device cuda, but no GPU is found")
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    where = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
-    if kind == "cuda":
-        torch.cuda.set_device(where)
-    else:
-        where = torch.device("cpu")
-    try:
-        if size == 1:
-            yield 0, None, where
-            return
-        if backend == "onegpu":
-            import stretto.onegpu  # noqa: F401  (registers it)
-        dist.init_process_group(backend or ("nccl" if kind == "cuda" else "gloo"))
-        try:
-            yield rank, init_device_mesh(kind, (size,)), where
-        finally:
-            dist.destroy_process_group()
-    except StrettoError as error:
-        if rank:
-            raise typer.Exit(2) from error
-        raise
+    return kind
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
@@ -203,12 +231,16 @@ def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
 
 
 def _foresee(
-    files: Any, version: str, devices: int, mode: Mode | None, options: dict[str, Any], output: Path | None
+    files: Any,
+    version: str,
+    devices: int,
+    mode: Mode | None,
+    device: str | None,
+    options: dict[str, Any],
+    output: Path | None,
 ) -> None:
     """The plan of a push, with what this machine's copies are measured to be; a broadcast is taken as twice as fast."""
-    import torch
-
-    from stretto.weights.choose import bucket_bytes_for, buffers, choose
+    from stretto.weights.choose import Choice, bucket_bytes_for, buffers, choose
     from stretto.weights.layout import lay_out
     from stretto.weights.manifest import Manifest
     from stretto.weights.report import counted
@@ -220,21 +252,24 @@ def _foresee(
         raise WeightsError(f"--devices is a number of senders from 1 to 4096 (got {devices})")
     manifest = Manifest(version, tuple(it.entry for it in files.held()))
     manifest.check()
-    device = resolved(None)
-    free = free_bytes(device)
+    where = resolved(_kind(device))
+    free = free_bytes(where)
     bucket_bytes = options["bucket_bytes"] or bucket_bytes_for(manifest, devices, free, split=options["split"])
     buckets = lay_out(manifest, bucket_bytes, split=options["split"])
-    speeds = copies(torch.device(device))
-    rows = {}
-    for name in MODES if mode is None else (mode,):
-        rows[name] = choose(devices, len(buckets), bucket_bytes, speeds, free, mode=name)
-    best = min(rows.values(), key=lambda it: it.predicted.makespan)
+    speeds = copies(where)
+
+    def foreseen(mode: Mode | None, count: int) -> Choice:
+        return choose(devices, count, bucket_bytes, speeds, free, mode=mode)
+
+    best = foreseen(mode, len(buckets))
+    fits = [it for it in MODES if buffers(devices, it) * bucket_bytes <= free] if mode is None else []
+    rows = {best.mode: best} | {it: foreseen(it, len(buckets)) for it in fits if it != best.mode}
     if output is not None:
         write_figure(best.predicted, output)
     out.print(f"{version} ({manifest.digest[:8]}): {len(manifest.entries)} tensors, {manifest.nbytes:,} bytes")
     out.print(
         f"{counted(len(buckets), 'bucket')} of {bucket_bytes / (1 << 20):.6g} MiB from {counted(devices, 'sender')}; "
-        f"{device} copies {speeds.h2d / 1e9:.3g} GB/s from the host, {speeds.reload / 1e9:.3g} GB/s within"
+        f"{where} copies {speeds.h2d / 1e9:.3g} GB/s from the host, {speeds.reload / 1e9:.3g} GB/s within"
     )
     print_table(
         ["mode", "foreseen, s", "GB/s", "buffers, MiB"],
@@ -245,10 +280,15 @@ def _foresee(
                 f"{manifest.nbytes / it.predicted.makespan / 1e9:.1f}",
                 f"{buffers(devices, name) * bucket_bytes / (1 << 20):.6g}",
             ]
-            for name, it in rows.items()
+            for name, it in sorted(rows.items(), key=lambda row: MODES.index(row[0]))
         ],
     )
+    shown = min(len(buckets), _DRAWN * len(buckets) // len(best.program))
     if output is not None:
         out.print(f"wrote {output}")
-    elif len(best.program) <= _DRAWN:
-        out.print(draw_text(best.predicted, width=out.width))
+    elif shown < min(2, len(buckets)):
+        out.print(f"{len(best.program):,} tasks do not fit a terminal; draw them with -o push.svg")
+    else:
+        if shown < len(buckets):
+            out.print(f"the first {shown} buckets; all of them with -o push.svg:")
+        out.print(draw_text(foreseen(best.mode, shown).predicted, width=out.width))

@@ -36,7 +36,7 @@ from stretto.weights.messages import (
 )
 from stretto.weights.shared import OpenedBuffers
 from stretto.weights.sums import place_sum
-from stretto.weights.wire import BEAT, Connection, Gone, close_files
+from stretto.weights.wire import BEAT, Connection, Gone, close_files, loudness
 
 log = logging.getLogger(__name__)
 _EVER = 1e9  # seconds: signs of life bound the wait
@@ -120,6 +120,7 @@ class Conversation:
                 self._standing.answering = False
                 message, files = self._connection.hear(seconds=_EVER)
         except Gone as error:
+            log.log(loudness(error), "the sender %s", error)
             self.fail(f"the sender {error}")
         finally:
             self._standing.answering = False
@@ -163,7 +164,7 @@ class Conversation:
             why = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
             if not isinstance(error, WeightsError):
                 log.exception("an update failed")
-            self.fail(why)
+            self.fail(why, own=True)
             answer = Failed(why, dirty=self._standing.told.state == "dirty")
         finally:
             close_files(files)
@@ -174,8 +175,11 @@ class Conversation:
         if state not in states:
             raise WeightsError(f"that cannot be while {state}")
 
-    def fail(self, why: str) -> None:
-        """What was not touched goes on; what was is dirty until a whole push has gone well."""
+    def fail(self, why: str, *, own: bool = False) -> None:
+        """What was not touched goes on; what was is dirty until a whole push has gone well.
+
+        An error of this side's own is remembered in any state.
+        """
         state = self._standing.told.state
         if state == "paused":
             try:
@@ -184,6 +188,8 @@ class Conversation:
                 self._standing.set("dirty", error=f"{why}; and {error}")
         elif state in ("loading", "loaded"):
             self._standing.set("dirty", error=why, attested=False)
+        elif own:
+            self._standing.set(state, error=why)
 
     def _serve(self, *, version: str | None = None, error: str = "") -> None:
         """An engine that resumes finds that it may serve; one that cannot is dirty."""
@@ -210,7 +216,7 @@ class Conversation:
                 self._buffers.close()
             self._buffers = OpenedBuffers(message.buffers, files, self._device)
         laid = message.digest, message.bucket_bytes, message.split, self._buffers.number
-        if self._loading is None or self._laid != laid:
+        if self._loading is None or self._laid != laid or not self._loading.holds():
             self._loading, self._laid = self._made(self._manifest, message), laid
         self._version = message.version
         return Ready(self._loading.skips)
@@ -221,10 +227,11 @@ class Conversation:
         self._expect("serving", "dirty")
         if self._standing.told.state == "serving":
             self._standing.set("paused")
-        self._hooks.pause(in_flight)  # of a dirty one too, which may have been left in any state
+        # A dirty one too, which may have been left in any state.
+        self._hook("pause", lambda: self._hooks.pause(in_flight))
         self._standing.set("loading")
         self._loading.begin()
-        self._hooks.begin()
+        self._hook("begin", self._hooks.begin)
         return Started()
 
     def _load(self, message: Filled) -> Message:
@@ -247,6 +254,23 @@ class Conversation:
             raise WeightsError(f"{self._named(message.bucket)} was changed while it was loaded")
         return Taken(message.bucket)
 
+    def _hook(self, name: str, act: Callable[[], None]) -> None:
+        """What an engine does, by its name if it fails."""
+        try:
+            act()
+        except Exception as error:
+            log.exception("the engine's %s failed", name)
+            raise WeightsError(f"the engine's {name} failed: {type(error).__name__}: {error}") from error
+
+    def _bucket_of(self, name: str) -> str:
+        assert self._manifest is not None
+        assert self._loading is not None
+        entries = self._manifest.entries
+        found = (
+            k for k, it in enumerate(self._loading.buckets) if any(entries[p.entry].name == name for p in it.pieces)
+        )
+        return f"bucket {next(found)}"
+
     def _named(self, bucket: int) -> str:
         """A bucket, for somebody who knows tensors."""
         assert self._manifest is not None
@@ -261,8 +285,8 @@ class Conversation:
         missing = self._loading.missing()
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise WeightsError(f"the loader did not account for {missing[0]}{more}")
-        self._hooks.finish()
+            raise WeightsError(f"the loader did not account for {missing[0]}{more} of {self._bucket_of(missing[0])}")
+        self._hook("finish", self._hooks.finish)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._standing.set("loaded", attested=missing is not None)
@@ -270,6 +294,6 @@ class Conversation:
 
     def _commit(self) -> Message:
         self._expect("loaded")
-        self._hooks.flush_cache()
+        self._hook("flush_cache", self._hooks.flush_cache)
         self._serve(version=self._version)
         return Serving(self._version)

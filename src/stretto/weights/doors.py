@@ -45,7 +45,7 @@ def connect(address: str, secret: bytes | None = None, *, seconds: float = GREET
     path = where.path
     if path is None and not secret:
         _ = where.host
-        raise WeightsError(f"{address} needs a secret: tcp is open to others (see secret_file)")
+        raise WeightsError(f"{address} needs a secret: tcp is open to others (both sides read it from a file)")
     stream = socket.socket(socket.AF_UNIX if path else socket.AF_INET)
     stream.settimeout(seconds)
     try:
@@ -90,7 +90,7 @@ def listen(address: str, secret: bytes | None = None) -> socket.socket:
     if path is None:
         host = where.host
         if not secret:
-            raise WeightsError(f"{address} needs a secret: tcp is open to others (see secret_file)")
+            raise WeightsError(f"{address} needs a secret: tcp is open to others (both sides read it from a file)")
         try:
             family = socket.AF_INET6 if ":" in host[0] else socket.AF_INET
             return socket.create_server(host, family=family, backlog=_BACKLOG)

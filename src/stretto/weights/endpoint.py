@@ -32,6 +32,7 @@ from stretto.weights.shared import SharedBuffers
 from stretto.weights.wire import BEAT, Connection, Gone, Late, close_files
 
 T = TypeVar("T", bound=Message)
+_HEARING = 1.0  # seconds for a receiver to take the word that nothing comes of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Remote:
     def __init__(self, address: str, secret: bytes | None = None) -> None:
         self.name = address
         self._connection: Connection = connect(address, secret)
-        self._over = threading.Event()
+        self._over, self._awaiting = threading.Event(), False
         try:
             self.told = self.status()
         except WeightsError:
@@ -133,7 +134,11 @@ class Remote:
         self._ask(Commit(), Serving, seconds)
 
     def abandon(self, why: str) -> None:
-        self._named(lambda: self._connection.tell(Abandon(why[:1000])))
+        try:
+            self._named(lambda: self._connection.tell(Abandon(why[:1000]), seconds=_HEARING))
+        except Gone:
+            self.close()  # which it finds out when it next listens
+            raise
 
     def close(self) -> None:
         self._over.set()
@@ -142,7 +147,8 @@ class Remote:
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
             try:
-                self._connection.beat()
+                if not self._awaiting:  # who is to answer does not listen, and must not find all of them afterwards
+                    self._connection.beat()
             except Gone:
                 return
 
@@ -154,8 +160,12 @@ class Remote:
 
     def _answer(self, message: Message, seconds: float, files: tuple[int, ...] = ()) -> Message:
         def exchange() -> Message:
-            self._connection.tell(message, files)
-            answer, attached = self._connection.hear(seconds=seconds)
+            self._awaiting = True
+            try:
+                self._connection.tell(message, files)
+                answer, attached = self._connection.hear(seconds=seconds)
+            finally:
+                self._awaiting = False
             close_files(attached)
             return answer
 

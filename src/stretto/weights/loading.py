@@ -22,6 +22,9 @@ class Loading(Protocol):
     skips: list[int]
     """Those of which nothing is needed."""
 
+    def holds(self) -> bool:
+        """Whether it can be used again, and has not to be made anew."""
+
     def begin(self) -> None:
         """All is to be loaded again."""
 
@@ -45,26 +48,22 @@ class Handing:
         self._load, self._manifest, self._retains = load, manifest, retains
         self._left: set[str] | None = set()
         self._coming: set[int] = set()
-        self._views: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
+
+    def holds(self) -> bool:
+        return True
 
     def begin(self) -> None:
         self._left = {entry.name for entry in self._manifest.entries}
         self._coming = set(range(len(self.buckets)))
 
     def load(self, number: int, buffer: Tensor) -> None:
-        key = number, buffer.data_ptr()
-        tensors = self._views.get(key)
-        if tensors is None:
-            entries, views = self._manifest.entries, _Views(buffer)
-            tensors = [
-                (entries[piece.entry].name, views.of(piece, entries[piece.entry]))
-                for piece in self.buckets[number].pieces
-            ]
-            self._views[key] = tensors
+        entries, views = self._manifest.entries, _Views(buffer)
+        tensors = [
+            (entries[piece.entry].name, views.of(piece, entries[piece.entry])) for piece in self.buckets[number].pieces
+        ]
         if self._retains:
-            taken = self._load([(name, tensor.clone()) for name, tensor in tensors])
-        else:
-            taken = self._load(list(tensors))
+            tensors = [(name, tensor.clone()) for name, tensor in tensors]
+        taken = self._load(tensors)
         self._coming.discard(number)
         if taken is None:
             self._left = None
@@ -91,12 +90,17 @@ class Writing:
         wrong = [why for name, tensor in into.items() if (why := _misfit(name, tensor, given.get(name), slices))]
         if wrong:
             raise WeightsError(_listed(wrong))
+        self._given, self._addresses = into, _addresses(into)
         self._into = {name: tensor.detach() for name, tensor in into.items()}
         self.buckets = buckets
         self._slices, self._manifest = slices, manifest
         self._copies: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
         self.skips = [k for k, bucket in enumerate(buckets) if not any(map(self._wants, bucket.pieces))]
         self._done: set[int] = set()
+
+    def holds(self) -> bool:
+        """Whether the live tensors are where they were: an engine may have put others in their place."""
+        return _addresses(self._given) == self._addresses
 
     def _wants(self, piece: Piece) -> bool:
         entry = self._manifest.entries[piece.entry]
@@ -153,6 +157,10 @@ class Writing:
         return [name for name in self._into if name in names]
 
 
+def _addresses(tensors: Mapping[str, Tensor]) -> list[tuple[str, int]]:
+    return [(name, tensor.data_ptr()) for name, tensor in tensors.items()]
+
+
 class _Views:
     """Tensors where they lie in a buffer; each made in one step, since there can be many."""
 
@@ -198,6 +206,7 @@ _RAW = {
     torch.uint64: torch.int64,
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
 }
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +23,6 @@ from stretto.weights.choose import Speeds
 from stretto.weights.endpoint import Endpoint
 from stretto.weights.layout import Bucket
 from stretto.weights.staging import Staging
-from stretto.weights.sums import place_sum
 
 log = logging.getLogger(__name__)
 Sources = Callable[[int], Sequence[tuple[Tensor, int]]]
@@ -74,13 +73,14 @@ class Push:
         staging: Staging,
         buckets: Sequence[Bucket],
         sources: Sources,
+        sums: Mapping[int, int],
         wanted: Sequence[set[int]],
         endpoints: Sequence[tuple[Endpoint, set[int]]],
         *,
         timeout: float,
     ) -> None:
-        """`wanted` are the buckets that each sender's receivers need; `endpoints` are this sender's receivers, and
-        what each of them skips."""
+        """`sums` are of this sender's buckets in host memory; `wanted` are the buckets that each sender's receivers
+        need; `endpoints` are this sender's receivers, and what each of them skips."""
         self._program, self._supervisor, self._lanes, self._group = program, supervisor, lanes, group
         self._staging, self._buckets, self._sources = staging, buckets, sources
         self._wanted, self._endpoints, self._timeout = wanted, endpoints, timeout
@@ -90,7 +90,7 @@ class Push:
         self._anyones = set[int]().union(*wanted)
         self._tickets: dict[int, Ticket] = {}
         self._started: Tickets = []
-        self._sums: dict[int, int] = {}
+        self._sums = dict(sums)
         self._copies: dict[int, torch.cuda.Event] = {}
         self._stopped = threading.Event()
         self._asking = ThreadPoolExecutor(max(1, len(endpoints)), "stretto asks")
@@ -170,8 +170,11 @@ class Push:
         if bucket not in self._anyones:
             return
         try:
-            into = self._h2d_buffer(bucket)
-            for source, offset in self._sources(bucket):
+            into = self._h2d_buffer(bucket)[: self._buckets[bucket].nbytes]
+            parts = self._sources(bucket)
+            if sum(len(source) for source, _ in parts) < len(into):  # the sum is of what lies between them too
+                into.zero_()
+            for source, offset in parts:
                 into[offset : offset + source.numel()].copy_(source, non_blocking=True)
             if (stream := self._lanes.streams["h2d"]) is not None:
                 self._copies[bucket] = stream.record_event()
@@ -194,8 +197,6 @@ class Push:
         group, source = self._group, bucket % self._group.size
         count = self._buckets[bucket].nbytes
         into = self._staging.shared.tensors[bucket % 2][:count]
-        if group.rank == source and bucket in self._anyones and not self._stopped.is_set():
-            self._sum(bucket, self._h2d_buffer(bucket))
         word = torch.tensor([int(self._stopped.is_set()), self._sums.get(bucket, 0)])
         _wait(dist.broadcast(word, group_src=source, group=group.host, async_op=True))
         if int(word[0]):
@@ -225,8 +226,6 @@ class Push:
         if bucket not in self._wanted[self._group.rank]:
             return
         slot = bucket % 2
-        if self._group.size == 1:
-            self._sum(bucket, self._staging.shared.tensors[slot])
         try:
             asked = [endpoint for endpoint, skips in self._endpoints if bucket not in skips]
             total = self._sums[bucket]
@@ -236,12 +235,6 @@ class Push:
                 it.result()
         except Exception as error:
             self._stop(error, f"reloading bucket {bucket}")
-
-    def _sum(self, bucket: int, buffer: Tensor) -> None:
-        try:
-            self._sums[bucket] = int(place_sum(buffer[: self._buckets[bucket].nbytes]))
-        except Exception as error:
-            self._stop(error, f"summing bucket {bucket}")
 
 
 def _told(progress: Progress, done: int, total: int) -> Progress | None:

@@ -1,10 +1,12 @@
 """A receiver: inside an inference process, takes new weights from a sender next to it, or refuses to serve."""
 
+import atexit
 import contextlib
 import logging
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,11 +28,12 @@ from stretto.weights.messages import (
 )
 from stretto.weights.shared import device_name, resolved
 from stretto.weights.sums import place_sum
-from stretto.weights.wire import Connection, Gone, close_files
+from stretto.weights.wire import Connection, Gone, close_files, loudness
 
 log = logging.getLogger(__name__)
 _MOST = 32  # connections at a time
 _EVER = 1e9  # seconds: signs of life bound the wait
+_ENDING = 2.0  # seconds for an update that is under way to end
 
 
 class Receiver:
@@ -61,6 +64,10 @@ class Receiver:
             raise WeightsError("a receiver takes either load, a function, or into, tensors by name")
         if into is not None and not isinstance(into, Mapping):
             raise WeightsError("into is tensors by name, such as model.state_dict()")
+        if into is not None and not into:
+            raise WeightsError("into has no tensors, so there is nothing to take")
+        if into is not None and expects:
+            raise WeightsError("expects is for load; a version must have all that is in into anyway")
         for name, part in (slices or {}).items():
             if not (isinstance(part, tuple) and all(isinstance(it, slice) and it.step in (None, 1) for it in part)):
                 raise WeightsError(f"the slice of {name} is a tuple of slices without steps (got {part!r:.60})")
@@ -87,6 +94,8 @@ class Receiver:
         self._seats = threading.BoundedSemaphore(_MOST)
         self._known: dict[str, Manifest] = {}
         self._closed = False
+        self._serving: threading.Thread | None = None
+        _receivers.add(self)
         threading.Thread(target=self._accept, name="stretto receiver", daemon=True).start()
 
     # What an engine asks.
@@ -127,7 +136,8 @@ class Receiver:
 
     def start(self) -> "Receiver":
         """Serve in a thread of its own."""
-        threading.Thread(target=self.serve, name="stretto updates", daemon=True).start()
+        self._serving = threading.Thread(target=self.serve, name="stretto updates", daemon=True)
+        self._serving.start()
         return self
 
     def close(self) -> None:
@@ -144,6 +154,8 @@ class Receiver:
             path = self.address.path
             if path is not None:
                 path.unlink(missing_ok=True)
+            if self._serving is not None and self._serving is not threading.current_thread():
+                self._serving.join(_ENDING)
 
     def __enter__(self) -> "Receiver":
         return self
@@ -197,7 +209,7 @@ class Receiver:
                     busy = "is busy with another update" if isinstance(message, Open) else "did not expect that"
                     connection.tell(Failed(busy, dirty=False))
         except (Gone, WeightsError) as error:
-            log.info("%s: the other side %s", self.address, error)
+            log.log(loudness(error), "%s: the other side %s", self.address, error)
         finally:
             with self._lock:
                 self._strangers = [it for it in self._strangers if it is not connection]
@@ -234,3 +246,13 @@ class Receiver:
             return Writing(self._into, self._slices, manifest, buckets)
         assert self._load is not None
         return Handing(self._load, manifest, buckets, retains=self._retains, expects=self._expects)
+
+
+_receivers: "weakref.WeakSet[Receiver]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that comes back from a copy while Python ends would take the process down."""
+    for receiver in list(_receivers):
+        receiver.close()

@@ -47,12 +47,12 @@ class Remotes:
         return self._council.jointly(lambda: [*map(self._remote, here), *own])
 
     def _remote(self, address: str) -> Remote:
-        known = self._remotes.pop(address, None)
-        if known is not None and not known.alive():
-            known.close()
-            known = None
-        self._remotes[address] = remote = known or Remote(address, self._secret)
-        return remote
+        known = self._remotes.get(address)
+        if known is None or not known.alive():
+            if known is not None:
+                self._remotes.pop(address).close()
+            self._remotes[address] = known = Remote(address, self._secret)
+        return known
 
     def close(self) -> None:
         for remote in self._remotes.values():

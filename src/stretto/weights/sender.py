@@ -32,10 +32,10 @@ from stretto.weights.sources import as_source
 from stretto.weights.speeds import measure, slowest
 from stretto.weights.staging import Staging, free_bytes
 from stretto.weights.store import Store, Version
-from stretto.weights.sums import place_sum
 
 T = TypeVar("T")
 _OPENING = 30.0  # seconds for a receiver to look at a manifest
+_LOADING = 8.0  # seconds for it to load a bucket, which takes milliseconds
 
 
 class _Done(msgspec.Struct, frozen=True):
@@ -70,33 +70,36 @@ class Sender:
         split: bool = False,
         keep: int = 1,
         timeout: float = 60.0,
+        bucket_timeout: float | None = None,
         secret_file: str | Path | None = None,
     ) -> None:
         """Without a mesh: all processes of the default group, or only this one if there is none.
 
         `keep` versions are held in host memory; `split` lets tensors larger than a bucket go in parts, which only
-        receivers that write in place take; a receiver may take `timeout` seconds for a bucket.
+        receivers that write in place take. A receiver may take `timeout` seconds to pause, to finish and to resume,
+        and `bucket_timeout` seconds (8, or less if `timeout` is) to load a bucket.
         """
-        if not timeout > 0:
-            raise WeightsError(f"timeout is a number of seconds above 0 (got {timeout})")
+        self._timeout = timeout
+        self._bucket_timeout = min(timeout, _LOADING) if bucket_timeout is None else bucket_timeout
+        for name, seconds in (("timeout", timeout), ("bucket_timeout", self._bucket_timeout)):
+            if not seconds > 0:
+                raise WeightsError(f"{name} is a number of seconds above 0 (got {seconds})")
         group = mesh.get_group() if mesh is not None else dist.group.WORLD if dist.is_initialized() else None
         given = device if device is not None else mesh.device_type if mesh is not None else None
         self.device = resolved(given)
         self._groups = Groups(group, torch.device(self.device.type)) if group is not None else None
         host = self._groups.host if self._groups is not None else None
-        self._supervisor = supervised(host, torch.device("cpu"), timeout=timeout)
+        self._supervisor = supervised(host, torch.device("cpu"), timeout=max(timeout, self._bucket_timeout))
         self._council = Council(host, self._supervisor)
         self._group = Group(self._council.rank, self._council.size, group, host)
         self._store = Store(self._council, self._group, self.device, bucket_bytes=bucket_bytes, split=split, keep=keep)
-        self._timeout, self._secret = timeout, read_secret(secret_file)
+        self._secret = read_secret(secret_file)
         self._lanes = Lanes(self.device)
         self._remotes = Remotes(self._council, device_name(self.device), self._secret)
         self._staging = Staging(self.device, self._group.size)
         self._speeds: Speeds | None = None
         self._chosen: tuple[Any, Speeds, Choice] | None = None
         self._broken, self._closed, self._one = "", False, threading.Lock()
-        if self.device.type == "cuda":  # what is called for the first time takes its time
-            place_sum(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device)).item()
 
     def register(self, version: str, source: Any) -> None:
         """Hold a version in host memory, each sender its share.
@@ -193,9 +196,10 @@ class Sender:
             self._staging,
             found.buckets,
             found.sources,
+            found.sums,
             [set(it) for it in everybodys],
             endpoints,
-            timeout=self._timeout,
+            timeout=self._bucket_timeout,
         )
         began = time.perf_counter()
         try:
@@ -212,9 +216,8 @@ class Sender:
             self._council.jointly(lambda: _each(mine, lambda it: it.commit(seconds=self._timeout)))
         except BaseException as error:
             push.forget()
-            for endpoint in mine:
-                with contextlib.suppress(WeightsError):
-                    endpoint.abandon(f"the push of {found.manifest.version} failed: {error}")
+            why = f"the push of {found.manifest.version} failed: {error}"
+            _each(mine, lambda it: _abandon(it, why))
             raise
         seconds = time.perf_counter() - began
         timeline = (
@@ -301,6 +304,11 @@ def _named(version: str, source: T) -> T:
     if not isinstance(version, str) or not version:
         raise WeightsError(f"a version needs a name (got {version!r:.40})")
     return source
+
+
+def _abandon(endpoint: Endpoint, why: str) -> None:
+    with contextlib.suppress(WeightsError):  # it has told why, or cannot be told
+        endpoint.abandon(why)
 
 
 def _each(endpoints: Sequence[Endpoint], ask: Callable[[Endpoint], T]) -> list[T]:

@@ -1,6 +1,6 @@
 """Versions in host memory: each sender has the buckets that it will send."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +12,12 @@ from stretto.weights.choose import bucket_bytes_for
 from stretto.weights.council import Council
 from stretto.weights.files import Safetensors
 from stretto.weights.held import Held, Source
-from stretto.weights.host import Arena, Arenas, Pinned
+from stretto.weights.host import Arena, Arenas, Pinned, threads
 from stretto.weights.layout import Bucket, lay_out
 from stretto.weights.manifest import Manifest
 from stretto.weights.push import Group, Sources
-from stretto.weights.spread import Holdings, agree, moves_of, spread
+from stretto.weights.spread import Holdings, agree, moves_of, sampled, spread
+from stretto.weights.sums import host_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Version:
     buckets: list[Bucket]
     bucket_bytes: int
     sources: Sources
+    sums: Mapping[int, int]
+    """Of this sender's buckets, as they are in host memory."""
     arena: Arena | None = None
     """Where it lies; or, if it lies in shared memory that is not ours, what was pinned and keeps it there."""
     pinned: Sequence[Pinned] = ()
@@ -63,7 +66,8 @@ class Store:
         What can go wrong for one sender alone is done jointly: then all raise.
         """
         on_device = self._council.jointly(lambda: not source.everywhere and all(it.read().is_cuda for it in held[:1]))
-        holdings = agree(version, held, self._council, everywhere=source.everywhere, on_device=on_device)
+        sample = self._council.jointly(lambda: sampled(held) if source.everywhere and self._group.size > 1 else "")
+        holdings = agree(version, held, self._council, everywhere=source.everywhere, on_device=on_device, sample=sample)
         manifest = holdings.manifest
         bucket_bytes = self._bucket_bytes
         if bucket_bytes is None:
@@ -75,17 +79,22 @@ class Store:
         if isinstance(source, Safetensors) and source.in_shared_memory:
             pinned = self._council.jointly(lambda: _pinned(source.maps() if self._device.type == "cuda" else []))
             runs = self._council.jointly(lambda: {k: _runs(k, buckets[k], holdings, held) for k in mine})
-            self._versions[version] = Version(manifest, buckets, bucket_bytes, runs.__getitem__, None, pinned, source)
+            sums = self._council.jointly(lambda: _sums(mine, runs.__getitem__))
+            self._versions[version] = Version(
+                manifest, buckets, bucket_bytes, runs.__getitem__, sums, None, pinned, source
+            )
             return
         arena, room = self._council.jointly(lambda: self._room({k: buckets[k].nbytes for k in mine}))
         on = (self._group.device, self._device) if holdings.on_device else (self._group.host, torch.device("cpu"))
         on = (None, on[1]) if source.everywhere else on  # nothing is exchanged
         try:
             spread(buckets, holdings, held, room, self._council, *on)
+            sources: Sources = lambda k: [(room(k), 0)]  # noqa: E731
+            sums = self._council.jointly(lambda: _sums(mine, sources))
         except BaseException:
             self._arenas.give(arena)
             raise
-        self._versions[version] = Version(manifest, buckets, bucket_bytes, lambda k: [(room(k), 0)], arena)
+        self._versions[version] = Version(manifest, buckets, bucket_bytes, sources, sums, arena)
 
     def _room(self, sizes: dict[int, int]) -> tuple[Arena, Callable[[int], Tensor]]:
         """Memory for these buckets, one after the other."""
@@ -110,6 +119,11 @@ class Store:
         for version in list(self._versions):
             self.drop(version)
         self._arenas.close()
+
+
+def _sums(buckets: Iterable[int], sources: Sources) -> dict[int, int]:
+    with threads() as pool:
+        return {bucket: host_sum(sources(bucket), pool) for bucket in buckets}
 
 
 def _pinned(memories: Sequence[Tensor]) -> list[Pinned]:

@@ -4,6 +4,7 @@ import array
 import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import select
@@ -32,6 +33,10 @@ class Gone(WeightsError):  # noqa: N818 (a state of the other side)
 
 class Late(Gone):
     """The other side is there, but does not answer."""
+
+
+class Odd(Gone):
+    """The other side says what nobody of ours would say."""
 
 
 class Connection:
@@ -66,8 +71,10 @@ class Connection:
 
     def beat(self) -> None:
         """A sign of life, unless the other side is too busy to take one."""
+        poll = select.poll()  # select knows no file above 1024
         try:
-            writable = select.select([], [self._stream], [], 0)[1]
+            poll.register(self._stream, select.POLLOUT)
+            writable = any(event & select.POLLOUT for _, event in poll.poll(0))
         except (OSError, ValueError) as error:
             raise Gone(f"is gone ({error})") from None
         if writable:
@@ -88,12 +95,12 @@ class Connection:
         try:
             size = _HEADER.unpack(self._bytes(_HEADER.size, deadline, files))[0]
             if size > self.limit:
-                raise Gone(f"sent a message of {size} bytes, more than the {self.limit} allowed")
+                raise Odd(f"sent a message of {size} bytes, more than the {self.limit} allowed")
             message = DECODER.decode(self._bytes(size, deadline, files))
             self._heard = time.monotonic()
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             close_files(files)
-            raise Gone(f"talks nonsense: {error}") from None
+            raise Odd(f"talks nonsense: {error}") from None
         except BaseException:
             close_files(files)
             raise
@@ -121,7 +128,7 @@ class Connection:
             if not part:
                 raise Gone("has closed the connection")
             if flags & socket.MSG_CTRUNC or len(files) > _FILES:
-                raise Gone("sent files that could not be taken")
+                raise Odd("sent files that could not be taken")
             data += part
         return data
 
@@ -132,9 +139,9 @@ class Connection:
         hello, files = self.hear(seconds=GREETING)
         close_files(files)
         if not isinstance(hello, Hello) or len(hello.nonce) != len(mine):
-            raise Gone("did not say hello")
+            raise Odd("did not say hello")
         if hello.protocol != PROTOCOL:
-            raise Gone(f"speaks protocol {hello.protocol}, and this side {PROTOCOL}")
+            raise Odd(f"speaks protocol {hello.protocol}, and this side {PROTOCOL}")
         if not self.local:
             if not secret:
                 raise WeightsError("tcp needs a secret, which both sides read from a file")
@@ -156,7 +163,7 @@ class Connection:
             raise Gone("did not accept the secret") from None
         close_files(files)
         if not isinstance(proof, Proof) or not hmac.compare_digest(proof.digest, digest(not serves)):
-            raise Gone("does not know the secret")
+            raise Odd("does not know the secret")
         if serves:
             self.tell(Proof(digest(True)), seconds=GREETING)
 
@@ -169,3 +176,8 @@ class Connection:
 def close_files(files: list[int]) -> None:
     for file in files:
         os.close(file)
+
+
+def loudness(error: Exception) -> int:
+    """Whoever does not keep to the protocol is worth a warning; whoever leaves is not."""
+    return logging.INFO if isinstance(error, Gone) and not isinstance(error, Odd) else logging.WARNING
