@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -86,6 +87,16 @@ def different(mesh: DeviceMesh, addresses: Sequence[str]) -> str:
     return "nothing happened"
 
 
+def other_files(mesh: DeviceMesh, paths: Sequence[str]) -> str:
+    """Each rank has its own file, under one name."""
+    with Sender(mesh, device="cpu") as sender:
+        try:
+            sender.register("v", paths[mesh.get_local_rank()])
+        except WeightsError as error:
+            return str(error)
+    return "registered"
+
+
 def without_room(mesh: DeviceMesh, addresses: Sequence[str]) -> list[str]:
     """One rank cannot make room for a version; the next time it can."""
     found = []
@@ -120,3 +131,27 @@ def odd_parts(mesh: DeviceMesh, boxes: Sequence[tuple[int, int]]) -> str:
         except WeightsError as error:
             return str(error)
     return "registered"
+
+
+def moves(mesh: DeviceMesh, spec: Spec, addresses: Sequence[str], bucket_bytes: int) -> list[tuple[str, int]]:
+    """How this rank took part in moving buckets, each by its number of bytes, in a push after the first."""
+    found: list[tuple[str, int]] = []
+
+    def noted(act: Any) -> Any:
+        def noting(tensor: Tensor, *given: Any, **options: Any) -> Any:
+            if tensor.dtype == torch.uint8:
+                found.append((act.__name__, tensor.numel()))
+            return act(tensor, *given, **options)
+
+        return noting
+
+    before = dist.broadcast, dist.isend, dist.irecv
+    with Sender(mesh, device="cpu", bucket_bytes=bucket_bytes) as sender:
+        sender.register("v1", Sharded(tensors_of(spec, 1), mesh.get_local_rank(), mesh.size()))
+        sender.push("v1", addresses)  # before it, a few broadcasts are measured
+        dist.broadcast, dist.isend, dist.irecv = map(noted, before)
+        try:
+            sender.push("v1", addresses)
+        finally:
+            dist.broadcast, dist.isend, dist.irecv = before
+    return found

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from stretto import parse_trace
+from stretto.cli.main import app
+from stretto.weights import staging
 from stretto.weights.receiver import Receiver
 
 MODEL = {f"layers.{k}.weight": torch.arange(k, k + 5000.0) for k in range(9)}
@@ -69,13 +71,55 @@ def test_a_dry_run_touches_nobody_and_draws_the_plan(checkpoint: Path) -> None:
     assert "1 Reload" in done.stdout
 
 
+def test_a_dry_run_of_many_draws_the_first_buckets_or_says_how(checkpoint: Path) -> None:
+    done = stretto(str(checkpoint), "--dry-run", "--devices", "8", "--bucket", "0.02", "--device", "cpu")
+    assert "the first 9 buckets; all of them with -o push.svg:" not in done.stdout
+    assert "7 Reload" in done.stdout  # nine buckets just fit
+    done = stretto(str(checkpoint), "--dry-run", "--devices", "16", "--bucket", "0.02", "--device", "cpu")
+    assert "the first 4 buckets; all of them with -o push.svg:" in done.stdout
+    assert "15 Reload" in done.stdout
+    done = stretto(str(checkpoint), "--dry-run", "--devices", "200", "--bucket", "0.02", "--device", "cpu")
+    assert "tasks do not fit a terminal; draw them with -o push.svg" in done.stdout
+
+
+def test_a_dry_run_leaves_modes_out_that_do_not_fit(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(staging, "free_bytes", lambda _: 7 << 19)  # three buffers of 1 MiB, and not four
+    arguments = [str(checkpoint), "--dry-run", "--devices", "2", "--bucket", "1", "--device", "cpu"]
+    app(["push", *arguments], standalone_mode=False)
+    told = capsys.readouterr().out
+    assert "serial" in told
+    assert "two" in told
+    assert "three" not in told
+
+
+def test_a_dry_run_under_torchrun_is_of_all_its_senders_and_told_once(checkpoint: Path) -> None:
+    done = stretto(str(checkpoint), "--dry-run", "--device", "cpu", senders=2)
+    assert done.stdout.count("from 2 senders") == 1
+    done = stretto(str(checkpoint) + "!", "--dry-run", senders=2)
+    assert done.stderr.count("stretto: there is no file") == 1
+
+
+def test_a_folder_names_the_version_however_it_is_spelled(checkpoint: Path) -> None:
+    folder = checkpoint.parent
+    done = stretto(str(folder / "."), "--dry-run", "--device", "cpu")
+    assert done.stdout.startswith(f"{folder.name} (")
+    (folder / "below").mkdir()
+    done = stretto(str(folder / "below" / ".."), "--dry-run", "--device", "cpu")
+    assert done.stdout.startswith(f"{folder.name} (")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([], "say where to push to: --to unix:///path (or --dry-run)"),
         (["--to", "nowhere"], "'nowhere' is no address; there are unix:///path and tcp://host:port"),
         (["--to", "unix:///nowhere/r"], "unix:///nowhere/r cannot be reached: No such file or directory"),
-        (["--to", "tcp://127.0.0.1:1"], "tcp://127.0.0.1:1 needs a secret: tcp is open to others (both sides read it from a file)"),
+        (
+            ["--to", "tcp://127.0.0.1:1"],
+            "tcp://127.0.0.1:1 needs a secret: tcp is open to others (both sides read it from a file)",
+        ),
         (["--in-flight", "drop"], "--in-flight is one of wait, abort, keep (got 'drop')"),
         (["--mode", "four"], "--mode is one of serial, two, three (got 'four')"),
         (["--bucket", "0"], "--bucket is a number of MiB above 0 (got 0)"),

@@ -1,5 +1,6 @@
 """Buckets, boxes and sums, against plain loops."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -112,6 +113,28 @@ def test_the_sum_of_several_rows(words: int) -> None:
     with np.errstate(over="ignore"):
         expected = (raw * (2 * np.arange(words, dtype=np.uint64) + 1)).sum(dtype=np.uint64)
     assert int(place_sum(values.view(torch.uint8))) % 2**64 == int(expected)
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 5)), min_size=1, max_size=8), st.integers(0, 7))
+def test_the_sum_on_the_host_is_that_of_the_buffer_to_come(parts: list[tuple[int, int]], shift: int) -> None:
+    raw = torch.randint(0, 256, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    buffer, given, start = torch.zeros(8 * 600, dtype=torch.uint8), [], 0
+    for nbytes, gap in parts:  # anywhere in host memory, and in the buffer where a word begins
+        part = raw[shift + start : shift + start + nbytes]
+        buffer[start : start + nbytes] = part
+        given.append((part, start))
+        start += -(-nbytes // 8) * 8 + 8 * gap
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        assert sums.host_sum(given, pool) == int(place_sum(buffer))
+        patch.setattr(sums, "_PART", 64)
+        assert sums.host_sum(given, pool) == int(place_sum(buffer))
+
+
+@pytest.mark.parametrize("nbytes", [8 * 8192, 8 * 8193, (9 << 20) + 8])
+def test_the_sum_on_the_host_of_several_rows(nbytes: int) -> None:
+    raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with ThreadPoolExecutor(2) as pool:
+        assert sums.host_sum([(raw, 0)], pool) == int(place_sum(raw))
 
 
 @given(st.integers(0, 8 * 800 - 1))

@@ -1,9 +1,12 @@
 """Senders: what they must agree on, and what does not stop them."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,6 +15,7 @@ from torch import Tensor
 import pushes
 from ranks import Ranks
 from stretto.ir.errors import WeightsError
+from stretto.weights.push import Push
 from stretto.weights.receiver import Receiver
 from stretto.weights.remotes import status
 from stretto.weights.sender import Sender
@@ -55,6 +59,15 @@ def test_ranks_that_push_different_versions_are_told_and_nothing_is_pushed(ranks
     said = ranks.run(pushes.different, 2, [taking[0]])
     assert said == ["rank 1 pushes another version, to other addresses, or with other options than rank 0"] * 2
     assert status(taking[0]).version == "initial"
+
+
+def test_ranks_whose_files_hold_other_values_are_told(ranks: Ranks, folder: Path) -> None:
+    paths = [str(folder / f"{k}.safetensors") for k in range(2)]
+    for number, path in enumerate(paths):
+        save_file({f"t{k}": torch.full((100,), float(k + number * (k == 3))) for k in range(5)}, path)
+    said = ranks.run(pushes.other_files, 2, paths)
+    assert said == ["rank 1 registers another version, or other tensors, than rank 0"] * 2
+    assert ranks.run(pushes.other_files, 2, paths[:1] * 2) == ["registered"] * 2
 
 
 def test_a_rank_without_room_stops_all_and_the_next_time_all_go_on(ranks: Ranks, taking: Any) -> None:
@@ -240,3 +253,55 @@ def test_what_a_push_is_asked_for_must_make_sense(taking: Any) -> None:
             sender.push("v", taking[0])
         with pytest.raises(WeightsError, match=r"in_flight is one of wait, abort, keep \(got 'drop'\)"):
             sender.push("v", [taking[0]], in_flight="drop")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["host memory", "a file in shared memory", "the buffer"])
+def test_a_bit_that_changes_after_registering_is_found(folder: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no /dev/shm here")
+    live = {name: torch.zeros(5000) for name in ("a", "b")}
+    given: Any = {name: torch.ones(5000) for name in live}
+    with TemporaryDirectory(dir="/dev/shm") as memory, Receiver(f"unix://{folder}/r", into=live) as receiver:
+        path = Path(memory) / "model.safetensors"
+        save_file(given, path)
+        mapped = np.memmap(path, mode="r+")
+        mapped[-3] = mapped[-3]  # from here on, writing leaves the file's date as it is
+        receiver.start()
+        with Sender(device="cpu") as sender:
+            sender.register("v", path if how == "a file in shared memory" else given)
+            if how == "host memory":
+                (room,) = (part for part, _ in sender._store.get("v").sources(0))
+                room[77] ^= 4
+            elif how == "the buffer":
+                copy = Push._copy
+
+                def flipped(push: Push, bucket: int) -> None:
+                    copy(push, bucket)
+                    push._h2d_buffer(bucket)[77] ^= 4
+
+                monkeypatch.setattr(Push, "_copy", flipped)
+            else:
+                mapped[-3] ^= 4
+            with pytest.raises(WeightsError, match=r"arrived changed|has changed"):
+                sender.push("v", [str(receiver.address)])
+            assert receiver.status.version == "initial"
+
+
+def test_files_in_shared_memory_of_any_size_one_after_the_other(folder: Path) -> None:
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no /dev/shm here")
+    taken = Taking()
+    with TemporaryDirectory(dir="/dev/shm") as memory, Receiver(f"unix://{folder}/r", taken) as receiver:
+        receiver.start()
+        with Sender(device="cpu", bucket_bytes=8192) as sender:
+            for number, size in enumerate(
+                (257, 3, 401, 66)
+            ):  # what one leaves in a buffer is between the next's tensors
+                tensors = {f"t{k}": torch.full((size + k,), 7 + k, dtype=torch.uint8) for k in range(4)}
+                path = Path(memory) / f"{number}.safetensors"
+                save_file(tensors, path)
+                sender.register(f"v{number}", path)
+                assert sender.push(f"v{number}", [str(receiver.address)]).receivers == {
+                    str(receiver.address): "attested"
+                }
+                assert all(torch.equal(taken.tensors[name], it) for name, it in tensors.items())

@@ -80,7 +80,7 @@ class Remote:
     def __init__(self, address: str, secret: bytes | None = None) -> None:
         self.name = address
         self._connection: Connection = connect(address, secret)
-        self._over, self._awaiting = threading.Event(), False
+        self._over = threading.Event()
         try:
             self.told = self.status()
         except WeightsError:
@@ -147,8 +147,7 @@ class Remote:
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
             try:
-                if not self._awaiting:  # who is to answer does not listen, and must not find all of them afterwards
-                    self._connection.beat()
+                self._connection.beat()
             except Gone:
                 return
 
@@ -160,12 +159,8 @@ class Remote:
 
     def _answer(self, message: Message, seconds: float, files: tuple[int, ...] = ()) -> Message:
         def exchange() -> Message:
-            self._awaiting = True
-            try:
-                self._connection.tell(message, files)
-                answer, attached = self._connection.hear(seconds=seconds)
-            finally:
-                self._awaiting = False
+            self._connection.tell(message, files)
+            answer, attached = self._connection.hear(seconds=seconds)
             close_files(attached)
             return answer
 
