@@ -26,7 +26,7 @@ def weight_update(*, devices: int, buckets: int, mode: Mode = "two") -> Program:
 
     - "serial": one thing after the other.
     - "two": broadcast beside reload; the next round's copies wait for the round's last broadcast. One H2D buffer.
-    - "three": the copies too, a round ahead, into a second H2D buffer.
+    - "three": the copies too, into a second H2D buffer, which paces them: they are never more than a round ahead.
 
     One device alone copies straight into the IPC buffers. What a task needs is also what keeps every buffer
     from being filled before it was emptied.
