@@ -1,11 +1,16 @@
 """The plan of a push."""
 
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from stretto.check import check
 from stretto.ir.errors import WeightsError
 from stretto.weights.choose import Speeds, bucket_bytes_for, buffers, choose
 from stretto.weights.manifest import Entry, Manifest
+from stretto.weights.speeds import slowest
 
 MIB = 1 << 20
 
@@ -49,3 +54,9 @@ def test_a_bucket_shrinks_to_what_is_free() -> None:
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(WeightsError, match="'four' is no mode; there are serial, two, three"):
         choose(2, 2, MIB, Speeds(1, 1, 1), 1 << 40, mode="four")  # type: ignore[arg-type]
+
+
+def test_a_sender_that_moved_too_little_has_no_opinion() -> None:
+    others = [Speeds(3.0, inf, inf), Speeds(4.0, 6.0, inf)]
+    council: Any = SimpleNamespace(gather=lambda mine, _: [mine, *others])
+    assert slowest(Speeds(inf, 5.0, inf), council, Speeds(9.0, 9.0, 9.0)) == Speeds(3.0, 5.0, 9.0)

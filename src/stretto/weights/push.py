@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import inf
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -119,16 +119,15 @@ class Push:
         if self.failure:
             raise WeightsError(self.failure)
 
-    def speeds(self, known: Speeds) -> Speeds:
-        """As they were here; as they were known where too little was moved to tell."""
+    def speeds(self) -> Speeds:
+        """As they were here; of what was moved too little to tell, no bound."""
         seconds, taken = self.seconds(), dict.fromkeys(_LANES, 0)
         for task in self.tasks:
             wants = self._wanted[self._group.rank] if task.kind is Kind.RELOAD else self._anyones
             if task.microbatch in wants:
                 taken[task.lane.name] += self._buckets[task.microbatch].nbytes
-        found = msgspec.structs.asdict(known)
-        found |= {name: taken[name] / seconds[name] for name in _LANES if taken[name] >= _TELLING and seconds[name] > 0}
-        return Speeds(**found)
+        tells = {name for name in _LANES if taken[name] >= _TELLING and seconds[name] > 0}
+        return Speeds(**{name: taken[name] / seconds[name] if name in tells else inf for name in _LANES})
 
     def seconds(self) -> dict[str, float]:
         """How long each step was under way here."""

@@ -227,7 +227,7 @@ class Sender:
         )
         names = {it.name: "attested" if ok else "unattested" for it, ok in zip(mine, attested, strict=True)}
         done = self._council.gather(_Done(moving, push.seconds(), names), _Done)
-        self._speeds = slowest(push.speeds(choice.speeds), self._council)
+        self._speeds = slowest(push.speeds(), self._council, choice.speeds)
         took = push.seconds()
         push.forget()
         foreseen = busy(choice.predicted)

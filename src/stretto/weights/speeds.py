@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from math import inf
 
 import msgspec
 import torch
@@ -49,7 +50,9 @@ def _fastest(act: Callable[[], object], device: torch.device) -> float:
     return _BYTES / max(found, 1e-9)
 
 
-def slowest(mine: Speeds, council: Council) -> Speeds:
-    """Of all senders, step by step."""
-    found = council.gather(mine, Speeds)
-    return Speeds(min(it.h2d for it in found), min(it.broadcast for it in found), min(it.reload for it in found))
+def slowest(mine: Speeds, council: Council, known: Speeds | None = None) -> Speeds:
+    """Of all senders, step by step; what nobody can tell is as it was known."""
+    rows = [msgspec.structs.astuple(it) for it in council.gather(mine, Speeds)]
+    found = [min(row) for row in zip(*rows, strict=True)]
+    before = found if known is None else msgspec.structs.astuple(known)
+    return Speeds(*(old if new == inf else new for new, old in zip(found, before, strict=True)))
