@@ -63,6 +63,20 @@ def test_live_tensors_that_were_replaced_are_found(folder: Path, sender: Sender,
             assert all(torch.equal(live[name], it + number) for name, it in MODEL.items())
 
 
+def test_an_engine_may_make_its_tensors_when_an_update_begins(folder: Path, sender: Sender) -> None:
+    live = {name: torch.zeros(60) for name in MODEL}
+
+    def begin() -> None:  # as one does that wakes up
+        live.update((name, torch.zeros(60)) for name in MODEL)
+
+    with Receiver(f"unix://{folder}/r", into=live, hooks=Hooks(begin=begin)) as receiver:
+        receiver.start()
+        for number in range(2):
+            sender.register(f"v{number}", {name: it + number for name, it in MODEL.items()})
+            sender.push(f"v{number}", [str(receiver.address)])
+            assert all(torch.equal(live[name], it + number) for name, it in MODEL.items())
+
+
 def test_a_loader_may_turn_what_it_is_handed(folder: Path, sender: Sender) -> None:
     found: dict[str, Tensor] = {}
 
@@ -92,7 +106,7 @@ def raises(*_: Any) -> None:
         (
             lambda tensors: names(tensors)[:0],
             Hooks(),
-            "the loader did not account for t0 and 5 more of bucket 0",
+            "the loader did not account for t0 of bucket 0 and 5 more",
             "dirty",
         ),
         (lambda it: [n for n in names(it) if n != "t3"], Hooks(), "did not account for t3 of bucket 3", "dirty"),
@@ -206,6 +220,26 @@ def test_signs_of_life_in_a_process_with_many_files() -> None:
 
 
 # They leave in peace.
+
+FORKED = """
+import os, sys, torch
+from stretto.weights import Receiver, Sender
+receiver = Receiver(sys.argv[1], into={"w": torch.zeros(3)}).start()
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+with Sender(device="cpu") as sender:
+    sender.register("v", {"w": torch.ones(3)})
+    print(*sender.push("v", [sys.argv[1]]).receivers.values())
+"""
+
+
+def test_a_child_that_ends_leaves_its_parents_receiver_alone(folder: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, f"unix://{folder}/r"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "attested\n", "")
+
 
 ENGINE = """
 import subprocess, sys, torch

@@ -11,7 +11,7 @@ import typer
 from stretto.cli.console import err, number, out, print_table
 from stretto.cli.inputs import Json, figure_kind, write_figure
 from stretto.draw import draw_text
-from stretto.ir.errors import StrettoError, WeightsError
+from stretto.ir.errors import WeightsError
 from stretto.program.update import MODES, Mode
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ _DRAWN = 160  # tasks; more of them do not fit a terminal
 
 @contextmanager
 def _one_voice() -> "Iterator[None]":
-    """Errors are everybody's: of all ranks on a machine, the first speaks of them."""
+    """What is wrong with weights is known to all ranks: of those on a machine, the first speaks of it."""
     try:
         yield
-    except StrettoError as error:
+    except WeightsError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             raise typer.Exit(2) from error
         raise
@@ -51,7 +51,9 @@ def push(
     timeout: Annotated[
         float, typer.Option(help="Seconds that a receiver may take to pause, to finish, and to resume.")
     ] = 60.0,
-    bucket_timeout: Annotated[float, typer.Option(help="Seconds that a receiver may take for a bucket.")] = 8.0,
+    bucket_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that a receiver may take for a bucket; 8 if not given.")
+    ] = None,
     secret_file: Annotated[Path | None, typer.Option(help="The secret that tcp receivers ask for.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     backend: Annotated[
@@ -96,7 +98,6 @@ def push(
     files = Safetensors(checkpoint)
     name = version or checkpoint.resolve().name
     options: dict[str, Any] = {"split": split, "bucket_bytes": None if bucket is None else _bytes(bucket)}
-    more: dict[str, Any] = {"timeout": timeout, "bucket_timeout": bucket_timeout, "secret_file": secret_file}
     if output is not None and figure_kind(output) not in (".svg", ".png", ".trace.json"):
         raise WeightsError(f"-o draws .svg, .png or .trace.json (got {output})")
     if output is not None and not os.access(output.parent, os.W_OK):  # before anything is pushed
@@ -112,7 +113,8 @@ def push(
     with _senders(device, backend) as (rank, mesh, where), _bar(shown=rank == 0 and not json) as bar:
         from stretto.weights.sender import Sender
 
-        with Sender(mesh, device=where, **more, **options) as sender:
+        waits: dict[str, Any] = {"timeout": timeout, "bucket_timeout": bucket_timeout}
+        with Sender(mesh, device=where, secret_file=secret_file, **waits, **options) as sender:
             sender.homes(addresses)  # before anything else, so that a wrong one costs no time
             nbytes = sum(it.entry.nbytes for it in files.held())
             bar("registering", 0, nbytes)
@@ -261,9 +263,9 @@ def _foresee(
     def foreseen(mode: Mode | None, count: int) -> Choice:
         return choose(devices, count, bucket_bytes, speeds, free, mode=mode)
 
-    best = foreseen(mode, len(buckets))
-    fits = [it for it in MODES if buffers(devices, it) * bucket_bytes <= free] if mode is None else []
-    rows = {best.mode: best} | {it: foreseen(it, len(buckets)) for it in fits if it != best.mode}
+    fits = [it for it in MODES if buffers(devices, it) * bucket_bytes <= free]
+    rows = {it: foreseen(it, len(buckets)) for it in ([mode] if mode is not None else fits or MODES)}
+    best = min(rows.values(), key=lambda it: it.predicted.makespan)
     if output is not None:
         write_figure(best.predicted, output)
     out.print(f"{version} ({manifest.digest[:8]}): {len(manifest.entries)} tensors, {manifest.nbytes:,} bytes")
@@ -280,7 +282,7 @@ def _foresee(
                 f"{manifest.nbytes / it.predicted.makespan / 1e9:.1f}",
                 f"{buffers(devices, name) * bucket_bytes / (1 << 20):.6g}",
             ]
-            for name, it in sorted(rows.items(), key=lambda row: MODES.index(row[0]))
+            for name, it in rows.items()
         ],
     )
     shown = min(len(buckets), _DRAWN * len(buckets) // len(best.program))
@@ -291,4 +293,5 @@ def _foresee(
     else:
         if shown < len(buckets):
             out.print(f"the first {shown} buckets; all of them with -o push.svg:")
-        out.print(draw_text(foreseen(best.mode, shown).predicted, width=out.width))
+        drawn = best if shown == len(buckets) else foreseen(best.mode, shown)
+        out.print(draw_text(drawn.predicted, width=out.width))

@@ -62,15 +62,17 @@ def neighbours(rank: int, doors: Sequence[Door], server: socket.socket) -> dict[
         return {}
     following, before = (rank + 1) % len(doors), (rank - 1) % len(doors)
     door = doors[following]
-    try:
-        onward = socket.create_connection((door.host, door.port), timeout=_JOINING)
-        onward.sendall(door.word.encode())
-    except OSError as error:
-        raise PipelineError(f"rank {rank} cannot reach rank {following} at {door.host}:{door.port}: {error}") from None
-    back = _welcomed(server, doors[rank].word)
-    if back is None:
-        onward.close()
-        raise PipelineError(f"rank {before} did not connect to rank {rank} within {_JOINING:.0f} s")
+    with contextlib.ExitStack() as failing:
+        try:
+            onward = failing.enter_context(socket.create_connection((door.host, door.port), timeout=_JOINING))
+            onward.sendall(door.word.encode())
+        except OSError as error:
+            where = f"{door.host}:{door.port}"
+            raise PipelineError(f"rank {rank} cannot reach rank {following} at {where}: {error}") from None
+        back = _welcomed(server, doors[rank].word)
+        if back is None:
+            raise PipelineError(f"rank {before} did not connect to rank {rank} within {_JOINING:.0f} s")
+        failing.pop_all()
     if following == before:  # two ranks: one connection is enough to watch by
         (onward if rank else back).close()
         return {following: back if rank else onward}

@@ -106,6 +106,7 @@ class Conversation:
         self._loading: Loading | None = None
         self._laid: tuple[str, int, bool, int] | None = None
         self._manifest: Manifest | None = None
+        self._opening: Open | None = None
         self._version = ""
 
     def hold(self, opening: Open, files: list[int]) -> None:
@@ -198,6 +199,7 @@ class Conversation:
             self._hooks.resume()
         except Exception as problem:
             why = f"the engine did not resume: {type(problem).__name__}: {problem}"
+            log.exception("the engine did not resume")
             self._standing.set("dirty", error=why)
             raise WeightsError(why) from problem
 
@@ -216,9 +218,9 @@ class Conversation:
                 self._buffers.close()
             self._buffers = OpenedBuffers(message.buffers, files, self._device)
         laid = message.digest, message.bucket_bytes, message.split, self._buffers.number
-        if self._loading is None or self._laid != laid or not self._loading.holds():
+        if self._loading is None or self._laid != laid:
             self._loading, self._laid = self._made(self._manifest, message), laid
-        self._version = message.version
+        self._version, self._opening = message.version, message
         return Ready(self._loading.skips)
 
     def _start(self, in_flight: InFlight) -> Message:
@@ -230,8 +232,12 @@ class Conversation:
         # A dirty one too, which may have been left in any state.
         self._hook("pause", lambda: self._hooks.pause(in_flight))
         self._standing.set("loading")
-        self._loading.begin()
         self._hook("begin", self._hooks.begin)
+        if not self._loading.holds():  # the engine has put other tensors in the place of those that were there
+            assert self._manifest is not None
+            assert self._opening is not None
+            self._loading = self._made(self._manifest, self._opening)
+        self._loading.begin()
         return Started()
 
     def _load(self, message: Filled) -> Message:
@@ -247,6 +253,7 @@ class Conversation:
         try:
             self._loading.load(message.bucket, buffer)
         except Exception as error:
+            log.exception("the loader failed")
             what = f"{type(error).__name__}: {error}"
             raise WeightsError(f"the loader failed at {self._named(message.bucket)}: {what}") from error
         # This waits for all that the stream was given, so for what the loader has begun too.
@@ -285,7 +292,7 @@ class Conversation:
         missing = self._loading.missing()
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise WeightsError(f"the loader did not account for {missing[0]}{more} of {self._bucket_of(missing[0])}")
+            raise WeightsError(f"the loader did not account for {missing[0]} of {self._bucket_of(missing[0])}{more}")
         self._hook("finish", self._hooks.finish)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

@@ -117,8 +117,8 @@ def _batches(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Ten
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without looking for garbage: there can be hundreds of thousands of small objects, which takes longer than a push
-    of a GB, and none of what is made meanwhile is garbage."""
+    """Without looking for garbage, in this whole process: there can be hundreds of thousands of small objects, and
+    going through them takes longer than a push of several GB."""
     before = gc.isenabled()
     gc.disable()
     try:

@@ -23,7 +23,7 @@ class Loading(Protocol):
     """Those of which nothing is needed."""
 
     def holds(self) -> bool:
-        """Whether it can be used again, and has not to be made anew."""
+        """Whether it can be used again, and need not be made anew."""
 
     def begin(self) -> None:
         """All is to be loaded again."""
@@ -90,7 +90,7 @@ class Writing:
         wrong = [why for name, tensor in into.items() if (why := _misfit(name, tensor, given.get(name), slices))]
         if wrong:
             raise WeightsError(_listed(wrong))
-        self._given, self._addresses = into, _addresses(into)
+        self._given, self._addresses = into, list(map(Tensor.data_ptr, into.values()))
         self._into = {name: tensor.detach() for name, tensor in into.items()}
         self.buckets = buckets
         self._slices, self._manifest = slices, manifest
@@ -100,7 +100,8 @@ class Writing:
 
     def holds(self) -> bool:
         """Whether the live tensors are where they were: an engine may have put others in their place."""
-        return _addresses(self._given) == self._addresses
+        there = self._given.keys() == self._into.keys()
+        return there and list(map(Tensor.data_ptr, self._given.values())) == self._addresses
 
     def _wants(self, piece: Piece) -> bool:
         entry = self._manifest.entries[piece.entry]
@@ -155,10 +156,6 @@ class Writing:
         left = set(range(len(self.buckets))) - self._done - set(self.skips)
         names = {self._manifest.entries[p.entry].name for k in left for p in self.buckets[k].pieces}
         return [name for name in self._into if name in names]
-
-
-def _addresses(tensors: Mapping[str, Tensor]) -> list[tuple[str, int]]:
-    return [(name, tensor.data_ptr()) for name, tensor in tensors.items()]
 
 
 class _Views:

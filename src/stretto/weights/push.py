@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,7 @@ class Group:
 
 
 class Lanes:
-    """A sender's three threads, and on a device their streams; kept from push to push."""
+    """A sender's three threads, and on a device their streams and a fourth; kept from push to push."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -58,6 +59,21 @@ class Lanes:
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()
+
+
+class _Ended(Deferred):
+    """The end of what another lane has queued, which began when that lane began to, or when the one before it ended."""
+
+    def __init__(self, run: Run, ticket: Ticket, queued: Deferred, check: Run) -> None:
+        super().__init__(run, [ticket], check)
+        self._queued = queued
+
+    def wait(self) -> None:
+        free = time.perf_counter()
+        try:
+            super().wait()
+        finally:
+            self.begin = max(free, self._queued.begin)
 
 
 class Push:
@@ -153,7 +169,7 @@ class Push:
             work = Deferred(run, [self._tickets[need] for need in needs], self._supervisor.check)
             ticket = self._lanes.follow(task.lane.name, work)
             if task.kind is Kind.H2D and self._lanes.streams["h2d"] is not None:
-                ended = Deferred(lambda: self._copied(task.microbatch), [ticket], self._supervisor.check)
+                ended = _Ended(lambda: self._copied(task.microbatch), ticket, work, self._supervisor.check)
                 ticket = self._lanes.follow(_ENDS, ended)
             self._tickets[at] = ticket
             self._started.append(ticket)

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -114,6 +115,7 @@ class Receiver:
 
     def serve(self) -> None:
         """Take updates until closed."""
+        self._serving = threading.current_thread()
         while (asked := self._asking.get()) is not None:
             connection, opening, files = asked
             conversation = Conversation(
@@ -136,26 +138,33 @@ class Receiver:
 
     def start(self) -> "Receiver":
         """Serve in a thread of its own."""
-        self._serving = threading.Thread(target=self.serve, name="stretto updates", daemon=True)
-        self._serving.start()
+        threading.Thread(target=self.serve, name="stretto updates", daemon=True).start()
         return self
 
     def close(self) -> None:
         """Take no more updates."""
-        if not self._closed:
+        self._leave()
+        self._join(_ENDING)
+
+    def _leave(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
             self._closed = True
             self._asking.put(None)
-            with contextlib.suppress(OSError):
-                self._server.shutdown(socket.SHUT_RDWR)  # which wakes who waits at the door
-            self._server.close()
-            with self._lock:
-                if self._updating is not None:
-                    self._updating.close()
-            path = self.address.path
-            if path is not None:
-                path.unlink(missing_ok=True)
-            if self._serving is not None and self._serving is not threading.current_thread():
-                self._serving.join(_ENDING)
+            if self._updating is not None:
+                self._updating.close()
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # which wakes who waits at the door
+        self._server.close()
+        path = self.address.path
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+    def _join(self, seconds: float) -> None:
+        """Let the thread that serves end, that long at most."""
+        if self._serving is not None and self._serving is not threading.current_thread():
+            self._serving.join(seconds)
 
     def __enter__(self) -> "Receiver":
         return self
@@ -201,8 +210,7 @@ class Receiver:
                 if isinstance(message, Ask):
                     close_files(files)
                     connection.tell(self.status)
-                elif isinstance(message, Open) and self._claim(connection):
-                    self._asking.put((connection, message, files))
+                elif isinstance(message, Open) and self._claim(connection, message, files):
                     handed_on = True
                 else:
                     close_files(files)
@@ -218,7 +226,7 @@ class Receiver:
             if not handed_on:
                 connection.close()
 
-    def _claim(self, connection: Connection) -> bool:
+    def _claim(self, connection: Connection, opening: Open, files: list[int]) -> bool:
         """One sender at a time; one that is between two pushes is sent away when another comes."""
         with self._lock:
             if self._closed or (self._updating is not None and self._standing.busy):
@@ -226,6 +234,7 @@ class Receiver:
             if self._updating is not None:
                 self._updating.close()
             self._updating = connection
+            self._asking.put((connection, opening, files))
             return True
 
     # What it takes.
@@ -254,5 +263,12 @@ _receivers: "weakref.WeakSet[Receiver]" = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     """A thread that comes back from a copy while Python ends would take the process down."""
-    for receiver in list(_receivers):
-        receiver.close()
+    there = list(_receivers)
+    for receiver in there:
+        receiver._leave()
+    deadline = time.monotonic() + _ENDING
+    for receiver in there:
+        receiver._join(max(0.0, deadline - time.monotonic()))
+
+
+os.register_at_fork(after_in_child=_receivers.clear)  # a child has no part in its parent's

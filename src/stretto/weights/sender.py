@@ -35,7 +35,7 @@ from stretto.weights.store import Store, Version
 
 T = TypeVar("T")
 _OPENING = 30.0  # seconds for a receiver to look at a manifest
-_LOADING = 8.0  # seconds for it to load a bucket, which takes milliseconds
+_LOADING = 8.0  # seconds for it to load a bucket, so that nobody waits longer than 10 s for one that is stuck
 
 
 class _Done(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from stretto.weights.layout import Bucket
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest
 
 _STEP = 16  # bytes of the largest type
-_SAMPLES = 256  # tensors
+_SAMPLES = 16  # tensors, which an export may have to convert for it
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +61,7 @@ class Holdings:
 def sampled(held: Sequence[Held]) -> str:
     """By which ranks that each read all of a version see that it is not the same: a few values of some tensors."""
     found = hashlib.blake2b(digest_size=16)
-    for it in held[:: max(1, len(held) // _SAMPLES)]:
+    for it in held[:: max(1, -(-len(held) // _SAMPLES))]:
         values = it.read().detach().reshape(-1)
         for part in (values[:64], values[-64:]):
             found.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())

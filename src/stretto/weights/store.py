@@ -78,8 +78,13 @@ class Store:
         mine = range(self._group.rank, len(buckets), self._group.size)
         if isinstance(source, Safetensors) and source.in_shared_memory:
             pinned = self._council.jointly(lambda: _pinned(source.maps() if self._device.type == "cuda" else []))
-            runs = self._council.jointly(lambda: {k: _runs(k, buckets[k], holdings, held) for k in mine})
-            sums = self._council.jointly(lambda: _sums(mine, runs.__getitem__))
+            try:
+                runs = self._council.jointly(lambda: {k: _runs(k, buckets[k], holdings, held) for k in mine})
+                sums = self._council.jointly(lambda: _sums(mine, runs.__getitem__))
+            except BaseException:
+                for it in pinned:
+                    it.close()
+                raise
             self._versions[version] = Version(
                 manifest, buckets, bucket_bytes, runs.__getitem__, sums, None, pinned, source
             )
