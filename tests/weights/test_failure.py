@@ -184,12 +184,6 @@ PROMPT = [5, 17, 3, 64]
 NEW = checkpoint(CONFIG, 1)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tmp_path.chmod(0o700)
-    return tmp_path
-
-
 class Once:
     """Sends a signal to a process when a tensor is about to be loaded, the first time."""
 

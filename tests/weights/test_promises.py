@@ -4,7 +4,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from ranks import Ranks
 from stretto.weights.choose import busy
 from stretto.weights.conversation import Hooks
 from stretto.weights.messages import Filled, Message
+from stretto.weights.push import Lanes
 from stretto.weights.receiver import Receiver
 from stretto.weights.remotes import status
 from stretto.weights.report import Report
@@ -32,12 +35,6 @@ def ranks() -> Iterator[Ranks]:
     made = Ranks(3)
     yield made
     made.stop()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tmp_path.chmod(0o700)
-    return tmp_path
 
 
 def empty(spec: pushes.Spec) -> dict[str, Tensor]:
@@ -220,3 +217,45 @@ def test_a_report_says_how_long_each_step_was_foreseen_to_take_and_took(
             assert 0 < step.actual <= report.moving.actual <= report.seconds
     for name in names:  # from the speeds that the push before has measured, unless they were like those known
         assert second.steps[name].predicted == pytest.approx(first.steps[name].actual, rel=0.12)
+
+
+class Stream:
+    """Of a device: what is queued on it has ended a little later, and somebody waits for that."""
+
+    def __init__(self) -> None:
+        self.awaited = 0
+
+    def record_event(self) -> Any:
+        reached = threading.Event()
+        threading.Timer(0.01, reached.set).start()
+
+        def synchronize() -> None:
+            assert reached.wait(SECONDS)
+            self.awaited += 1
+
+        return SimpleNamespace(synchronize=synchronize)
+
+
+def test_copies_that_a_device_has_yet_to_make_are_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    spec = [("float32", (60,))] * 7
+    live, stream = empty(spec), Stream()
+    with Receiver(f"unix://{folder}/r", into=live) as receiver, Sender(device="cpu", bucket_bytes=256) as sender:
+        receiver.start()
+        sender._lanes.close()
+        sender._lanes = Lanes(sender.device, streams={"h2d": stream})
+        sender.register("v", tensors_of(spec, 1))
+        report = sender.push("v", [str(receiver.address)], record=True)
+    assert all(same(live[name], it) for name, it in tensors_of(spec, 1).items())
+    assert stream.awaited == report.buckets == 7
+    timeline = report.timeline
+    assert timeline is not None
+    rows = {
+        it.name: [k for k, task in enumerate(timeline.program.tasks()) if task.lane == it]
+        for it in timeline.program.lanes
+    }
+    copied, loaded = (timeline.end[rows[name]] for name in ("h2d", "reload"))
+    assert (timeline.start[rows["h2d"]][1:] >= copied[:-1]).all()  # one after the other, though queued before
+    assert (timeline.start[rows["reload"]] >= copied).all()
+    assert (loaded >= timeline.start[rows["reload"]]).all()
+    assert (copied > timeline.start[rows["h2d"]]).all()

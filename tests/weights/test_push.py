@@ -108,12 +108,6 @@ def test_every_bit_arrives(
             receiver.close()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tmp_path.chmod(0o700)
-    return tmp_path
-
-
 def test_thousands_of_tiny_tensors_and_a_huge_one(ranks: Ranks, folder: Path) -> None:
     spec = [*[("bfloat16", (k % 7,)) for k in range(3000)], ("uint8", (3 << 20,))]
     keeper = Keeper()

@@ -30,12 +30,6 @@ BUCKET = 256
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tmp_path.chmod(0o700)
-    return tmp_path
-
-
-@pytest.fixture
 def sender() -> Iterator[Sender]:
     with Sender(device="cpu", bucket_bytes=BUCKET) as made:
         yield made

@@ -28,12 +28,6 @@ def ranks() -> Iterator[Ranks]:
     made.stop()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tmp_path.chmod(0o700)
-    return tmp_path
-
-
 class Taking:
     """A loader that takes all there is."""
 

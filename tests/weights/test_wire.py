@@ -138,12 +138,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     made.close()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tmp_path.chmod(0o700)
-    return tmp_path
-
-
 def framed(body: bytes) -> bytes:
     return len(body).to_bytes(8, "big") + body
 

@@ -8,6 +8,7 @@ from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,10 +49,11 @@ class Group:
 class Lanes:
     """A sender's three threads, and on a device their streams and a fourth; kept from push to push."""
 
-    def __init__(self, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._lanes = {name: HostLane(name) for name in ((*_LANES, _ENDS) if cuda else _LANES)}
-        self.streams = {name: torch.cuda.Stream(device) if cuda else None for name in _LANES}  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, streams: Mapping[str, Any] | None = None) -> None:
+        if streams is None:
+            streams = {name: torch.cuda.Stream(device) for name in _LANES} if device.type == "cuda" else {}  # type: ignore[no-untyped-call]
+        self._lanes = {name: HostLane(name) for name in ((*_LANES, _ENDS) if streams else _LANES)}
+        self.streams = {name: streams.get(name) for name in _LANES}
 
     def follow(self, name: str, work: Deferred) -> Ticket:
         return self._lanes[name].follow(work)
