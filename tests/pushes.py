@@ -1,5 +1,6 @@
 """Jobs of senders, for tests: versions made of a description, the same bytes in every process."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,30 @@ def different(mesh: DeviceMesh, addresses: Sequence[str]) -> str:
         except WeightsError as error:
             return str(error)
     return "nothing happened"
+
+
+def broken_buffer(mesh: DeviceMesh, spec: Spec, addresses: Sequence[str]) -> list[str]:
+    """One rank fails once to copy a bucket into its own buffer."""
+    found, left, copy = [], [mesh.get_local_rank() == 0], Tensor.copy_
+
+    def failing(into: Tensor, *given: Any, **options: Any) -> Tensor:
+        if left[0] and threading.current_thread().name == "stretto broadcast":
+            left[0] = False
+            raise RuntimeError("no")
+        return copy(into, *given, **options)
+
+    Tensor.copy_ = failing  # type: ignore[assignment,method-assign]
+    try:
+        with Sender(mesh, device="cpu", bucket_bytes=256) as sender:
+            for seed in (1, 2):
+                sender.register(f"v{seed}", Sharded(tensors_of(spec, seed), mesh.get_local_rank(), mesh.size()))
+                try:
+                    found.append(" ".join(sender.push(f"v{seed}", addresses).receivers.values()))
+                except WeightsError as error:
+                    found.append(str(error))
+    finally:
+        Tensor.copy_ = copy  # type: ignore[method-assign]
+    return found
 
 
 def other_files(mesh: DeviceMesh, paths: Sequence[str]) -> str:

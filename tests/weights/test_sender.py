@@ -299,3 +299,14 @@ def test_files_in_shared_memory_of_any_size_one_after_the_other(folder: Path) ->
                     str(receiver.address): "attested"
                 }
                 assert all(torch.equal(taken.tensors[name], it) for name, it in tensors.items())
+
+
+def test_a_sender_that_cannot_fill_its_own_buffer_says_so_and_stays_usable(ranks: Ranks, folder: Path) -> None:
+    spec = [("float32", (60,))] * 6
+    live = [{name: torch.zeros(60) for name in pushes.tensors_of(spec, 0)} for _ in range(2)]
+    receivers = [Receiver(f"unix://{folder}/{k}", into=into).start() for k, into in enumerate(live)]
+    said = ranks.run(pushes.broken_buffer, 2, spec, [str(it.address) for it in receivers])
+    assert said == [["rank 0: copying bucket 0 into its buffer: no", "attested attested"]] * 2
+    for receiver, into in zip(receivers, live, strict=True):
+        receiver.close()
+        assert all(pushes.same(into[name], it) for name, it in pushes.tensors_of(spec, 2).items())

@@ -222,7 +222,10 @@ class Push:
         self._sums[bucket] = int(word[1])
         takers = [rank for rank, wanted in enumerate(self._wanted) if bucket in wanted]
         if group.rank == source and source in takers:
-            into.copy_(self._h2d_buffer(bucket)[:count])
+            try:
+                into.copy_(self._h2d_buffer(bucket)[:count])
+            except Exception as error:  # the others get theirs all the same
+                self._stop(error, f"copying bucket {bucket} into its buffer")
         self._move(self._h2d_buffer(bucket)[:count] if group.rank == source else into, source, takers)
         if (stream := self._lanes.streams["broadcast"]) is not None:
             stream.record_event().synchronize()  # this thread alone waits for the device
