@@ -1,7 +1,8 @@
 """Jobs of senders, for tests: versions made of a description, the same bytes in every process."""
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,14 @@ from stretto.weights.sender import Sender
 
 Spec = Sequence[tuple[str, tuple[int, ...]]]
 """Types and shapes of tensors "t0", "t1", …"""
+
+
+def until(reached: Callable[[], bool], seconds: float) -> None:
+    """Wait for something that must come to be."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def tensors_of(spec: Spec, seed: int) -> dict[str, Tensor]:
@@ -135,6 +144,7 @@ def without_room(mesh: DeviceMesh, addresses: Sequence[str]) -> list[str]:
                 found.append(str(sender.push(version, addresses).receivers))
             except WeightsError as error:
                 found.append(str(error))
+                assert len(sender._store._arenas._free) == (mesh.get_local_rank() == 0)  # what was taken is given back
             sender._store._arenas.take = take  # type: ignore[method-assign]
     return found
 

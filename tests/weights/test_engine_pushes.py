@@ -12,7 +12,7 @@ import pytest
 from mini_engine import Config, Engine, Unavailable, addresses, checkpoint, reference
 from torch import Tensor
 
-from pushes import Sharded
+from pushes import Sharded, until
 from weights_victims import Senders
 
 CONFIG = Config()
@@ -72,10 +72,7 @@ def test_an_engines_rank_that_dies_is_named_and_the_other_does_not_generate(addr
         for told in push(senders, "new", new, both).values():
             assert f"{both[1]} " in told
             assert both[0] not in told
-        deadline = time.monotonic() + BOUND
-        while engine.receiver.status.state != "dirty":
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: engine.receiver.status.state == "dirty", BOUND)
         with pytest.raises(Unavailable, match=f"dirty: .*{both[1]} "):
             engine.generate(PROMPT, 8)
     with Engine(address, tp=2) as engine:  # one that is started again is served by the same senders

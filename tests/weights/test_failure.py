@@ -12,7 +12,7 @@ import pytest
 import torch
 from mini_engine import Config, Engine, Unavailable, checkpoint, reference
 
-from pushes import tensors_of
+from pushes import tensors_of, until
 from stretto.weights.sender import Sender
 from weights_victims import BUCKET, SECONDS, SPEC, Senders, Team, Worker
 
@@ -206,10 +206,7 @@ def test_an_engine_whose_sender_dies_refuses_to_generate_until_the_next_push(fol
             kills.victim = made[0].ranks[0]
             made[0].begin("new", [address], NEW)
             Team.fall_of(made[0].ranks[0])
-            deadline = time.monotonic() + BOUND
-            while engine.receiver.status.state != "dirty":
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(lambda: engine.receiver.status.state == "dirty", BOUND)
             with pytest.raises(Unavailable, match=r"dirty: the sender (has closed the connection|is gone)"):
                 engine.generate(PROMPT, 8)
             made.append(Senders(1, bucket_bytes=None))

@@ -1,8 +1,7 @@
 """What a push promises besides the bits: who waits for whom, what is not moved, and what is told of it."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 import pushes
-from pushes import same, tensors_of
+from pushes import same, tensors_of, until
 from ranks import Ranks
 from stretto.weights.choose import busy
 from stretto.weights.conversation import Hooks
@@ -39,13 +38,6 @@ def ranks() -> Iterator[Ranks]:
 
 def empty(spec: pushes.Spec) -> dict[str, Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in tensors_of(spec, 0).items()}
-
-
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not reached():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
 
 
 class Stays:
@@ -90,7 +82,7 @@ def test_nobody_resumes_before_all_have_loaded(ranks: Ranks, folder: Path, sende
         pushed = thread.submit(ranks.run, pushes.push, senders, SPEC, [1], addresses, {})
         try:
             assert slow.there.wait(SECONDS)
-            until(lambda: second.status.state not in ("paused", "loading"))
+            until(lambda: second.status.state not in ("paused", "loading"), SECONDS)
             threading.Event().wait(0.3)  # in which it would resume if it did not wait
             assert (first.status.state, second.status.state) == ("loading", "loaded")
         finally:

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pushes import until
 from stretto.ir.errors import WeightsError
 from stretto.weights import endpoint
 from stretto.weights.conversation import Hooks
@@ -181,10 +181,7 @@ def test_those_that_are_stuck_are_told_too_and_another_sender_repairs_them(
             sender.push("v", addresses)
         assert receivers[2].status.state == "dirty"
         released.set()
-        deadline = time.monotonic() + SECONDS
-        while {it.status.state for it in receivers} != {"dirty"}:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: {it.status.state for it in receivers} == {"dirty"}, SECONDS)
         with Sender(device="cpu") as other:
             other.register("w", MODEL)
             assert set(other.push("w", addresses).receivers.values()) == {"attested"}

@@ -260,7 +260,7 @@ def _foresee(
     buckets = lay_out(manifest, bucket_bytes, split=options["split"])
     speeds = copies(where)
 
-    def foreseen(mode: Mode | None, count: int) -> Choice:
+    def foreseen(mode: Mode, count: int) -> Choice:
         return choose(devices, count, bucket_bytes, speeds, free, mode=mode)
 
     fits = [it for it in MODES if buffers(devices, it) * bucket_bytes <= free]

@@ -1,6 +1,7 @@
 """Versions in host memory: each sender has the buckets that it will send."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -76,34 +77,33 @@ class Store:
         while len(self._versions) >= self._keep or version in self._versions:
             self.drop(version if version in self._versions else next(iter(self._versions)))
         mine = range(self._group.rank, len(buckets), self._group.size)
-        if isinstance(source, Safetensors) and source.in_shared_memory:
-            pinned = self._council.jointly(lambda: _pinned(source.maps() if self._device.type == "cuda" else []))
-            try:
+        with ExitStack() as failing:  # what was taken here is given back if it comes to nothing on any rank
+            if isinstance(source, Safetensors) and source.in_shared_memory:
+                maps = source.maps() if self._device.type == "cuda" else []
+                pinned = self._council.jointly(lambda: [_pinned(memory, failing) for memory in maps])
                 runs = self._council.jointly(lambda: {k: _runs(k, buckets[k], holdings, held) for k in mine})
                 sums = self._council.jointly(lambda: _sums(mine, runs.__getitem__))
-            except BaseException:
-                for it in pinned:
-                    it.close()
-                raise
-            self._versions[version] = Version(
-                manifest, buckets, bucket_bytes, runs.__getitem__, sums, None, pinned, source
-            )
-            return
-        arena, room = self._council.jointly(lambda: self._room({k: buckets[k].nbytes for k in mine}))
-        on = (self._group.device, self._device) if holdings.on_device else (self._group.host, torch.device("cpu"))
-        on = (None, on[1]) if source.everywhere else on  # nothing is exchanged
-        try:
-            spread(buckets, holdings, held, room, self._council, *on)
-            sources: Sources = lambda k: [(room(k), 0)]  # noqa: E731
-            sums = self._council.jointly(lambda: _sums(mine, sources))
-        except BaseException:
-            self._arenas.give(arena)
-            raise
-        self._versions[version] = Version(manifest, buckets, bucket_bytes, sources, sums, arena)
+                made = Version(manifest, buckets, bucket_bytes, runs.__getitem__, sums, None, pinned, source)
+            else:
+                sizes = {k: buckets[k].nbytes for k in mine}
+                arena, room = self._council.jointly(lambda: self._room(sizes, failing))
+                device = (self._group.device, self._device)
+                on = device if holdings.on_device else (self._group.host, torch.device("cpu"))
+                on = (None, on[1]) if source.everywhere else on  # nothing is exchanged
+                spread(buckets, holdings, held, room, self._council, *on)
 
-    def _room(self, sizes: dict[int, int]) -> tuple[Arena, Callable[[int], Tensor]]:
+                def sources(bucket: int) -> list[tuple[Tensor, int]]:
+                    return [(room(bucket), 0)]
+
+                sums = self._council.jointly(lambda: _sums(mine, sources))
+                made = Version(manifest, buckets, bucket_bytes, sources, sums, arena)
+            failing.pop_all()
+        self._versions[version] = made
+
+    def _room(self, sizes: dict[int, int], failing: ExitStack) -> tuple[Arena, Callable[[int], Tensor]]:
         """Memory for these buckets, one after the other."""
         arena = self._arenas.take(sum(sizes.values()))
+        failing.callback(self._arenas.give, arena)
         starts, at = {}, 0
         for bucket, size in sizes.items():
             starts[bucket] = at
@@ -131,16 +131,9 @@ def _sums(buckets: Iterable[int], sources: Sources) -> dict[int, int]:
         return {bucket: host_sum(sources(bucket), pool) for bucket in buckets}
 
 
-def _pinned(memories: Sequence[Tensor]) -> list[Pinned]:
-    """All of them, or none."""
-    made: list[Pinned] = []
-    try:
-        for memory in memories:
-            made.append(Pinned(memory))
-    except BaseException:
-        for it in made:
-            it.close()
-        raise
+def _pinned(memory: Tensor, failing: ExitStack) -> Pinned:
+    made = Pinned(memory)
+    failing.callback(made.close)
     return made
 
 
