@@ -262,7 +262,6 @@ REFUSED = {
     "float16": "float16 needs its gradients scaled, which a pipeline does not do; use bfloat16",
     "senseless tie": "'head.weight' is no parameter to tie: names begin with a layer's number",
     "unknown site": "no module is called '*.nrom', so it cannot be recomputed",
-    "site that draws": " draws random numbers and cannot be recomputed",
     "both": "checkpoint=True recomputes whole layers; give that or modules to recompute, not both",
     "no time": "timeout is a number of seconds above 0 (got 0)",
     "not finite": "the loss of microbatch 2 is not finite",
@@ -299,8 +298,6 @@ def refused(mesh: Any, name: str) -> str:
                 pipeline(mesh, case, tied=[("0.table.weight", "head.weight")])
             case "unknown site":
                 pipeline(mesh, case, recompute=["*.nrom"])
-            case "site that draws":
-                pipeline(mesh, Case("gpipe", 2, 4, layers=4, balance=(2, 2), dropout=0.5), recompute=["*.drop"])
             case "both":
                 pipeline(mesh, case, recompute=["*.norm"], checkpoint=True)
             case "no time":
@@ -445,11 +442,28 @@ def now_and_then_counted(mesh: Any) -> str:
         return str(error)
 
 
-def changing_shapes(mesh: Any, case: Case, varying: bool) -> str | float:
-    pipe = pipeline(mesh, case, varying_shapes=varying)
-    inputs, targets = case.batch()
-    pipe.step(inputs, targets)
-    try:
-        return pipe.step(inputs[:, :3], targets[:, :3]).loss
-    except stretto.PipelineError as error:
-        return str(error)
+def changing_shapes(mesh: Any, case: Case) -> list[tuple[float, dict[str, Any]]]:
+    """Losses and gradients of steps of other lengths, one microbatch longer than the other."""
+    pipe = pipeline(mesh, case)
+    found = []
+    for lengths in case_lengths():
+        pipe.eval_step(*_of_lengths(case, lengths))
+        found.append((pipe.step(*_of_lengths(case, lengths)).loss, gradients(pipe)))
+    return found
+
+
+def case_lengths() -> list[list[int]]:
+    return [[5, 5, 5, 5], [3, 3, 3, 3], [1, 5, 2, 4]]
+
+
+def _of_lengths(case: Case, lengths: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    inputs, targets = (part.chunk(case.microbatches) for part in case.batch())
+    return tuple([part[:, :length] for part, length in zip(parts, lengths, strict=True)] for parts in (inputs, targets))  # type: ignore[return-value]
+
+
+def plain_of_lengths(case: Case, lengths: list[int]) -> tuple[float, dict[str, Any]]:
+    model = nn.Sequential(*case.modules())
+    losses = [case.loss(model(x), y) for x, y in zip(*_of_lengths(case, lengths), strict=True)]
+    loss = sum(losses) / len(losses)
+    loss.backward()
+    return float(loss.detach()), {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}

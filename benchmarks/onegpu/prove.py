@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 import stretto
 import stretto.onegpu
 from stretto.runtime.losses import Losses
+from stretto.runtime.rng import RngKey
 from stretto.runtime.stage import Stage
+from stretto.runtime.structure import Tree
 
 VOCABULARY, WIDTH, TOKENS, ROWS = 512, 256, 128, 2
 SCHEDULES: dict[str, Callable[..., stretto.Plan]] = {
@@ -145,15 +148,24 @@ def bitwise(mesh: DeviceMesh) -> None:
         given = nn.Sequential(*layers(count, torch.float32)).cuda()
         shares = stretto.cut_layers(range(count), stages=plan.stages)
         anatomy = stretto.lower(plan).anatomy
-        stages = [Stage({k: given[k] for k in share}, anatomy, index) for index, share in enumerate(shares)]
-        losses = Losses(loss, list(targets.chunk(plan.microbatches)), plan.microbatches)
-        for k, x in enumerate(inputs.chunk(plan.microbatches)):
-            for index, stage in enumerate(stages):
-                x = stage.forward(k, 0, x, partial(losses, microbatch=k) if index == len(stages) - 1 else None)
-            grads: Any = [losses.seed(k)]
-            for stage in reversed(stages):
-                grads = stage.backward(k, 0, grads)
-                stage.weight(k, 0)
+        device = torch.device("cuda")
+        stages = [
+            Stage({k: given[k] for k in share}, anatomy, index, device=device) for index, share in enumerate(shares)
+        ]
+        losses = Losses(loss, list(targets.chunk(plan.microbatches)), plan.microbatches, device)
+        with ExitStack() as running:
+            for stage in stages:
+                running.enter_context(stage.running(RngKey(), training=True))
+            for k, x in enumerate(inputs.chunk(plan.microbatches)):
+                tree = Tree.whole(x)
+                for index, stage in enumerate(stages):
+                    tree = stage.forward(
+                        k, 0, tree, partial(losses, microbatch=k) if index == len(stages) - 1 else None
+                    )
+                grads: Any = [losses.seed(tree.leaves[0])]
+                for stage in reversed(stages):
+                    grads = stage.backward(k, 0, grads)
+                    stage.weight(k, 0)
         expected: dict[str, Any] = dict(given.named_parameters())
         found: dict[str, Any] = dict(pipe.named_parameters())
         different = [key for key, p in found.items() if not torch.equal(p.grad, expected[key].grad)]

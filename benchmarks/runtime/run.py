@@ -23,11 +23,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import stretto
 from stretto.execute.supervise import Supervisor
 from stretto.program.task import COMPUTE, Kind
+from stretto.runtime.descriptions import describe
 from stretto.runtime.links import Links
 from stretto.runtime.losses import Losses
-from stretto.runtime.passes import Passes
+from stretto.runtime.passes import Passes, list_of
 from stretto.runtime.stage import Stage
-from stretto.runtime.structure import describe
+from stretto.runtime.structure import Tree, take_apart
 
 RANKS, WIDTH, ROWS = 4, 8, 4
 SCHEDULES: dict[str, tuple[Callable[..., stretto.Plan], type[Any]]] = {
@@ -83,16 +84,18 @@ def ours(plan: stretto.Plan, inputs: Tensor, targets: Tensor) -> tuple[Callable[
     stages = {
         stage: Stage({stage: nn.Linear(WIDTH, WIDTH)}, program.anatomy, stage, checkpointed=False) for stage in here
     }
-    links = Links(FakeGroups(), program, supervisor, torch.device("cpu"), varying=False)  # type: ignore[arg-type]
+    links = Links(FakeGroups(), program, supervisor, torch.device("cpu"))  # type: ignore[arg-type]
+    device, example = torch.device("cpu"), take_apart(inputs[:ROWS].clone().requires_grad_())
+    value, grad = describe(example, device)[0], describe(Tree([inputs[:ROWS]], list_of(1), [False]), device)[0]
     for stage in range(plan.stages):  # what stages hand on is known: nobody is there to say it
         for link in (*links._sends.values(), *links._receives.values()):
-            link.known[stage], link.shapes[stage] = describe(inputs[:ROWS]), [inputs[:ROWS].shape]
+            link.known[Kind.SEND_F, stage], link.known[Kind.SEND_B, stage] = value, grad
     walk = Passes(program, supervisor, stages, links)
     microbatches = list(inputs.chunk(plan.microbatches))
     wanted = list(targets.chunk(plan.microbatches))
 
     def run() -> None:
-        walk.run(microbatches, Losses(loss, wanted, plan.microbatches))
+        walk.run(microbatches, Losses(loss, wanted, plan.microbatches, device))
         links.settle()
 
     counted = [kind for kind in COMPUTE if kind is not Kind.WGRAD]

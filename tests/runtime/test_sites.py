@@ -1,6 +1,5 @@
 """Recompute sites: the same gradients, outputs that are not kept, each computed twice and never more."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,11 @@ from torch import Tensor, nn
 
 from alive import Alive
 from stretto.ir.errors import PipelineError
+from stretto.runtime.recompute import Sites
+from stretto.runtime.rng import Generators
 from stretto.runtime.segments import run_segment
-from stretto.runtime.sites import Sites
 from stretto.runtime.split_backward import Closure, Deferral
+from stretto.runtime.structure import LEAF, Tree
 
 WIDTH, HIDDEN = 8, 24
 
@@ -67,14 +68,15 @@ def twins(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> 
 
 
 def forward(module: nn.Module, sites: dict[str, nn.Module], x: Tensor, closures: list[Closure]) -> tuple[Any, Any, Any]:
-    deferral, made = Deferral(module), Sites(sites)
-    with deferral.into(closures), made.into({}):
-        out, segment = run_segment(module, x, torch.zeros((), requires_grad=True), differentiable=True)
-    return out, segment, deferral
+    deferral, made = Deferral(module), Sites(sites, Generators(x.device))
+    with deferral.overrides, made.overrides, deferral.into(closures), made.into({}):
+        out, segment = run_segment(module, Tree([x], LEAF, [True]), torch.zeros((), requires_grad=True))
+    return out.value(), segment, (deferral, made)
 
 
-def backward(segment: Any, deferral: Deferral, grad: Tensor, closures: list[Closure]) -> Tensor:
-    with deferral.into(closures):
+def backward(segment: Any, overriding: Any, grad: Tensor, closures: list[Closure]) -> Tensor:
+    deferral, made = overriding
+    with deferral.overrides, made.overrides, deferral.into(closures), made.into({}):
         (arrived,) = segment.backward([grad])
     while closures:
         closures.pop(0)()
@@ -108,7 +110,7 @@ def test_only_inputs_of_sites_and_of_what_is_no_site_are_kept() -> None:
     with Alive() as alive:
         out, segment, _ = forward(block, block.sites, x, [])
         del out
-        rows, anchors = 2 * 5 * 4, 3 * 4
+        rows, anchors = 2 * 5 * 4, 2 * 4
         # Gate, up and the block's input. Without sites there would be the outputs of norm, silu and SwiGLU too.
         assert alive.bytes(but=block) == 2 * rows * HIDDEN + rows * WIDTH + anchors
     assert segment is not None
@@ -192,14 +194,95 @@ def test_an_input_that_is_changed_in_place_is_found_out() -> None:
         backward(segment, deferral, torch.ones(1, WIDTH), closures)
 
 
+def test_a_site_may_return_several_tensors() -> None:
+    class Two(Counted):
+        def compute(self, x: Tensor) -> dict[str, Any]:
+            return {"a": x.sin(), "b": (x.exp(), None, 3)}
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.two, self.out = Two(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            both = self.two(x)
+            return self.out(both["a"]) * both["b"][0] ** 2  # type: ignore[no-any-return]
+
+    plain, ours = twins(Sum)
+    assert_same(ours, plain, {"two": ours.two})
+    assert ours.two.runs == 2
+
+
+def test_a_site_that_draws_is_recomputed_with_the_same_numbers() -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.out = Drop(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.drop(x)) + torch.rand(WIDTH, dtype=x.dtype)  # type: ignore[no-any-return]
+
+    class Drop(Counted):
+        def compute(self, x: Tensor) -> Tensor:
+            return F.dropout(x.exp(), 0.4)
+
+    plain, ours = twins(Dropped)
+    x, grad = torch.randn(2, 5, WIDTH).double(), torch.randn(2, 5, WIDTH).double()
+    leaf, closures = x.clone().requires_grad_(), list[Closure]()
+    torch.manual_seed(3)
+    expected = plain(leaf)
+    expected.backward(grad)
+    torch.manual_seed(3)
+    out, segment, overriding = forward(ours, {"drop": ours.drop}, x, closures)
+    torch.manual_seed(4)
+    arrived = backward(segment, overriding, grad, closures)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(arrived, leaf.grad, rtol=1e-12, atol=1e-12)
+    after = torch.rand(1)
+    torch.manual_seed(4)
+    assert torch.rand(1) == after  # the recomputation has drawn nothing that others see
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_gradients_within_a_forward_may_pass_through_sites(second_order: bool) -> None:
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = Norm(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            at = x.detach().requires_grad_() if not second_order else x
+            energy = self.out(self.norm(at)).square().sum()
+            (force,) = torch.autograd.grad(energy, at, create_graph=second_order)
+            return self.out(self.norm(x)) + force.sin()  # type: ignore[no-any-return]
+
+    plain, ours = twins(Force)
+    assert_same(ours, plain, {"norm": ours.norm})
+
+
 def test_what_cannot_be_recomputed_is_refused() -> None:
-    with pytest.raises(PipelineError, match="drop draws random numbers and cannot be recomputed"):
-        Sites({"drop": nn.Dropout(0.1)})
+    act = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
+    with pytest.raises(PipelineError, match="act changes what it is given in place, so it cannot be recomputed"):
+        forward(act, {"act": act[1]}, torch.randn(1, WIDTH), [])
 
-    class Two(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x + 1, x + 2
 
-    two = Two()
-    with pytest.raises(PipelineError, match=re.escape("two returns a tuple; what is recomputed returns one tensor")):
-        forward(two, {"two": two}, torch.randn(1, WIDTH), [])
+def test_running_statistics_are_counted_once() -> None:
+    plain, ours = twins(lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Linear(WIDTH, WIDTH)))
+    assert_same(ours, plain, {"0": ours[0]})
+    for (name, mine), theirs in zip(ours.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_state_that_a_site_reads_is_that_of_its_first_run() -> None:
+    class Moving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale = self.scale + 1
+            return (x * self.scale).sin()  # type: ignore[no-any-return]
+
+    plain, ours = twins(lambda: nn.Sequential(Moving(), nn.Linear(WIDTH, WIDTH)))
+    assert_same(ours, plain, {"0": ours[0]})
+    assert ours[0].scale == plain[0].scale == 2

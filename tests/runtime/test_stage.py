@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.runtime.draws import Draw
+from stretto.runtime.rng import RngKey
 from stretto.runtime.stage import Stage
+from stretto.runtime.structure import LEAF, Tree
 
 WIDTH, TOKENS = 4, 3
 
@@ -27,14 +28,14 @@ def test_gradients_that_parameters_took_are_not_those_that_weights_are_still_owe
     layer.load_state_dict(plain.state_dict())
     anatomy = stretto.lower(stretto.gpipe(devices=2, microbatches=2)).anatomy
     stage = Stage({0: layer}, anatomy, 1)
-    stage.begin(Draw())
     inputs, grads = torch.randn(2, 1, TOKENS, WIDTH).double(), torch.randn(2, 1, TOKENS, WIDTH).double()
-    for k in range(2):
-        stage.forward(k, 0, inputs[k])
-    returned = [stage.backward(k, 0, [grads[k].clone()])[0] for k in range(2)]
-    kept = [grad.clone() for grad in returned if grad is not None]
-    for k in range(2):
-        stage.weight(k, 0)
+    with stage.running(RngKey(), training=True):
+        for k in range(2):
+            stage.forward(k, 0, Tree([inputs[k]], LEAF, [True]))
+        returned = [stage.backward(k, 0, [grads[k].clone()])[0] for k in range(2)]
+        kept = [grad.clone() for grad in returned if grad is not None]
+        for k in range(2):
+            stage.weight(k, 0)
     plain(inputs.flatten(0, 1)).backward(grads.flatten(0, 1))
     for mine, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)

@@ -22,8 +22,15 @@ def even_costs(stages: Sequence[Sequence[Layer]]) -> Costs:
 
 
 def builder(layers: Layers | Callable[[int], nn.Module], count: int | None) -> tuple[Callable[[int], nn.Module], int]:
-    if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
+    if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) and not isinstance(layers, str):
+        for number, layer in enumerate(layers):
+            if not isinstance(layer, nn.Module):
+                raise PipelineError(f"layer {number} is no nn.Module (got {type(layer).__name__})")
         return layers.__getitem__, len(layers)
+    if isinstance(layers, nn.Module) or not callable(layers):
+        raise PipelineError(
+            f"layers are a list of modules, or a function that builds one (got {type(layers).__name__})"
+        )
     if count is None:
         raise PlanError("layers are given as a function that builds one, so layer_count is needed")
     return layers, count
@@ -55,3 +62,8 @@ def outermost(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     return {
         name: module for name, module in modules.items() if not any(name.startswith(f"{other}.") for other in modules)
     }
+
+
+def is_sparse(module: nn.Module) -> bool:
+    """Whether a module's parameters get sparse gradients."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse

@@ -11,52 +11,85 @@ from torch import Tensor
 from stretto.ir.errors import PipelineError
 from stretto.runtime.structure import Value
 
+_LOSS, _COUNT, _COUNTED = range(3)  # the rows of a table
+
 
 class Losses:
     """Those of a step's microbatches on this rank."""
 
-    def __init__(self, function: Callable[[Value, Value], Any], targets: list[Value] | None, microbatches: int) -> None:
+    def __init__(
+        self,
+        function: Callable[[Value, Value], Any],
+        targets: list[Value] | None,
+        microbatches: int,
+        device: torch.device,
+        rows: int = 0,
+    ) -> None:
+        """`rows` are those of a batch of targets that was given whole, 0 if it was not."""
         self._function, self._targets, self._microbatches = function, targets, microbatches
-        self._losses: dict[int, Tensor] = {}
-        self._counts: dict[int, Tensor] = {}
+        self._rows = rows
+        self._counted: dict[int, bool] = {}
         self._seed: Tensor | None = None
+        self.table = torch.zeros(3, microbatches, dtype=torch.float64, device=device)
+        """A row of losses and one of counts, by microbatch, and one that tells whether they were counted; zero for
+        those of other ranks, so that all ranks' add up.
+        """
 
-    def __call__(self, output: Value, microbatch: int) -> Tensor:
+    def __call__(self, output: Value, microbatch: int, rows: int = 0) -> Tensor:
+        """The loss of a microbatch, whose inputs come from a batch of so many rows."""
         assert self._targets is not None
-        loss = self._function(output, self._targets[microbatch])
-        if isinstance(loss, tuple):
-            loss, count = loss
-            self._counts[microbatch] = torch.as_tensor(count, device=loss.device)
-        self._losses[microbatch] = loss.detach()
-        return loss  # type: ignore[no-any-return]
+        if rows and self._rows and rows != self._rows:
+            raise PipelineError(f"inputs have {rows} rows, but targets have {self._rows}; give as many of both")
+        made = self._function(output, self._targets[microbatch])
+        loss, count = (made, None) if not isinstance(made, tuple) else made if len(made) == 2 else (None, None)
+        if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
+            raise PipelineError(
+                f"the loss of microbatch {microbatch} is {_said(made)}; it must be one real number as a tensor, or "
+                "a tuple of a sum and a count"
+            )
+        self._counted[microbatch] = count is not None
+        if len(set(self._counted.values())) > 1:
+            raise PipelineError(_MIXED)
+        with torch.no_grad():  # copied at once: what the loss lies in may be used again
+            self.table[_LOSS, microbatch] = loss.detach().reshape(())
+            self.table[_COUNT, microbatch] = 1.0 if count is None else _number(count, microbatch)
+            self.table[_COUNTED, microbatch] = float(count is not None)
+        return loss
 
     @property
     def here(self) -> bool:
         """Whether any of them are this rank's."""
-        return bool(self._losses)
+        return bool(self._counted)
 
     @property
     def counted(self) -> bool:
         """Whether the loss gives a sum and a count; gradients are then divided by the step's total."""
-        return bool(self._counts)
+        return any(self._counted.values())
 
-    def seed(self, microbatch: int) -> Tensor:
+    def seed(self, loss: Tensor) -> Tensor:
         """The gradient that a microbatch's backward begins with."""
-        if self._seed is None:
-            loss = self._losses[microbatch]
+        if self._seed is None or self._seed.dtype != loss.dtype or self._seed.shape != loss.shape:
             self._seed = torch.full_like(loss, 1.0 if self.counted else 1 / self._microbatches)
         return self._seed
 
-    def table(self, device: torch.device) -> Tensor:
-        """A row of losses and one of counts, by microbatch, and one that tells whether they were counted; zero for
-        those of other ranks, so that all ranks' add up.
-        """
-        table = torch.zeros(3, self._microbatches, dtype=torch.float64, device=device)
-        for microbatch, loss in self._losses.items():
-            table[0, microbatch] = loss
-            table[1, microbatch] = self._counts.get(microbatch, 1.0)
-            table[2, microbatch] = float(self.counted)
-        return table
+
+NOTHING_COUNTED = "the loss counted nothing in the whole step: all its counts are 0"
+_MIXED = "the loss of some microbatches has a count, of others none; it must have one in all or none"
+
+
+def _said(made: Any) -> str:
+    if isinstance(made, Tensor):
+        return f"a tensor of {made.dtype} and shape {tuple(made.shape)}"
+    return f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+
+
+def _number(count: Any, microbatch: int) -> Any:
+    """A count as something that can be put into a table."""
+    if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+        return count.detach().reshape(())
+    if isinstance(count, int | float):
+        return float(count)
+    raise PipelineError(f"the count of microbatch {microbatch} is {_said(count)}; it must be one number")
 
 
 class Total:
@@ -74,12 +107,15 @@ class Total:
     @property
     def counted(self) -> bool:
         self.wait()
-        return bool(self._table[2].any())
+        counted = self._table[_COUNTED]
+        if bool(counted.any()) != bool(counted.all()):
+            raise PipelineError(_MIXED)
+        return bool(counted.any())
 
     def count(self) -> Tensor:
         """All that was counted."""
         self.wait()
-        return self._table[1].sum()
+        return self._table[_COUNT].sum()
 
     @cached_property
     def mean(self) -> float:
@@ -89,4 +125,6 @@ class Total:
         for microbatch, loss in enumerate(losses):
             if not isfinite(loss):
                 raise PipelineError(f"the loss of microbatch {microbatch} is not finite")
-        return float(sum(losses) / sum(counts))
+        if not (total := sum(counts)):
+            raise PipelineError(NOTHING_COUNTED)
+        return float(sum(losses) / total)

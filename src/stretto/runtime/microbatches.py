@@ -1,30 +1,47 @@
 """A batch, cut into microbatches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from stretto.ir.errors import PipelineError
-from stretto.runtime.structure import Value, leaves_of, rebuilt, tensors_of
+from stretto.runtime.structure import Value, tensors_of
 
 
-def cut(batch: Value | Iterable[Value] | None, count: int, name: str) -> list[Value] | None:
-    """A whole batch (a tensor, tuple or dict) is cut along its first dimension; all else holds microbatches."""
-    if batch is None:
-        return None
-    if not isinstance(batch, Tensor | tuple | dict):
-        given = list(batch)
-        if len(given) != count:
-            raise PipelineError(f"the plan has {count} microbatches, but {name} has {len(given)}")
-        return given
+def cut(batch: Value | Iterable[Value], count: int, name: str) -> tuple[list[Value], int]:
+    """The microbatches, and the rows of the whole batch, 0 if it was not given whole.
+
+    A tensor, or a container of tensors that is no list, is a whole batch and cut along its first dimension; a list or
+    iterator holds microbatches.
+    """
+    if not _is_whole(batch):
+        if isinstance(batch, str | bytes | Mapping) or not isinstance(batch, Iterable):
+            raise PipelineError(
+                f"{name} are a {type(batch).__name__}; "
+                "give a tensor, a tuple or dict of tensors, or a list of microbatches"
+            )
+        microbatches = list(batch)
+        if len(microbatches) != count:
+            raise PipelineError(f"the plan has {count} microbatches, but {name} has {len(microbatches)}")
+        return microbatches, 0
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of(batch)}
     if len(sizes) != 1 or sizes == {0} or next(iter(sizes)) % count:
         raise PipelineError(
             f"{name} cannot be cut into {count} equal microbatches: its tensors' first dimensions are {sorted(sizes)}"
         )
-    size = sizes.pop() // count
-    leaves = leaves_of(batch)
+    rows = sizes.pop()
+    size = rows // count
+    leaves, spec = pytree.tree_flatten(batch)
     return [
-        rebuilt(batch, [leaf[k * size : (k + 1) * size] if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        pytree.tree_unflatten(
+            [leaf[k * size : (k + 1) * size] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+        )
         for k in range(count)
-    ]
+    ], rows
+
+
+def _is_whole(batch: Value) -> bool:
+    if isinstance(batch, list):
+        return False
+    return isinstance(batch, Tensor) or not pytree.tree_structure(batch).is_leaf()

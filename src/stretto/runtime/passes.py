@@ -1,8 +1,12 @@
 """What a rank's tasks are in a step: forwards, backwards and transfers, as callables that a walk runs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack
+from functools import cache, partial
+from typing import TypeVar
+
+import torch.utils._pytree as pytree
+from torch import Tensor
 
 from stretto.execute.record import Recorder
 from stretto.execute.streams import Streams, StreamTicket
@@ -11,20 +15,15 @@ from stretto.execute.walk import Run, Tickets, Walk
 from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind, Task
-from stretto.runtime.links import Links
+from stretto.runtime.links import Arrival, Links
 from stretto.runtime.losses import Losses
+from stretto.runtime.rng import RngKey
 from stretto.runtime.rooms import Lent, Rooms, share_rooms
 from stretto.runtime.segments import Grads
 from stretto.runtime.stage import Stage
-from stretto.runtime.structure import Room, Value, make_room, rooms_of
+from stretto.runtime.structure import Tree, Value
 
-
-@dataclass(slots=True)
-class _Arrival:
-    """Something that was asked for; there once its tickets are done."""
-
-    lent: Lent
-    tickets: Tickets
+T = TypeVar("T")
 
 
 class Passes:
@@ -38,51 +37,58 @@ class Passes:
         self._supervisor = supervisor
         self._last = program.placement.stages - 1
         self._inputs: list[Value] | None = None
+        self._rows = 0  # of the whole batch of inputs, 0 if nobody has told
         self._losses: Losses | None = None
-        self._values: dict[tuple[int, int], Value | _Arrival] = {}
-        self._grads: dict[tuple[int, int], Grads | _Arrival] = {}
-        self._outputs: dict[tuple[int, int], Value] = {}
-        self._sent: dict[tuple[int, int], list[Room | None]] = {}  # what was sent, of which gradients will come
+        self._values: dict[tuple[int, int], Tree | Arrival] = {}
+        self._grads: dict[tuple[int, int], Grads | Arrival] = {}
+        self._outputs: dict[tuple[int, int], Tree] = {}
         self._walk = Walk(program, supervisor)
         self.tasks = self._walk.tasks
-        self._rooms = Rooms()
-        self._room_of, after = ({}, {}) if links.varying else share_rooms(self.tasks)
+        self._rooms = Rooms(links.device)
+        self._room_of, after = share_rooms(self.tasks)
         on_device = links.device.type == "cuda"
         self._streams = Streams(program, self.tasks, self._walk.places, after) if on_device else None
-        keeps = self._streams is not None and (self._streams.keeps or links.varying)  # rooms for once are a lane's own
-        self._used: list[object] | None = [] if keeps else None
+        self._used: list[object] | None = [] if self._streams is not None and self._streams.keeps else None
         self._runs = self._walk.compile(self._compiled)
 
-    def run(self, inputs: list[Value] | None, losses: Losses, recorder: Recorder | None = None) -> None:
-        self._inputs, self._losses = inputs, losses
+    def run(
+        self,
+        inputs: list[Value] | None,
+        losses: Losses,
+        recorder: Recorder | None = None,
+        *,
+        key: RngKey | None = None,
+        rows: int = 0,
+    ) -> None:
+        """`rows` are those of inputs that were given whole."""
+        self._inputs, self._losses, self._rows = inputs, losses, rows
         started: Tickets | None = [] if recorder is not None else None
         self._links.started = started
-        try:
-            if self._streams is not None:
-                for stage in self._stages.values():
-                    stage.used = self._used
-                self._walk.queue(self._runs, self._streams, self._used, recorder, started)
-            else:
-                self._walk.run(self._runs, recorder, started)
-        finally:
-            self._links.started = None
-            self._values.clear()
-            self._grads.clear()
-            self._outputs.clear()
-            self._sent.clear()
+        with ExitStack() as opened:
             for stage in self._stages.values():
-                stage.forget()
+                stage.used = self._used
+                opened.enter_context(stage.running(key or RngKey(), training=self._training))
+            try:
+                if self._streams is not None:
+                    self._walk.queue(self._runs, self._streams, self._used, recorder, started)
+                else:
+                    self._walk.run(self._runs, recorder, started)
+            finally:
+                self._links.started = None
+                self._values.clear()
+                self._grads.clear()
+                self._outputs.clear()
 
-    def _there(self, value: Any, what: Callable[[], str]) -> tuple[Any, Lent | None]:
+    def _there(self, waited: T | Arrival, what: Callable[[], str]) -> tuple[T | Tree, Lent | None]:
         """Waits for what was asked for. What came from another device is lent."""
-        if not isinstance(value, _Arrival):
-            return value, None
-        for ticket in value.tickets:
+        if not isinstance(waited, Arrival):
+            return waited, None
+        for ticket in waited.tickets:
             if isinstance(ticket, StreamTicket):
                 ticket.work.wait()  # the stream does; the host goes on
             else:
                 self._supervisor.wait(ticket, what)
-        return value.lent.value, value.lent
+        return waited.tree(), waited.lent
 
     def _compiled(self, at: int, task: Task) -> Run:
         stage, microbatch, part = task.stage, task.microbatch, task.part
@@ -118,20 +124,25 @@ class Passes:
         def forward() -> None:
             lent = None
             if part or stage:
-                value, lent = self._there(self._values.pop(here), lambda: f"the output of {stage - 1}F{microbatch}")
+                waited = self._values.pop(here)
+                given, lent = self._there(waited, lambda: f"the output of {stage - 1}F{microbatch}")
+                if isinstance(waited, Arrival) and waited.what is not None:
+                    self._rows = waited.what.rows
             else:
                 assert self._inputs is not None
-                value = self._inputs[microbatch]
+                given = Tree.whole(self._inputs[microbatch])
             if ends and stage == self._last:
                 losses = self._losses
                 assert losses is not None
-                run(microbatch, part, value, lambda out: losses(out, microbatch))
+                out = run(microbatch, part, given, lambda out: losses(out, microbatch, self._rows))
+                if self._training:
+                    self._grads[here] = [losses.seed(out.leaves[0])]
                 return
-            out = run(microbatch, part, value)
+            out = run(microbatch, part, given)
             if lent is not None:
                 out = lent.own(out)
             if self._used is not None:
-                self._used += (value, out)
+                self._used += (given, out)
             if not ends:
                 self._values[here] = out
             elif local:
@@ -146,15 +157,12 @@ class Passes:
         ends = part == len(self._program.anatomy.forward[stage]) - 1
 
         def backward() -> None:
-            if part == 0 and stage == self._last:
-                assert self._losses is not None
-                grads: Grads = [self._losses.seed(microbatch)]
-                lent = None
-            else:
-                grads, lent = self._there(self._grads.pop(here), lambda: f"the gradient of {stage + 1}B{microbatch}")
+            waited = self._grads.pop(here)
+            given, lent = self._there(waited, lambda: f"the gradient of {stage + 1}B{microbatch}")
+            grads = given.leaves if isinstance(given, Tree) else given
             out = of.backward(microbatch, part, grads)
             if lent is not None:
-                out = lent.own(out)
+                out = [grad.clone() if grad is not None and lent.holds(grad) else grad for grad in out]
             if self._used is not None:
                 self._used += (grads, out)
             if not ends:
@@ -171,22 +179,20 @@ class Passes:
         links, here = self._links, (stage, microbatch)
 
         def send_value() -> None:
-            value = self._outputs.pop(here)
-            self._sent[here] = rooms_of(value)
-            links.send(peer, value, stage)
+            links.send(peer, (Kind.SEND_F, stage), self._outputs.pop(here), self._rows)
 
         def receive_value() -> None:
-            what = links.expect(peer, stage - 1)
-            self._values[here] = self._receive(at, peer, lambda: make_room(what, links.device))
+            room = partial(self._rooms.take, self._room_of[at])
+            self._values[here] = links.receive(peer, (Kind.SEND_F, stage - 1), room)
 
         def send_grads() -> None:
             grads = self._grads.pop((stage - 1, microbatch))
-            assert not isinstance(grads, _Arrival)
-            links.send_tensors(peer, [grad for grad in grads if grad is not None])
+            assert not isinstance(grads, Arrival)
+            links.send(peer, (Kind.SEND_B, stage), _tree_of(grads))
 
         def receive_grads() -> None:
-            rooms = self._sent.pop(here)
-            self._grads[here] = self._receive(at, peer, lambda: [room and room.empty() for room in rooms])
+            room = partial(self._rooms.take, self._room_of[at])
+            self._grads[here] = links.receive(peer, (Kind.SEND_B, stage + 1), room)
 
         return {
             Kind.SEND_F: send_value,
@@ -195,6 +201,14 @@ class Passes:
             Kind.RECV_B: receive_grads,
         }[kind]
 
-    def _receive(self, at: int, peer: int, make: Callable[[], Value]) -> _Arrival:
-        lent = self._rooms.take(self._room_of.get(at), make)
-        return _Arrival(lent, self._links.receive(peer, lent.tensors))
+
+def _tree_of(grads: Grads) -> Tree:
+    """Gradients as a message: a list, None for leaves that have none."""
+    leaves = [grad.to_dense() if isinstance(grad, Tensor) and grad.is_sparse else grad for grad in grads]
+    return Tree(list(leaves), list_of(len(leaves)), [False] * len(leaves))
+
+
+@cache
+def list_of(count: int) -> pytree.TreeSpec:
+    """The structure of a list of so many leaves."""
+    return pytree.tree_structure([0] * count)

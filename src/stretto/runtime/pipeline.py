@@ -24,14 +24,16 @@ from stretto.ir.plan import Plan
 from stretto.program.lower import lower
 from stretto.program.phases import Layer, cut_layers
 from stretto.program.program import Program
-from stretto.runtime.draws import Draw
+from stretto.runtime.gradients import StepGradients
 from stretto.runtime.groups import Groups
-from stretto.runtime.layers import Layers, builder, even_costs, modules_named, outermost, ties_of
+from stretto.runtime.layers import Layers, builder, even_costs, is_sparse, modules_named, outermost, ties_of
 from stretto.runtime.links import Links, check_group
-from stretto.runtime.losses import Losses, Total
+from stretto.runtime.losses import NOTHING_COUNTED, Losses, Total
 from stretto.runtime.microbatches import cut
+from stretto.runtime.modes import evaluating
 from stretto.runtime.passes import Passes
-from stretto.runtime.replicas import Replicas
+from stretto.runtime.replicas import BufferPlace, Replicas
+from stretto.runtime.rng import RngKey
 from stretto.runtime.stage import Phased, Stage, anatomy_of
 from stretto.runtime.structure import Value
 from stretto.schedules.forward_only import forward_only
@@ -83,25 +85,24 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         checkpoint: bool = False,
         recompute: Sequence[str] = (),
-        varying_shapes: bool = False,
         seed: int = 0,
         timeout: float = 300.0,
     ) -> None:
+        _demand(plan, loss, mesh, seed)
         self.plan, self._loss = plan, loss
         self._group, self.rank = mesh.get_group(), mesh.get_local_rank()
-        if plan.devices != mesh.size():
-            raise PlanError(f"the plan is for {plan.devices} devices, but the mesh has {mesh.size()} ranks")
         self._device = torch.device(mesh.device_type)
         build, count = builder(layers, layer_count)
         shares = cut_layers(range(count), stages=plan.stages, balance=balance)
         here = sorted({stage for device, stage in plan.placement.homes if device == self.rank})
         self._layers = {number: build(number).to(self._device) for stage in here for number in shares[stage]}
+        self._module = nn.ModuleDict({str(number): layer for number, layer in self._layers.items()})
         if any(parameter.dtype == torch.float16 for parameter in self._trained()):
             raise PipelineError("float16 needs its gradients scaled, which a pipeline does not do; use bfloat16")
         self._anatomy = self._phases(build, shares)
         self._costs = costs if costs is not None or self._anatomy is None else even_costs(self._anatomy)
         self.program = self._lowered(plan)
-        self._agree(f"{[tuple(share) for share in shares]} {checkpoint} {recompute} {varying_shapes} {tied}")
+        self._agree(f"{[tuple(share) for share in shares]} {checkpoint} {recompute} {tied}")
         if checkpoint and recompute:
             raise PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
         recomputed = self._recomputed(recompute)
@@ -110,6 +111,7 @@ class Pipeline:
                 {number: self._layers[number] for number in shares[stage]},
                 self.program.anatomy,
                 stage,
+                device=self._device,
                 checkpointed=checkpoint,
                 recomputed={name: it for name, it in recomputed.items() if int(name.split(".")[0]) in shares[stage]},
             )
@@ -118,16 +120,16 @@ class Pipeline:
         self._groups = Groups(self._group, self._device)
         self._supervisor = supervised(self._group, self._device, timeout=timeout)
         self._collectives = HostLane("collectives")
-        self._links = Links(self._groups, self.program, self._supervisor, self._device, varying=varying_shapes)
+        self._links = Links(self._groups, self.program, self._supervisor, self._device)
         ties = [*tied, *(ties_of(layers) if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else [])]
         self._replicas = self._shared(shares, ties)
-        self._replicas.start_equal()
+        self._replicas.start_equal(self._device)
         if self._device.type == "cuda":  # autograd's thread would find no context for its first matrix product
             torch.autograd.backward(torch.zeros(1, device=self._device, requires_grad=True).sum())
         self._passes = Passes(self.program, self._supervisor, self._stages, self._links)
         self._evaluation: Passes | None = None
         self._counted: bool | None = None  # whether the loss gives a sum and a count, once a step has shown it
-        self._draw = Draw(run=seed, replica=self._groups.number)
+        self._key = RngKey(seed=seed, replica=self._groups.number)
 
     def step(
         self,
@@ -146,43 +148,48 @@ class Pipeline:
         `record`, on all ranks alike, the result has the measured timeline. A loss that is not finite is an error, named
         with its microbatch; without `check_finite` only once the loss is asked for, and until then nobody waits for it.
         """
-        trained = self._trained()
-        with self._guarding():
-            losses, given = self._losses(targets), self._given(inputs, "inputs", 0)
-            before = {p: p.grad for p in trained if p.grad is not None} if accumulate else {}
-            for parameter in trained:
-                parameter.grad = None
-                _accumulate_in(parameter, torch.float32 if parameter.dtype == torch.bfloat16 else None)
-            for stage in self._stages.values():
-                stage.begin(self._draw)
-            recorder = Recorder(len(self._passes.tasks)) if record else None
-            self._passes.run(given, losses, recorder)
-            self._links.settle()
-            self._catch_up(recorder is not None)
-            timeline = (
-                recorder.gathered(self.program, self._groups.host, self._settle) if recorder is not None else None
-            )
-            self._replicas.sum_gradients(self._together)
-            total = self._total(losses)
+        gradients = None
+        try:
+            with self._guarding():
+                if not torch.is_grad_enabled():
+                    raise PipelineError(
+                        "step() needs gradients, which are off here (torch.no_grad); eval_step() needs none"
+                    )
+                losses, microbatches, rows = self._batch(inputs, targets)
+                check_buffers = self._replicas.watch_buffers()
+                gradients = StepGradients(self._trained())
+                recorder = Recorder(len(self._passes.tasks)) if record else None
+                self._passes.run(microbatches, losses, recorder, key=self._key, rows=rows)
+                self._links.settle()
+                self._catch_up(recorder is not None)
+                check_buffers()
+                timeline = (
+                    recorder.gathered(self.program, self._groups.host, self._settle) if recorder is not None else None
+                )
+                self._replicas.sum_gradients(self._together)
+                total = self._total(losses)
+                if check_finite:
+                    total.wait()
             count = self._count(losses, total, wait=check_finite)
-        for parameter in trained:
-            if parameter.grad is not None and count is not None:
-                parameter.grad /= count
-            _finish(parameter, before.get(parameter))
-        self._draw = replace(self._draw, step=self._draw.step + 1)
+        except BaseException:
+            if gradients is not None:
+                gradients.restore()
+            raise
+        gradients.give_out(count, accumulate=accumulate)
+        self._key = replace(self._key, step=self._key.step + 1)
         if check_finite:
             _ = total.mean
         return StepResult(total, timeline)
 
     @torch.no_grad()
     def eval_step(self, inputs: Any = None, targets: Any = None) -> StepResult:
-        """The loss of a batch, without gradients."""
+        """The loss of a batch, without gradients, in evaluation mode."""
         if self._evaluation is None:
             program = self._lowered(forward_only(self.plan))
             self._evaluation = Passes(program, self._supervisor, self._stages, self._links, training=False)
-        with self._guarding():
-            losses, given = self._losses(targets), self._given(inputs, "inputs", 0)
-            self._evaluation.run(given, losses)
+        with self._guarding(), evaluating(self._layers.values()):
+            losses, microbatches, rows = self._batch(inputs, targets)
+            self._evaluation.run(microbatches, losses, key=self._key, rows=rows)
             self._links.settle()
             total = self._total(losses)
             total.wait()
@@ -203,6 +210,33 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self._trained())
+
+    def modules(self) -> Iterator[nn.Module]:
+        """This rank's layers and all modules in them."""
+        return (module for _, module in self.named_modules())
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The same, under the names that `nn.Sequential(*layers)` would give them."""
+        return ((name, module) for name, module in self._module.named_modules() if name)
+
+    def train(self, mode: bool = True) -> "Pipeline":
+        """Put this rank's layers in training mode, or in evaluation mode, as `nn.Module.train` does."""
+        self._module.train(mode)
+        return self
+
+    def eval(self) -> "Pipeline":
+        """Put this rank's layers in evaluation mode. `eval_step` does so by itself, for as long as it runs."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether this rank's layers are in training mode, as `train` and `eval` left them."""
+        return self._module.training
+
+    def __repr__(self) -> str:
+        stages = ", ".join(map(str, sorted(self._stages)))
+        layers = repr(self._module).partition("\n")[2]
+        return f"Pipeline(  # rank {self.rank} of {self.plan.devices}, stages {stages} of {self.plan.stages}\n{layers}"
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's part, under the names that `nn.Sequential(*layers)` would give it."""
@@ -294,8 +328,16 @@ class Pipeline:
         for name, parameter in self.named_parameters():
             same = together.get(name, {name})
             holders[min(same)], mine[min(same)] = held_by(same), parameter
+        buffers: dict[str, BufferPlace] = {}
+        for prefix, module in self.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    name = f"{prefix}.{key}"
+                    holders[name], buffers[name] = held_by([name]), (module, key)
         sets = {*map(held_by, together.values()), *(tuple(sorted(of)) for of in ranks.values())}
-        return Replicas(self._groups, holders, mine, (ranks for ranks in sets if len(ranks) > 1))
+        sparse = {id(parameter) for module in self.modules() if is_sparse(module) for parameter in module.parameters()}
+        several = [ranks for ranks in sets if len(ranks) > 1]
+        return Replicas(self._groups, holders, mine, buffers, several, lambda parameter: id(parameter) in sparse)
 
     def _together(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a tensor over a group, without waiting where nothing can wake us."""
@@ -331,17 +373,19 @@ class Pipeline:
             except RuntimeError as error:
                 raise self._supervisor.explained(error, what) from error
 
-    def _given(self, batch: Any, name: str, stage: int) -> list[Value] | None:
+    def _batch(self, inputs: Any, targets: Any) -> tuple[Losses, list[Value] | None, int]:
+        """Where losses go, the microbatches, and how many rows were given if they were given whole."""
+        wanted, target_rows = self._given(targets, "targets", self.plan.stages - 1)
+        microbatches, rows = self._given(inputs, "inputs", 0)
+        return Losses(self._loss, wanted, self.plan.microbatches, self._device, target_rows), microbatches, rows
+
+    def _given(self, batch: Any, name: str, stage: int) -> tuple[list[Value] | None, int]:
         """The microbatches, demanded where they are needed."""
         if stage not in self._stages:
-            return None
-        made = cut(batch, self.plan.microbatches, name)
-        if made is None:
+            return None, 0
+        if batch is None:
             raise PipelineError(f"rank {self.rank} runs stage {stage} and needs {name}")
-        return made
-
-    def _losses(self, targets: Any) -> Losses:
-        return Losses(self._loss, self._given(targets, "targets", self.plan.stages - 1), self.plan.microbatches)
+        return cut(batch, self.plan.microbatches, name)
 
     def _count(self, losses: Losses, total: Total, *, wait: bool) -> Tensor | None:
         """What gradients are to be divided by, if by anything. Only the first step must wait to know that."""
@@ -351,10 +395,12 @@ class Pipeline:
             self._counted = counted
         elif counted != self._counted:
             raise PipelineError("the loss gives a sum and a count in some steps only; it must in all or none")
+        if wait and counted and not total.count():
+            raise PipelineError(NOTHING_COUNTED)
         return total.count() if counted else None
 
     def _total(self, losses: Losses) -> Total:
-        table = losses.table(self._device)
+        table = losses.table
         work = dist.all_reduce(table, group=self._group, async_op=True)
 
         def wait() -> None:
@@ -365,17 +411,18 @@ class Pipeline:
         return Total(table, wait)
 
 
-def _accumulate_in(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:
-    if dtype is not None and hasattr(parameter, "grad_dtype"):
-        parameter.grad_dtype = dtype
-
-
-def _finish(parameter: nn.Parameter, before: Tensor | None) -> None:
-    """Give the gradient the parameter's own type, and add what was there before."""
-    grad = parameter.grad
-    if grad is not None and grad.dtype != parameter.dtype:
-        parameter.grad = None
-        parameter.grad_dtype = parameter.dtype
-        parameter.grad = grad.to(parameter.dtype)
-    if before is not None:
-        parameter.grad = before if parameter.grad is None else before + parameter.grad
+def _demand(plan: Any, loss: Any, mesh: Any, seed: Any) -> None:
+    """Refuse what is no plan, loss, mesh or seed."""
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan is a Plan, such as stretto.zb_v(devices=4, microbatches=8) (got {plan!r:.60})")
+    if not callable(loss):
+        raise PipelineError(f"loss is a function of output and target (got {loss!r:.60})")
+    if not isinstance(mesh, DeviceMesh):
+        raise PipelineError(f"mesh is a DeviceMesh, as init_device_mesh makes it (got {mesh!r:.60})")
+    if mesh.ndim != 1:
+        names = ", ".join(mesh.mesh_dim_names or ()) or "no names"
+        raise PipelineError(f'mesh has {mesh.ndim} dimensions ({names}); give one of them, such as mesh["pp"]')
+    if plan.devices != mesh.size():
+        raise PlanError(f"the plan is for {plan.devices} devices, but the mesh has {mesh.size()} ranks")
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise PipelineError(f"seed is a whole number of at most 63 bits (got {seed!r:.60})")

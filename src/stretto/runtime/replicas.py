@@ -1,17 +1,34 @@
-"""Parameters that live on several devices: they start equal, and their gradients are summed."""
+"""What lives on several devices: it starts equal, gradients are summed, and buffers must not drift apart."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
+from stretto.ir.errors import PipelineError
 from stretto.runtime.groups import Groups
 from stretto.runtime.split_backward import gradient_dtype
 
 Reduce = Callable[[Tensor, dist.ProcessGroup, Any], None]
 """Reduces a tensor over a group."""
+
+BufferPlace = tuple[nn.Module, str]
+"""A module, and the name of a buffer in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What a set of ranks holds together, in the same order on each."""
+
+    group: dist.ProcessGroup
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, BufferPlace]
+    sparse: set[str]
+    """Parameters whose gradient may be sparse, on any of the ranks."""
 
 
 class Replicas:
@@ -21,37 +38,123 @@ class Replicas:
         self,
         groups: Groups,
         holders: Mapping[str, tuple[int, ...]],
-        mine: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, BufferPlace],
         sets: Iterable[tuple[int, ...]],
+        sparse: Callable[[nn.Parameter], bool],
     ) -> None:
-        """`holders` says which ranks hold each parameter of `mine`, by names that all ranks agree on, as they do on
+        """`holders` says which ranks hold each parameter and buffer, by names that all ranks agree on, as they do on
         the sets of ranks that hold anything together.
         """
-        self._shared: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
+        self._shared: list[_Shared] = []
         for ranks in sorted(sets):
             made = groups.make(ranks)
             if made is not None:
-                self._shared.append((made, [mine[name] for name in sorted(holders) if holders[name] == ranks]))
+                here = sorted(name for name, of in holders.items() if of == ranks)
+                mine = {name: parameters[name] for name in here if name in parameters}
+                maybe = {name for name, parameter in mine.items() if sparse(parameter)}
+                kept = {name: buffers[name] for name in here if name in buffers}
+                self._shared.append(_Shared(made, mine, kept, maybe))
 
-    def start_equal(self) -> None:
-        for group, parameters in self._shared:
-            source = dist.get_global_rank(group, 0)
-            for parameter in parameters:
-                dist.broadcast(parameter.data, source, group=group)
+    def start_equal(self, device: torch.device) -> None:
+        for shared in self._shared:
+            source = dist.get_global_rank(shared.group, 0)
+            flags = torch.tensor([name in shared.sparse for name in shared.parameters], device=device).int()
+            if len(flags):
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=shared.group)
+            shared.sparse.update(name for name, flag in zip(shared.parameters, flags.tolist(), strict=True) if flag)
+            for parameter in shared.parameters.values():
+                _broadcast(parameter.data, source, shared.group)
+            for module, key in shared.buffers.values():
+                buffer = module._buffers[key]
+                assert buffer is not None
+                copy = buffer.clone(memory_format=torch.contiguous_format)
+                _broadcast(copy, source, shared.group)
+                if not torch.equal(copy, buffer):  # which may be one number, expanded: then it is replaced
+                    module._buffers[key] = copy
+
+    def watch_buffers(self) -> Callable[[], None]:
+        """Refuse statistics that copies of a stage would keep each of its own microbatches; the function that is
+        returned raises if a forward has changed a buffer since.
+        """
+        before = {}
+        for shared in self._shared:
+            for name, (module, key) in shared.buffers.items():
+                if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+                    raise PipelineError(
+                        f"{name} is a running statistic, and its stage lives on two devices, each of which would count "
+                        "half of the microbatches; use a plan with one copy (dualpipev), or put the layer in eval mode"
+                    )
+                buffer = module._buffers.get(key)
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    before[name] = module, key, buffer, buffer._version
+
+        def check() -> None:
+            for name, (module, key, buffer, version) in before.items():
+                if module._buffers.get(key) is not buffer or buffer._version != version:
+                    raise PipelineError(
+                        f"the buffer {name} changed in a forward, and its stage lives on two devices, whose copies "
+                        "would drift apart; use a plan that keeps one copy (dualpipev)"
+                    )
+
+        return check
 
     def sum_gradients(self, reduce: Reduce) -> None:
-        for group, parameters in self._shared:
-            trained = [parameter for parameter in parameters if parameter.requires_grad]
-            for parameter in trained:
+        for shared in self._shared:
+            trained = {name: parameter for name, parameter in shared.parameters.items() if parameter.requires_grad}
+            for name in sorted(shared.sparse & trained.keys()):
+                _sum_sparse(trained.pop(name), shared.group, reduce)
+            for parameter in trained.values():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-            for dtype in sorted({str(parameter.grad.dtype) for parameter in trained if parameter.grad is not None}):
-                _sum([p.grad for p in trained if p.grad is not None and str(p.grad.dtype) == dtype], group, reduce)
+            grads = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
+            for dtype in sorted({str(grad.dtype) for grad in grads}):
+                _sum([grad for grad in grads if str(grad.dtype) == dtype], shared.group, reduce)
+
+
+def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Of any type, complex and bool too."""
+    if tensor.numel():
+        whole = tensor.contiguous()
+        dist.broadcast(whole.reshape(-1).view(torch.uint8), source, group=group)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.copy_(whole)
 
 
 def _sum(grads: list[Tensor], group: dist.ProcessGroup, reduce: Reduce) -> None:
     """All in one message."""
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    flat = torch.cat([_real(grad).reshape(-1) for grad in grads])
     reduce(flat, group, dist.ReduceOp.SUM)
-    for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
+    for grad, part in zip(grads, torch.split(flat, [_real(grad).numel() for grad in grads]), strict=True):
+        _real(grad).copy_(part.view_as(_real(grad)))
+
+
+def _real(grad: Tensor) -> Tensor:
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def _sum_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, reduce: Reduce) -> None:
+    """Sum gradients that are sparse on some ranks. As in autograd, the sum is sparse if all are."""
+    grad = parameter.grad
+    plain = torch.tensor([grad is not None and not grad.is_sparse], device=parameter.device).int()
+    reduce(plain, group, dist.ReduceOp.MAX)
+    if plain.item():
+        parameter.grad = torch.zeros_like(parameter) if grad is None else grad.to_dense()
+        _sum([parameter.grad], group, reduce)
+        return
+    mine = torch.zeros_like(parameter).to_sparse(1) if grad is None else grad.coalesce()
+    indices, values = mine.indices(), mine.values()
+    counts = torch.zeros(group.size(), dtype=torch.int64, device=parameter.device)
+    counts[group.rank()] = values.shape[0]
+    reduce(counts, group, dist.ReduceOp.SUM)
+    most = int(counts.max())
+    all_indices = indices.new_zeros(group.size(), indices.shape[0], most)
+    all_values = values.new_zeros(group.size(), most, *values.shape[1:])
+    all_indices[group.rank(), :, : indices.shape[1]] = indices
+    all_values[group.rank(), : values.shape[0]] = values
+    if most:
+        reduce(all_indices, group, dist.ReduceOp.SUM)
+        reduce(_real(all_values), group, dist.ReduceOp.SUM)
+    parts = [(all_indices[k, :, :count], all_values[k, :count]) for k, count in enumerate(counts.tolist())]
+    joined = torch.cat([part for part, _ in parts], 1), torch.cat([part for _, part in parts])
+    parameter.grad = torch.sparse_coo_tensor(*joined, parameter.shape, check_invariants=False).coalesce()

@@ -1,13 +1,15 @@
 """Where what arrives is put: rooms that are made once, and taken in turns by the program's own order."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from stretto.program.task import RECEIVES, Kind, Task
-from stretto.runtime.structure import Value, leaves_of, rebuilt, tensors_of
+from stretto.runtime.descriptions import Description, TensorMeta
+from stretto.runtime.structure import Tree
 
 Room = tuple[Kind, int, int]
 """A kind of receive, a stage and a number."""
@@ -52,25 +54,15 @@ def _computes(task: Task) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """What a room holds, good until the next one takes the room."""
+    """The tensors of a room, good until the next one takes it."""
 
-    value: Value
+    metas: list[TensorMeta]
     tensors: list[Tensor]
     storages: frozenset[int]
 
-    @staticmethod
-    def of(value: Value) -> "Lent":
-        tensors = tensors_of(value)
-        return Lent(value, tensors, frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors) - {0})
-
-    def own(self, value: Value) -> Value:
-        """The same value; what of it lies in the room, copied."""
-        if isinstance(value, Tensor):
-            return value.clone() if self.holds(value) else value
-        leaves = leaves_of(value)
-        if any(isinstance(leaf, Tensor) and self.holds(leaf) for leaf in leaves):
-            return rebuilt(value, [self.own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-        return value
+    def own(self, tree: Tree) -> Tree:
+        """The same; what of it lies in the room, copied."""
+        return tree.copied(self.holds)
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.storages
@@ -79,14 +71,15 @@ class Lent:
 class Rooms:
     """All rooms of a rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._made: dict[Room, Lent] = {}
 
-    def take(self, room: Room | None, make: Callable[[], Value]) -> Lent:
-        """What this room holds; None is a room for once."""
-        if room is None:
-            return Lent.of(make())
-        lent = self._made.get(room)
-        if lent is None:
-            self._made[room] = lent = Lent.of(make())
+    def take(self, room: Room, what: Description) -> Lent:
+        """The room, made anew if what is to come does not fit it."""
+        metas, lent = what.metas, self._made.get(room)
+        if lent is None or lent.metas != metas:
+            tensors = [meta.empty(self._device) for meta in metas]
+            storages = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors) - {0}
+            self._made[room] = lent = Lent(metas, tensors, storages)
         return lent

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from stretto.runtime.structure import Value, leaves_of, rebuilt
+from stretto.ir.errors import PipelineError
+from stretto.runtime.structure import LEAF, Tree, Value, take_apart
 
 Grads = Sequence[Tensor | None]
 """One for each leaf of a value, None for leaves without."""
@@ -15,6 +16,25 @@ Grads = Sequence[Tensor | None]
 # torch.autograd.backward without its checks in Python, which cost as much as the rest of a small backward; the engine
 # checks shapes itself.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
+
+class _Arrived:
+    """The gradients of a segment's inputs, as they come. They come only while the segment's own backward runs."""
+
+    __slots__ = ("expected", "grads")
+
+    def __init__(self, leaves: int) -> None:
+        self.grads: list[Tensor | None] = [None] * leaves
+        self.expected = False
+
+    def put(self, place: int, grad: Tensor) -> None:
+        if not self.expected:
+            raise PipelineError(
+                "a layer ran backward() through its own input in its forward, which a pipeline cannot follow into "
+                "earlier layers; detach the input, or use torch.autograd.grad"
+            )
+        before = self.grads[place]
+        self.grads[place] = grad if before is None else before + grad
 
 
 class Segment:
@@ -26,7 +46,7 @@ class Segment:
 
     __slots__ = ("_arrived", "_edges")
 
-    def __init__(self, arrived: list[Tensor | None], edges: list[GradientEdge | None]) -> None:
+    def __init__(self, arrived: _Arrived, edges: list[GradientEdge | None]) -> None:
         self._arrived, self._edges = arrived, edges
 
     def backward(self, grads: Grads, *, keep: bool = False) -> list[Tensor | None]:
@@ -39,57 +59,61 @@ class Segment:
         ]
         if pairs:
             edges, given = zip(*pairs, strict=True)
+            self._arrived.expected = True
             _run_backward(edges, given, keep, False, (), allow_unreachable=True, accumulate_grad=True)
+            self._arrived.expected = False
         if not keep:
             self._edges = []
-        return self._arrived
+        return self._arrived.grads
 
 
-def run_segment(
-    function: Callable[[Value], Value], value: Value, anchor: Tensor, *, differentiable: bool
-) -> tuple[Value, Segment]:
-    """The function's output, cut off from its graph, and the graph as a segment.
-
-    Without `differentiable`, inputs get no gradients.
-    """
-    if isinstance(value, Tensor) and value.is_floating_point():  # the usual case, taken by itself: this is hot
-        arrived: list[Tensor | None] = [None]
-        out = function(_enter(anchor, value, arrived, 0) if differentiable else value)
-        if isinstance(out, Tensor):
-            return out.detach(), Segment(arrived, [_edge(out)])
-        return _cut(out, arrived)
-    leaves = leaves_of(value)
-    arrived = [None] * len(leaves)
-    if differentiable:
-        leaves = [
-            _enter(anchor, leaf, arrived, k) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-            for k, leaf in enumerate(leaves)
-        ]
-        value = rebuilt(value, leaves)
-    return _cut(function(value), arrived)
+def run_segment(function: Callable[[Value], Value], given: Tree, anchor: Tensor) -> tuple[Tree, Segment]:
+    """The function's output, cut off from its graph, and the graph as a segment."""
+    arrived = _Arrived(len(given.leaves))
+    if given.spec is LEAF:  # the usual case, taken by itself: this is hot
+        (leaf,) = given.leaves
+        return _cut(function(_enter(anchor, leaf, arrived, 0) if given.needs[0] else leaf), arrived)
+    entered: dict[int, Any] = {}
+    for place, (leaf, needs) in enumerate(zip(given.leaves, given.needs, strict=True)):
+        if needs and id(leaf) not in entered:  # a tensor that is there twice enters once
+            entered[id(leaf)] = _enter(anchor, leaf, arrived, place)
+    leaves = [entered.get(id(leaf), leaf) for leaf in given.leaves]
+    versions = [leaves[place]._version for place in given.shared]
+    out = function(Tree(leaves, given.spec, given.needs).value())
+    if versions != [leaves[place]._version for place in given.shared]:
+        raise PipelineError(
+            "a layer changes in place a tensor that shares memory with another one it was handed; "
+            "clone one of them in the layer that returns both"
+        )
+    return _cut(out, arrived)
 
 
-def _cut(out: Value, arrived: list[Tensor | None]) -> tuple[Value, Segment]:
-    outs = leaves_of(out)
-    edges = [_edge(leaf) if isinstance(leaf, Tensor) else None for leaf in outs]
-    cut = rebuilt(out, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outs])
-    return cut, Segment(arrived, edges)
-
-
-def _edge(leaf: Tensor) -> GradientEdge | None:
-    """Where the gradient of an output enters the graph."""
-    return get_gradient_edge(leaf) if leaf.requires_grad else None  # made by hand, it would not keep the graph
+def _cut(value: Value, arrived: _Arrived) -> tuple[Tree, Segment]:
+    out = take_apart(value)
+    if out.spec is LEAF:
+        (leaf,) = out.leaves
+        edges = [get_gradient_edge(leaf) if out.needs[0] else None]  # made by hand, it would not keep the graph
+        if isinstance(leaf, Tensor):
+            out.leaves = [leaf.detach()]
+        return out, Segment(arrived, edges)
+    edges, cut = [], dict[int, Any]()
+    for leaf, needs in zip(out.leaves, out.needs, strict=True):
+        edges.append(get_gradient_edge(leaf) if needs and id(leaf) not in cut else None)
+        if id(leaf) not in cut:
+            cut[id(leaf)] = leaf.detach() if isinstance(leaf, Tensor) else leaf
+    out.leaves = [cut[id(leaf)] for leaf in out.leaves]
+    return out, Segment(arrived, edges)
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, arrived: list[Tensor | None], place: int) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, arrived: _Arrived, place: int) -> Tensor:  # noqa: ARG004
         ctx.arrived, ctx.place = arrived, place
-        return x.view_as(x)
+        return x.detach()  # no view, so that it may be changed in place; with the version of x, so that this is seen
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.arrived[ctx.place] = grad
+        ctx.arrived.put(ctx.place, grad)
         return None, None, None, None
 
 

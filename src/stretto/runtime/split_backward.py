@@ -1,13 +1,18 @@
 """Weight gradients put off: a backward yields input gradients, and closures that yield the weights' later."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from stretto.runtime.grouped import GroupedLinear, grouped_linear, grouped_outer
+from stretto.runtime.overrides import Forward, Overrides
 
 Closure = Callable[[], None]
 
@@ -15,129 +20,131 @@ Closure = Callable[[], None]
 class Deferral:
     """Makes the layers of a module put their weight gradients off, into the list that `into` names.
 
-    Each layer that is known runs through a function of ours, by an override of its own `forward`: its backward
-    computes the input gradient, and leaves a closure for the rest. Outside of `into`, or where nothing needs gradients,
-    layers run as they always did. Parameters of all other layers get their gradients in the backward itself.
+    While `overrides` are in place, each layer that is known runs through a function of ours, which is a usual one of
+    its input and its parameters: differentiated in any way it yields all gradients. Only the backward within `into`
+    that gives every parameter its gradient puts the weights' off, so that `torch.autograd.grad` in a layer does not.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._closures: list[Closure] | None = None
-        self._anchor = torch.zeros(
-            (), requires_grad=True
-        )  # by it our backward runs even where no input needs a gradient
-        self.layers: list[nn.Module] = []
-        """Those that put their weight gradients off."""
-        inside: set[nn.Module] = set()
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchored = get_gradient_edge(self._anchor).node
+        self.overrides = Overrides()
+        self._known: dict[int, nn.Module] = {}
+        inside: set[int] = set()
         for layer in module.modules():
-            run = None if layer in inside or "forward" in vars(layer) else self._run(layer)
-            if run is not None:
-                layer.forward = run
-                inside.update(layer.modules())
-                self.layers.append(layer)
+            forward = None if id(layer) in inside else self._forward(layer)
+            if forward is not None:
+                self._known[id(layer)] = layer
+                inside.update(map(id, layer.modules()))
+                self.overrides.add(layer, partial(_unless_set, forward))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Those that put their weight gradients off."""
+        return list(self._known.values())
 
     def into(self, closures: list[Closure]) -> "_Into":
-        """Put weight gradients off into this list, of forwards, backwards and recomputations within."""
+        """Put the weight gradients of a backward within off into this list."""
         return _Into(self, closures)
 
-    def add(self, closure: Closure) -> None:
-        assert self._closures is not None, "a backward outside of `into`"
+    def put_off(self, closure: Closure) -> None:
+        assert self._closures is not None
         self._closures.append(closure)
 
     @property
-    def _active(self) -> bool:
-        return self._closures is not None and torch.is_grad_enabled()
+    def puts_off(self) -> bool:
+        """Asked in a backward: whether weight gradients are for later.
 
-    def _run(self, layer: nn.Module) -> Callable[..., Any] | None:
+        Not those of a backward for a few inputs (`torch.autograd.grad`): our anchor, which leads to every node, is none
+        of them. Nor those of a backward that is itself to be differentiated.
+        """
+        return (
+            self._closures is not None
+            and not torch.is_grad_enabled()
+            and bool(torch._C._will_engine_execute_node(self._anchored))
+        )
+
+    def _runs(self, layer: nn.Module, x: Tensor) -> bool:
+        """Whether a layer runs through a function of ours: not a copy, not where nobody wants gradients, and not under
+        transforms that would have to know it.
+        """
+        return (
+            torch.is_grad_enabled()
+            and id(layer) in self._known
+            and not x.is_complex()
+            and x.layout is torch.strided
+            and not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active()
+            and forward_ad._current_level < 0
+        )
+
+    def _forward(self, layer: nn.Module) -> Forward | None:
         """How a layer is to run instead, None for one that we do not know."""
         known = type(layer).forward
-        if known is nn.Linear.forward and isinstance(layer, nn.Linear):
-            return self._linear(layer) if _owns(layer, "weight") else None
-        if known is nn.Embedding.forward and isinstance(layer, nn.Embedding):
-            plain = not layer.sparse and layer.max_norm is None and not layer.scale_grad_by_freq
-            return self._embedding(layer) if plain and _owns(layer, "weight") else None
-        if known is GroupedLinear.forward and isinstance(layer, GroupedLinear):
-            return self._grouped(layer) if _owns(layer, "weight") else None
-        if known is nn.MultiheadAttention.forward and isinstance(layer, nn.MultiheadAttention):
-            plain = layer.bias_k is None and layer.bias_v is None and not layer.add_zero_attn
-            return self._attention(layer) if plain and _owns(layer, "in_proj_weight") else None
+        if known is nn.Linear.forward:
+            return self._linear()
+        if known is nn.Embedding.forward:
+            return self._embedding()
+        if known is GroupedLinear.forward:
+            return self._grouped()
+        if known is nn.MultiheadAttention.forward:
+            return self._attention()
         return None
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, rows: slice | None = None) -> Tensor:
         """x Wᵀ + b with these rows of W and b, their gradients put off."""
-        w, b = weight.detach(), None if bias is None else bias.detach()
-        if rows is not None:
-            w, b = w[rows], None if b is None else b[rows]
+        w: Tensor = weight if rows is None else weight[rows]
+        b: Tensor | None = bias if rows is None or bias is None else bias[rows]
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+        if not weight.requires_grad and (bias is None or not bias.requires_grad):
+            return F.linear(x, w, b)
+        return _linear(self._anchor, x, w, b, self, (weight, bias, rows))
 
-        def put_off(x: Tensor, grad: Tensor) -> None:
-            def add() -> None:
-                flat = grad.reshape(-1, grad.shape[-1])
-                accumulate(weight, flat.T @ x.reshape(-1, x.shape[-1]), rows)
-                if bias is not None:
-                    accumulate(bias, flat.sum(0), rows)
-
-            self.add(add)
-
-        return _linear(self._anchor, x, w, b, put_off)
-
-    def _linear(self, layer: nn.Linear) -> Callable[..., Any]:
-        usual = layer.forward
-
-        def forward(input: Tensor) -> Tensor:
-            if not self._active or not layer.weight.requires_grad:
-                return usual(input)
-            return self.linear(input, layer.weight, layer.bias)
+    def _linear(self) -> Forward:
+        def forward(layer: nn.Linear, input: Tensor) -> Tensor:
+            own = layer._parameters
+            weight, bias = own.get("weight"), own.get("bias")
+            if not self._runs(layer, input) or not _own(weight) or "bias" not in own or not _own_or_none(bias):
+                return type(layer).forward(layer, input)
+            return self.linear(input, weight, bias)
 
         return forward
 
-    def _embedding(self, layer: nn.Embedding) -> Callable[..., Any]:
-        usual = layer.forward
-
-        def forward(input: Tensor) -> Tensor:
-            if not self._active or not layer.weight.requires_grad:
-                return usual(input)
-
-            def put_off(grad: Tensor) -> None:
-                def add() -> None:
-                    padding = -1 if layer.padding_idx is None else layer.padding_idx
-                    # autograd's own: the same bits every time, which index_add_ on CUDA does not give
-                    made = torch.ops.aten.embedding_dense_backward(grad, input, layer.num_embeddings, padding, False)
-                    accumulate(layer.weight, made)
-
-                self.add(add)
-
-            return _embedding(self._anchor, input, layer.weight.detach(), put_off)
+    def _embedding(self) -> Forward:
+        def forward(layer: nn.Embedding, input: Tensor) -> Tensor:
+            weight = layer._parameters.get("weight")
+            plain = not layer.sparse and layer.max_norm is None and not layer.scale_grad_by_freq
+            if not plain or not self._runs(layer, input) or not _own(weight) or not weight.requires_grad:
+                return type(layer).forward(layer, input)
+            padding = -1 if layer.padding_idx is None else layer.padding_idx
+            return _embedding(self._anchor, input, weight, padding, self)
 
         return forward
 
-    def _grouped(self, layer: GroupedLinear) -> Callable[..., Any]:
-        usual = layer.forward
-
-        def forward(x: Tensor, counts: Tensor) -> Tensor:
-            if not self._active or not layer.weight.requires_grad:
-                return usual(x, counts)
-            weight = layer.weight.detach()
+    def _grouped(self) -> Forward:
+        def forward(layer: GroupedLinear, x: Tensor, counts: Tensor) -> Tensor:
+            weight = layer._parameters.get("weight")
+            if not self._runs(layer, x) or not _own(weight) or not weight.requires_grad:
+                return type(layer).forward(layer, x, counts)
+            w: Tensor = weight
             if torch.is_autocast_enabled(x.device.type):
                 dtype = torch.get_autocast_dtype(x.device.type)
-                x, weight = x.to(dtype), weight.to(dtype)
-
-            def put_off(x: Tensor, grad: Tensor) -> None:
-                self.add(lambda: accumulate(layer.weight, grouped_outer(grad, x, counts)))
-
-            return _grouped(self._anchor, x, weight, counts, put_off)
+                x, w = x.to(dtype), w.to(dtype)
+            return _grouped(self._anchor, x, w, counts, self, weight)
 
         return forward
 
-    def _attention(self, layer: nn.MultiheadAttention) -> Callable[..., Any]:
-        usual = layer.forward
-
-        def forward(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **named: Any) -> Any:
+    def _attention(self) -> Forward:
+        def forward(
+            layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **named: Any
+        ) -> Any:
             options = {**dict(zip(_ATTENTION_OPTIONS, arguments, strict=False)), **named}
             weights = options.pop("need_weights", True)
-            if not self._active or weights or query.dim() != 3 or not layer.in_proj_weight.requires_grad:
-                return usual(query, key, value, *arguments, **named)
+            if weights or query.dim() != 3 or not self._runs(layer, query) or not _is_plain(layer):
+                return type(layer).forward(layer, query, key, value, *arguments, **named)
             return self._attend(layer, query, key, value, **options), None
 
         return forward
@@ -155,14 +162,13 @@ class Deferral:
     ) -> Tensor:
         """What nn.MultiheadAttention computes, its projections through `linear`. N batch, T and S tokens, H heads."""
         width, heads = layer.embed_dim, layer.num_heads
+        weight, bias, out_proj = layer.in_proj_weight, layer.in_proj_bias, layer.out_proj
+        assert _own(weight) and _own(out_proj.weight)  # noqa: PT018
         parts = [slice(k * width, (k + 1) * width) for k in range(3)]
         if query is key and key is value:
-            q, k, v = self.linear(query, layer.in_proj_weight, layer.in_proj_bias).chunk(3, dim=-1)
+            q, k, v = self.linear(query, weight, bias).chunk(3, dim=-1)
         else:
-            q, k, v = (
-                self.linear(x, layer.in_proj_weight, layer.in_proj_bias, rows)
-                for x, rows in zip((query, key, value), parts, strict=True)
-            )
+            q, k, v = (self.linear(x, weight, bias, rows) for x, rows in zip((query, key, value), parts, strict=True))
         if not layer.batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         q_NHTd, k_NHSd, v_NHSd = (x.reshape(*x.shape[:-1], heads, -1).transpose(1, 2) for x in (q, k, v))
@@ -171,7 +177,7 @@ class Deferral:
         dropout = layer.dropout if layer.training else 0.0
         out = F.scaled_dot_product_attention(q_NHTd, k_NHSd, v_NHSd, mask, dropout, causal)
         out = out.transpose(1, 2).flatten(2)
-        out = self.linear(out, layer.out_proj.weight, layer.out_proj.bias)
+        out = self.linear(out, out_proj.weight, out_proj.bias)
         return out if layer.batch_first else out.transpose(0, 1)
 
 
@@ -179,7 +185,7 @@ _ATTENTION_OPTIONS = ("key_padding_mask", "need_weights", "attn_mask", "average_
 
 
 class _Into:
-    """What `into` opens; a class because it is opened twice for every pass."""
+    """What `into` opens; a class because it is opened for every pass."""
 
     __slots__ = ("_before", "_closures", "_deferral")
 
@@ -193,47 +199,105 @@ class _Into:
         self._deferral._closures = self._before
 
 
+# The outputs of the functions below are detached: they would otherwise be views that were made inside a function, which
+# autograd does not let anybody change in place. Closures hold detached inputs: a saved input has its graph.
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: Any) -> Tensor:  # noqa: ARG004
+    def forward(
+        ctx: Any,
+        anchor: Tensor,  # noqa: ARG004
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        deferral: Deferral,
+        owed: tuple[nn.Parameter, nn.Parameter | None, slice | None],
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.put_off = put_off
-        return F.linear(x, weight, bias)
+        ctx.deferral, ctx.owed = deferral, owed
+        return F.linear(x, weight, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        ctx.put_off(x.detach(), grad)  # the input itself would keep the graph behind it
-        return None, grad @ weight if ctx.needs_input_grad[1] else None, None, None, None
+        _, x_needs, weight_needs, bias_needs, _, _ = ctx.needs_input_grad
+        back = grad @ weight if x_needs else None
+        if ctx.deferral.puts_off:
+            x, owed = x.detach(), ctx.owed
+            ctx.deferral.put_off(lambda: _add_linear(x, grad, *owed))
+            return None, back, None, None, None, None
+        flat = grad.reshape(-1, grad.shape[-1])
+        of_weight = flat.T @ x.reshape(-1, x.shape[-1]) if weight_needs else None
+        return None, back, of_weight, flat.sum(0) if bias_needs else None, None, None
+
+
+def _add_linear(x: Tensor, grad: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, rows: slice | None) -> None:
+    flat = grad.reshape(-1, grad.shape[-1])
+    if weight.requires_grad:
+        accumulate(weight, flat.T @ x.reshape(-1, x.shape[-1]), rows)
+    if bias is not None and bias.requires_grad:
+        accumulate(bias, flat.sum(0), rows)
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, counts: Tensor, put_off: Any) -> Tensor:  # noqa: ARG004
+    def forward(
+        ctx: Any,
+        anchor: Tensor,  # noqa: ARG004
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        deferral: Deferral,
+        owed: nn.Parameter,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        ctx.put_off = put_off
-        return grouped_linear(x, weight, counts)
+        ctx.deferral, ctx.owed = deferral, owed
+        return grouped_linear(x, weight, counts).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, counts = ctx.saved_tensors
-        ctx.put_off(x.detach(), grad)
-        back = grouped_linear(grad, weight.transpose(1, 2), counts) if ctx.needs_input_grad[1] else None
-        return None, back, None, None, None
+        _, x_needs, weight_needs, *_ = ctx.needs_input_grad
+        back = grouped_linear(grad, weight.transpose(1, 2), counts) if x_needs else None
+        if ctx.deferral.puts_off:
+            x, owed = x.detach(), ctx.owed
+            ctx.deferral.put_off(lambda: accumulate(owed, grouped_outer(grad, x, counts)))
+            return None, back, None, None, None, None
+        return None, back, grouped_outer(grad, x, counts) if weight_needs else None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, rows: Tensor, weight: Tensor, put_off: Any) -> Tensor:  # noqa: ARG004
-        ctx.put_off = put_off
-        return F.embedding(rows, weight)
+    def forward(
+        ctx: Any,
+        anchor: Tensor,  # noqa: ARG004
+        rows: Tensor,
+        weight: nn.Parameter,
+        padding: int,
+        deferral: Deferral,
+    ) -> Tensor:
+        ctx.save_for_backward(rows)  # by which autograd sees it if they are changed in place
+        ctx.weight, ctx.padding, ctx.deferral = weight, padding, deferral
+        return F.embedding(rows, weight).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.put_off(grad)
-        return None, None, None, None
+        (rows,), weight, padding = ctx.saved_tensors, ctx.weight, ctx.padding
+        count = weight.shape[0]
+        if ctx.deferral.puts_off:
+            # autograd's own: the same bits every time, which index_add_ on CUDA does not give
+            ctx.deferral.put_off(lambda: accumulate(weight, _embedding_backward(grad, rows, count, padding, False)))
+            return None, None, None, None, None
+        return None, None, _embedding_backward(grad, rows, count, padding, False), None, None
 
 
+def _unless_set(forward: Forward, before: Forward | None) -> Forward | None:
+    """A layer that was given a forward of its own runs that."""
+    return forward if before is None else None
+
+
+_embedding_backward = torch.ops.aten.embedding_dense_backward
 _linear: Callable[..., Tensor] = _Linear.apply
 _grouped: Callable[..., Tensor] = _Grouped.apply
 _embedding: Callable[..., Tensor] = _Embedding.apply
@@ -256,9 +320,28 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
-def _owns(layer: nn.Module, name: str) -> bool:
-    """Whether a layer's weight is a parameter of its own, and not made from others."""
-    return isinstance(layer._parameters.get(name), nn.Parameter)
+def _own(parameter: Tensor | None) -> TypeGuard[nn.Parameter]:
+    """Whether this is a parameter, and neither made from others nor of a kind with rules of its own."""
+    plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
+    return plain and parameter is not None and parameter.is_leaf and not parameter.is_complex()
+
+
+def _own_or_none(parameter: Tensor | None) -> TypeGuard[nn.Parameter | None]:
+    return parameter is None or _own(parameter)
+
+
+def _is_plain(layer: nn.MultiheadAttention) -> bool:
+    """Whether attention is one matrix in, one out, all of them its own parameters."""
+    if layer.bias_k is not None or layer.bias_v is not None or layer.add_zero_attn:
+        return False
+    into, out = layer._parameters, layer.out_proj._parameters
+    return (
+        _own(into.get("in_proj_weight"))
+        and _own_or_none(into.get("in_proj_bias"))
+        and _own(out.get("weight"))
+        and "bias" in out
+        and _own_or_none(out["bias"])
+    )
 
 
 def _attention_mask(mask: Tensor | None, padding: Tensor | None, q_NHTd: Tensor, k_NHSd: Tensor) -> Tensor | None:

@@ -1,20 +1,27 @@
 """A slice of the model on one device: the forwards, backwards and weight gradients of its microbatches."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from stretto.ir.errors import PipelineError
 from stretto.program.phases import Anatomy, Layer, Phase
-from stretto.runtime.draws import Draw, draws
+from stretto.runtime.module_buffers import ModuleBuffers, Snapshot
+from stretto.runtime.recompute import Sites, Table
+from stretto.runtime.rng import Generators, RngKey
 from stretto.runtime.segments import Grads, Segment, run_segment
-from stretto.runtime.sites import Sites, Table
 from stretto.runtime.split_backward import Closure, Deferral
-from stretto.runtime.structure import Room, Value, rooms_of
+from stretto.runtime.structure import Tree, Value, take_apart
+
+CPU = torch.device("cpu")
+Function = Callable[[Value, int], Value]
+"""A part of the forward, of a value and a microbatch."""
 
 
 @runtime_checkable
@@ -40,8 +47,6 @@ class _Pass:
 
     segments: list[Segment | None]
     closures: list[list[Closure]]
-    inputs: list[Room | None]
-    """What the leaves of its input were, None for those that have no gradient."""
     sites: Table
 
 
@@ -54,6 +59,7 @@ class Stage:
         anatomy: Anatomy,
         index: int,
         *,
+        device: torch.device = CPU,
         checkpointed: bool = False,
         recomputed: Mapping[str, nn.Module] | None = None,
     ) -> None:
@@ -61,69 +67,73 @@ class Stage:
         self.layers = dict(layers)
         self._checkpointed = checkpointed
         self._module = nn.ModuleList(layers.values())
+        self._buffered = [module for module in self._module.modules() if module._buffers]
+        self._buffers = {number: ModuleBuffers(f"layer {number}", layer) for number, layer in layers.items()}
+        self._generators = Generators(device)
         self.deferral = Deferral(self._module)
-        self._sites = Sites(recomputed) if recomputed else None
+        self._sites = Sites(recomputed, self._generators) if recomputed else None
         self.anchor = torch.zeros((), requires_grad=True)
         """The scalar that all segments hang on."""
-        self._drawing = {number for number, layer in layers.items() if draws(layer)}
         self._functions = self._parts(anatomy)
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
         self._passes: dict[int, _Pass] = {}
         self.used: list[object] | None = None
         """If given, what backwards and weight gradients have used is put there, and not let go of."""
-        late = {id(parameter) for layer in self.deferral.layers for parameter in layer.parameters()}
-        self._early = [p for p in self._module.parameters() if p.requires_grad and id(p) not in late]
-        self._without = self._early.copy()  # of these, the ones that have no gradient yet
-        self.draw = Draw()
+        self._without: list[nn.Parameter] = []  # parameters that autograd is to give a gradient, and has not yet
+        self._key = RngKey()
 
-    def forward(self, microbatch: int, part: int, value: Value, loss: Callable[[Value], Value] | None = None) -> Value:
+    @contextmanager
+    def running(self, key: RngKey, *, training: bool) -> Iterator[None]:
+        """A step, with these random numbers. Within, layers that train run as the split backward needs it."""
+        self._key = key
+        if not training:
+            yield
+            return
+        late = {id(parameter) for layer in self.deferral.layers for parameter in layer.parameters()}
+        self._without = [p for p in self._module.parameters() if p.requires_grad and id(p) not in late]
+        with self.deferral.overrides, nullcontext() if self._sites is None else self._sites.overrides:
+            try:
+                yield
+            finally:
+                self._passes.clear()
+
+    def forward(self, microbatch: int, part: int, given: Tree, loss: Callable[[Value], Value] | None = None) -> Tree:
         """A part of the forward: of what the part or stage before it returned, what the next one takes.
 
         The last one of all goes on to the loss.
         """
         if part == 0:
             closures: list[list[Closure]] = [[] for _ in self._weight_of]
-            rooms = rooms_of(value) if self.index > 0 else []
-            self._passes[microbatch] = _Pass([None] * len(self._functions), closures, rooms, {})
+            self._passes[microbatch] = _Pass([None] * len(self._functions), closures, {})
         going = self._passes[microbatch]
-        differentiable = self.index > 0 or part > 0
-        with self.deferral.into(self._closures(going, part)):
-            function = self._functions[part]
-
-            def run(value: Value) -> Value:
-                out = function(value, microbatch)
-                return out if loss is None else loss(out)
-
-            if self._sites is not None:
-                self._sites.keeps = self.used is not None
-            with nullcontext() if self._sites is None else self._sites.into(going.sites):
-                out, going.segments[part] = run_segment(run, value, self.anchor, differentiable=differentiable)
+        with self._generators.kept(), self._discarding(going):
+            out, going.segments[part] = run_segment(self._function(part, microbatch, loss), given, self.anchor)
         if part == len(self._functions) - 1:
             going.sites.clear()
-        return out
+        return self._own(out)
 
-    def evaluate(self, microbatch: int, part: int, value: Value, loss: Callable[[Value], Value] | None = None) -> Value:
+    def evaluate(self, microbatch: int, part: int, given: Tree, loss: Callable[[Value], Value] | None = None) -> Tree:
         """The same, and nothing is kept for a backward."""
-        out = self._functions[part](value, microbatch)
-        return out if loss is None else loss(out)
+        with self._generators.kept():
+            return self._own(take_apart(self._function(part, microbatch, loss)(given.value())))
 
     def backward(self, microbatch: int, part: int, grads: Grads) -> list[Tensor | None]:
-        """A part of the backward, counted from the stage's end."""
+        """A part of the backward, counted from the stage's end: gradients of its inputs' leaves, None where there are
+        none.
+        """
         going = self._passes[microbatch]
         at = len(self._functions) - 1 - part
         segment = going.segments[at]
         assert segment is not None, "a backward that was run before"
         going.segments[at] = None
-        with self.deferral.into(self._closures(going, at)):
+        closures = going.closures[self._weight_of[part]] if part in self._weight_of else []
+        with self.deferral.into(closures), self._discarding(going):
             out = segment.backward(grads, keep=self.used is not None)
+        going.sites.clear()
         if self.used is not None:
             self.used.append(segment)
         if self._without:
             self._own_gradients()
-        if at == 0 and self.index > 0:  # what was not used has a gradient too: nothing
-            out = [
-                room.zeros() if grad is None and room else grad for grad, room in zip(out, going.inputs, strict=True)
-            ]
         return out
 
     def weight(self, microbatch: int, part: int) -> None:
@@ -133,10 +143,26 @@ class Stage:
         closures.reverse()
         if self.used is not None:
             self.used.append(closures.copy())
-        while closures:  # nothing in them needs a gradient, so nothing is recorded
-            closures.pop()()  # each is dropped, with what it holds, once it has run
+        with torch.no_grad():
+            while closures:
+                closures.pop()()  # each is dropped, with what it holds, once it has run
         if part == len(going.closures) - 1 and all(segment is None for segment in going.segments):
             del self._passes[microbatch]
+
+    def _discarding(self, going: _Pass) -> Any:
+        return nullcontext() if self._sites is None else self._sites.into(going.sites)
+
+    def _own(self, out: Tree) -> Tree:
+        """The same; what of it is a buffer of ours, copied: the next microbatch may change that."""
+        if not self._buffered:
+            return out
+        mine = {
+            buffer.untyped_storage()._cdata
+            for module in self._buffered
+            for buffer in module._buffers.values()
+            if buffer is not None
+        }
+        return out.copied(lambda tensor: tensor.untyped_storage()._cdata in mine)
 
     def _own_gradients(self) -> None:
         """Copy parameters' first gradients: autograd may take one for its own that others still hold, to send it, say,
@@ -149,41 +175,74 @@ class Stage:
         if first:
             self._without = [parameter for parameter in self._without if parameter.grad is None]
 
-    def begin(self, draw: Draw) -> None:
-        """Begin a step, with these random numbers and no gradients."""
-        self.draw = draw
-        self._without = self._early.copy()
+    def _function(self, part: int, microbatch: int, loss: Callable[[Value], Value] | None) -> Callable[[Value], Value]:
+        function = self._functions[part]
+        if loss is None:
+            return lambda value: function(value, microbatch)
 
-    def forget(self) -> None:
-        """Drop all that is under way."""
-        self._passes.clear()
+        def and_loss(value: Value) -> Value:
+            out = function(value, microbatch)
+            self._generators.seed(self._key.seed_of(_LOSS, 0, microbatch))
+            return loss(out)
 
-    def _closures(self, going: _Pass, at: int) -> list[Closure]:
-        """Where the part of the forward at this place puts its weight gradients off to."""
-        step = len(self._functions) - 1 - at
-        return going.closures[self._weight_of[step]] if step in self._weight_of else []
+        return and_loss
 
-    def _parts(self, anatomy: Anatomy) -> list[Callable[[Value, int], Value]]:
+    def _parts(self, anatomy: Anatomy) -> list[Function]:
         if anatomy.is_whole:
             return [self._whole]
-        functions: list[Callable[[Value, int], Value]] = []
+        functions: list[Function] = []
         for number, layer in self.layers.items():
             if isinstance(layer, Phased):
-                functions += [self._part(number, function) for _, function in layer.phases()]
+                functions += [self._part(number, phase, run) for phase, (_, run) in enumerate(layer.phases())]
             else:
-                functions.append(self._part(number, layer))
+                functions.append(self._part(number, 0, layer))
         return functions
 
     def _whole(self, value: Value, microbatch: int) -> Value:
         for number, layer in self.layers.items():
-            value = self._run(number, layer, value, microbatch)
+            value = self._run(number, 0, layer, value, microbatch)
         return value
 
-    def _part(self, number: int, function: Callable[[Value], Value]) -> Callable[[Value, int], Value]:
-        return lambda value, microbatch: self._run(number, function, value, microbatch)
+    def _part(self, number: int, phase: int, function: Callable[[Value], Value]) -> Function:
+        return lambda value, microbatch: self._run(number, phase, function, value, microbatch)
 
-    def _run(self, number: int, function: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
-        with self.draw.seeded(number, microbatch) if number in self._drawing else nullcontext():
-            if self._checkpointed and torch.is_grad_enabled():
-                return checkpoint(function, value, use_reentrant=False, preserve_rng_state=number in self._drawing)
-            return function(value)
+    def _run(self, number: int, phase: int, function: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
+        seed = self._key.seed_of(number, phase, microbatch)
+        if self._checkpointed and torch.is_grad_enabled():
+            return _Checkpointed(number, function, self._buffers[number], self._generators, seed).run(value)
+        self._generators.seed(seed)
+        return function(value)
+
+
+_LOSS = -1  # the number that the loss has among layers
+
+
+class _Checkpointed:
+    """One run of a layer that is recomputed whole, on what it was given and with what it drew the first time."""
+
+    def __init__(
+        self, number: int, function: Callable[[Value], Value], buffers: ModuleBuffers, generators: Generators, seed: int
+    ) -> None:
+        self._number, self._function, self._buffers = number, function, buffers
+        self._generators, self._seed = generators, seed
+        self._snapshot: Snapshot | None = None
+
+    def run(self, value: Value) -> Value:
+        leaves, self._spec = pytree.tree_flatten(value)
+        self._versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+        return checkpoint(self._once, *leaves, use_reentrant=False, preserve_rng_state=False)
+
+    def _once(self, *leaves: Any) -> Value:
+        """The first time, and again: in new containers, since a layer may write into those it is given."""
+        if self._versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]:
+            raise PipelineError(
+                f"layer {self._number} was given what was changed in place afterwards, so it cannot be checkpointed"
+            )
+        value = pytree.tree_unflatten(leaves, self._spec)
+        if self._snapshot is None:
+            self._generators.seed(self._seed)
+            with self._buffers.followed() as self._snapshot:  # complete at once: a layer may ask for gradients within
+                return self._function(value)
+        with self._generators.kept(), self._buffers.restored(self._snapshot):
+            self._generators.seed(self._seed)
+            return self._function(value)

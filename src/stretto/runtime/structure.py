@@ -1,125 +1,87 @@
-"""Values that layers hand on: a tensor, or tuples, lists and dicts of them, taken apart, described and put together."""
+"""Values that layers hand on: tensors in containers that PyTorch's pytrees know, taken apart and put together."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, TypeAlias
 
-import msgspec
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
-from stretto.ir.errors import StrettoError
+from stretto.ir.errors import PipelineError
 
 Value: TypeAlias = Any
-"""A tensor, or a tuple, list or dict of values; anything else is handed on as it is."""
+"""A tensor, a plain value, or a container of values: tuple, list, dict, or any type registered with pytrees."""
+
+PLAIN = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+"""What layers may hand on beside tensors."""
+
+LEAF: pytree.TreeSpec = pytree.tree_structure(0)
+"""The structure of a value that is no container."""
 
 
-def leaves_of(value: Value) -> list[Any]:
-    """Everything in a value that is no tuple, list or dict, in order."""
-    return [value] if isinstance(value, Tensor) else list(_leaves(value))
+@dataclass(slots=True)
+class Tree:
+    """A value taken apart: its leaves, its containers, and which leaves need gradients.
+
+    A tensor that the value holds twice is twice the same leaf.
+    """
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    needs: list[bool]
+    shared: tuple[int, ...] = ()
+    """Leaves that share memory with another leaf without being the same tensor."""
+
+    @staticmethod
+    def whole(value: Value) -> "Tree":
+        """A value that stays as it is, such as a user's own input."""
+        return Tree([value], LEAF, [False])
+
+    def value(self) -> Value:
+        """The value again, in new containers: a layer may write into them without changing anybody else's."""
+        return self.leaves[0] if self.spec is LEAF else pytree.tree_unflatten(self.leaves, self.spec)
+
+    def copied(self, where: Callable[[Tensor], bool]) -> "Tree":
+        """The same, with copies of some tensors."""
+        copies = {id(leaf): leaf.clone() for leaf in self.leaves if isinstance(leaf, Tensor) and where(leaf)}
+        if not copies:
+            return self
+        return Tree([copies.get(id(leaf), leaf) for leaf in self.leaves], self.spec, self.needs, self.shared)
+
+
+def take_apart(value: Value) -> Tree:
+    """The tree of what a layer has returned; raises if it holds what cannot be handed on."""
+    if isinstance(value, Tensor):
+        return Tree([value], LEAF, [value.requires_grad])
+    leaves, spec = pytree.tree_flatten(value)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
+            raise PipelineError(
+                f"a layer hands on a {full_name(type(leaf))}; layers hand on tensors, plain values, and containers "
+                "that torch.utils._pytree knows (tuple, list, dict, named tuples, registered classes)"
+            )
+    needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    return Tree(leaves, LEAF if spec == LEAF else spec, needs, _sharing(leaves))
+
+
+def _sharing(leaves: list[Any]) -> tuple[int, ...]:
+    """The places of tensors that share memory with another one, and are not the very same."""
+    by_storage: dict[int, set[int]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            by_storage.setdefault(leaf.untyped_storage()._cdata, set()).add(id(leaf))
+    if all(len(same) == 1 for same in by_storage.values()):
+        return ()
+    several = {one for same in by_storage.values() if len(same) > 1 for one in same}
+    return tuple(k for k, leaf in enumerate(leaves) if id(leaf) in several)
 
 
 def tensors_of(value: Value) -> list[Tensor]:
-    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _leaves(value: Value) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    else:
-        yield value
-
-
-class Room(NamedTuple):
-    """What a tensor was, without the tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-    def zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
-
-def rooms_of(value: Value) -> list[Room | None]:
-    """Of each leaf that can have a gradient, what it is."""
-    return [
-        Room(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) and leaf.is_floating_point() else None
-        for leaf in leaves_of(value)
-    ]
-
-
-def rebuilt(value: Value, leaves: Sequence[Any]) -> Value:
-    """The same value with other leaves."""
-    return leaves[0] if isinstance(value, Tensor) else _rebuilt(value, iter(leaves))
-
-
-def _rebuilt(value: Value, leaves: Iterator[Any]) -> Value:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(_rebuilt(item, leaves) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_rebuilt(item, leaves) for item in value)
-    if isinstance(value, dict):
-        return type(value)((key, _rebuilt(item, leaves)) for key, item in value.items())
-    return next(leaves)
-
-
-class _Tensor(msgspec.Struct, tag="tensor"):
-    shape: list[int]
-    dtype: str
-
-
-class _Sequence(msgspec.Struct, tag="sequence"):
-    items: list["Description"]
-    is_list: bool
-
-
-class _Dict(msgspec.Struct, tag="dict"):
-    items: dict[str, "Description"]
-
-
-class _Plain(msgspec.Struct, tag="plain"):
-    value: int | float | str | bool | None
-
-
-Description: TypeAlias = _Tensor | _Sequence | _Dict | _Plain
-
-
-def describe(value: Value) -> Description:
-    """What a value is made of, so that another process can make room for it."""
-    match value:
-        case Tensor():
-            return _Tensor(list(value.shape), str(value.dtype).removeprefix("torch."))
-        case tuple() | list():
-            return _Sequence([describe(item) for item in value], isinstance(value, list))
-        case dict() if all(isinstance(key, str) for key in value):
-            return _Dict({key: describe(item) for key, item in value.items()})
-        case int() | float() | str() | None:
-            return _Plain(value)
-        case _:
-            raise StrettoError(
-                f"stages hand on tensors, and tuples, lists and dicts of them (got {type(value).__name__})"
-            )
-
-
-DESCRIPTIONS: msgspec.json.Decoder[Description] = msgspec.json.Decoder(Description)
-
-
-def make_room(what: Description, device: torch.device) -> Value:
-    """A value as it was described, its tensors empty."""
-    match what:
-        case _Tensor():
-            return torch.empty(what.shape, dtype=getattr(torch, what.dtype), device=device)
-        case _Sequence():
-            items = [make_room(item, device) for item in what.items]
-            return items if what.is_list else tuple(items)
-        case _Dict():
-            return {key: make_room(item, device) for key, item in what.items.items()}
-        case _Plain():
-            return what.value
+def full_name(kind: Any) -> str:
+    """A class or function as another process would look it up."""
+    return f"{kind.__module__}.{kind.__qualname__}"

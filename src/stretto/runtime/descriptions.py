@@ -1,0 +1,255 @@
+"""What a message is, told to the process that receives it: containers, plain values, types and shapes of tensors."""
+
+import importlib
+from collections import namedtuple
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from stretto.ir.errors import PipelineError
+from stretto.runtime.structure import LEAF, Tree, full_name
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True, tag="tensor"):
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    """None if it is contiguous."""
+    dtype: str
+    needs_grad: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        dtype = getattr(torch, self.dtype)
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=dtype, device=device)
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
+
+
+class _Same(msgspec.Struct, frozen=True, array_like=True, tag="same"):
+    """The tensor of an earlier leaf once more."""
+
+    leaf: int
+
+
+class _Plain(msgspec.Struct, frozen=True, array_like=True, tag="plain"):
+    value: msgspec.Raw
+    """As `_packed`: compared by its bytes, so that 1 is not True and NaN is NaN."""
+
+
+_Leaf: TypeAlias = TensorMeta | _Same | _Plain
+
+
+class _Node(msgspec.Struct, frozen=True, array_like=True):
+    """A container; a leaf has no type."""
+
+    type: str = ""
+    context: Any = None
+    children: "tuple[_Node, ...]" = ()
+
+
+class _Wire(msgspec.Struct, frozen=True, array_like=True):
+    """A description as it travels."""
+
+    root: _Node
+    leaves: tuple[_Leaf, ...]
+    shared: tuple[int, ...]
+    rows: int
+
+
+class Description:
+    """All of a message but its tensors' numbers. Two that are equal make the same value of the same numbers."""
+
+    __slots__ = ("leaves", "rows", "shared", "spec")
+
+    def __init__(
+        self, spec: pytree.TreeSpec, leaves: Sequence[_Leaf], shared: tuple[int, ...] = (), rows: int = 0
+    ) -> None:
+        self.spec, self.leaves, self.shared = spec, tuple(leaves), shared
+        self.rows = rows
+        """How many rows the batch had that it comes from, 0 if that is not known."""
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Description)
+            and self.leaves == other.leaves
+            and self.spec == other.spec
+            and (self.shared, self.rows) == (other.shared, other.rows)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def metas(self) -> list[TensorMeta]:
+        """Of the tensors that travel, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
+
+    def tree(self, tensors: Sequence[Tensor]) -> Tree:
+        """The message, with these tensors."""
+        leaves: list[Any] = []
+        needs: list[bool] = []
+        rest = iter(tensors)
+        for leaf in self.leaves:
+            match leaf:
+                case TensorMeta():
+                    leaves.append(next(rest))
+                    needs.append(leaf.needs_grad)
+                case _Same():
+                    leaves.append(leaves[leaf.leaf])
+                    needs.append(needs[leaf.leaf])
+                case _Plain():
+                    leaves.append(_unpacked(msgspec.msgpack.decode(leaf.value)))
+                    needs.append(False)
+        return Tree(leaves, self.spec, needs, self.shared)
+
+    def encode(self) -> bytes:
+        text = msgspec.msgpack.encode(_Wire(_noded(self.spec), self.leaves, self.shared, self.rows))
+        if Description.decode(text) != self:
+            raise PipelineError(f"a layer hands on {self.spec}, which another process cannot put together again")
+        return text
+
+    @staticmethod
+    def decode(text: bytes) -> "Description":
+        wire = _WIRE.decode(text)
+        return Description(_specified(wire.root), wire.leaves, wire.shared, wire.rows)
+
+
+_WIRE: msgspec.msgpack.Decoder[_Wire] = msgspec.msgpack.Decoder(_Wire)
+
+
+def describe(tree: Tree, device: torch.device, rows: int = 0) -> tuple[Description, list[Tensor]]:
+    """A message to a process on such a device: what it is, and its tensors as they travel."""
+    first: dict[int, int] = {}
+    described: list[_Leaf] = []
+    travelling: list[Tensor] = []
+    for place, (leaf, needs) in enumerate(zip(tree.leaves, tree.needs, strict=True)):
+        if not isinstance(leaf, Tensor):
+            described.append(_Plain(msgspec.Raw(msgspec.msgpack.encode(_packed(leaf)))))
+        elif id(leaf) in first:
+            described.append(_Same(first[id(leaf)]))
+        else:
+            first[id(leaf)] = place
+            stride, dense = _dense(leaf, device)
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            described.append(TensorMeta(tuple(leaf.shape), stride, dtype, needs))
+            travelling.append(dense)
+    return Description(tree.spec, described, tree.shared, rows), travelling
+
+
+def _dense(tensor: Tensor, device: torch.device) -> tuple[tuple[int, ...] | None, Tensor]:
+    """A tensor's strides, None if they are the usual ones, and its numbers as they lie in memory."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = full_name(type(tensor)) if type(tensor) is not Tensor else f"tensor of layout {tensor.layout}"
+        raise PipelineError(f"a layer hands a {kind} on to another rank; only plain dense tensors travel")
+    if tensor.device.type != device.type:
+        raise PipelineError(f"a layer hands on a tensor on {tensor.device}, but the pipeline runs on {device.type}")
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_contiguous():
+        return None, tensor
+    lying = as_it_lies(tensor)
+    if lying.is_contiguous():
+        return tensor.stride(), lying
+    return None, tensor.contiguous()
+
+
+def as_it_lies(tensor: Tensor) -> Tensor:
+    """A dense tensor as a contiguous one, of the same memory."""
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def _noded(spec: pytree.TreeSpec) -> _Node:
+    if spec.type is None:
+        return _Node()
+    if spec.type is namedtuple:
+        return _Node("namedtuple", _packed(spec.context), tuple(map(_noded, _children(spec))))
+    return _Node(_importable(spec.type), _packed(spec.context), tuple(map(_noded, _children(spec))))
+
+
+def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    return spec.children() if hasattr(spec, "children") else spec.children_specs
+
+
+def _specified(node: _Node) -> pytree.TreeSpec:
+    if not node.type:
+        return LEAF
+    kind = namedtuple if node.type == "namedtuple" else _imported(node.type)
+    if kind not in pytree.SUPPORTED_NODES:
+        raise PipelineError(f"{node.type} is not registered with torch.utils._pytree in this process")
+    return pytree.TreeSpec(kind, _unpacked(node.context), [_specified(child) for child in node.children])
+
+
+def _packed(value: Any) -> Any:
+    """Plain values and what containers keep of themselves, so that msgpack gives back the same types."""
+    kind = type(value)
+    if value is None or kind in (bool, float, str, bytes) or (kind is int and -(2**63) <= value < 2**63):
+        return value
+    match value:
+        case int() if kind is int:
+            return ["int", str(value)]
+        case complex():
+            return ["complex", value.real, value.imag]
+        case torch.dtype():
+            return ["dtype", str(value).removeprefix("torch.")]
+        case torch.device():
+            return ["device", str(value)]
+        case tuple() | list() if kind in (tuple, list):
+            return [kind.__name__, [_packed(item) for item in value]]
+        case dict() if kind is dict:
+            return ["dict", [[_packed(key), _packed(item)] for key, item in value.items()]]
+        case _ if isinstance(value, type) or callable(value):
+            return ["name", _importable(value)]
+        case _:
+            raise PipelineError(f"a layer hands on a container that keeps a {full_name(kind)}, which cannot travel")
+
+
+def _unpacked(packed: Any) -> Any:
+    if not isinstance(packed, list):
+        return packed
+    match packed:
+        case ["int", digits]:
+            return int(digits)
+        case ["complex", real, imaginary]:
+            return complex(real, imaginary)
+        case ["dtype", name]:
+            return getattr(torch, name)
+        case ["device", name]:
+            return torch.device(name)
+        case ["tuple", items]:
+            return tuple(map(_unpacked, items))
+        case ["list", items]:
+            return list(map(_unpacked, items))
+        case ["dict", items]:
+            return {_unpacked(key): _unpacked(item) for key, item in items}
+        case ["name", name]:
+            return _imported(name)
+    raise PipelineError(f"a message holds {packed!r:.60}, which is nothing that is sent")
+
+
+def _importable(thing: Any) -> str:
+    """The name of a class or function by which any process finds it."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if module and name:
+        path = f"{module}:{name}"
+        try:
+            if _imported(path) is thing:
+                return path
+        except (ImportError, AttributeError):
+            pass
+    raise PipelineError(
+        f"a layer hands on a {name or thing!r}, which another process cannot find; "
+        "define it at the top level of a module"
+    )
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    thing: Any = importlib.import_module(module)
+    for part in name.split("."):
+        thing = getattr(thing, part)
+    return thing

@@ -1,0 +1,23 @@
+"""Training and evaluation mode of a pipeline's layers."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """All modules in evaluation mode within, and each in its own mode again after."""
+    before = {layer: [(module, module.training) for module in layer.modules()] for layer in layers}
+    training = {layer: modes for layer, modes in before.items() if any(mode for _, mode in modes)}
+    for layer in training:
+        layer.eval()
+    try:
+        yield
+    finally:
+        for layer, modes in training.items():
+            layer.train(modes[0][1])
+            for module, mode in modes:
+                if module.training != mode:
+                    module.training = mode

@@ -1,0 +1,67 @@
+"""Random numbers of layers: they depend on seed, step, layer, phase and microbatch, never on the plan."""
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RngKey:
+    """What random numbers depend on, besides the layer, its phase and the microbatch."""
+
+    seed: int = 0
+    step: int = 0
+    replica: int = 0
+
+    def seed_of(self, layer: int, phase: int, microbatch: int) -> int:
+        """What the generators are seeded with for a layer's phase; a layer without phases is phase 0.
+
+        >>> RngKey(seed=1, step=2).seed_of(layer=3, phase=0, microbatch=4)
+        20791468449800053
+        """
+        numbers = struct.pack("<6q", self.seed, self.step, self.replica, layer, phase, microbatch)
+        return int.from_bytes(hashlib.blake2b(numbers, digest_size=7).digest())
+
+
+class Generators:
+    """The default generators that a layer on a device draws from: the host's, and the device's own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._all: list[torch.Generator] = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._all.append(torch.cuda.default_generators[index])
+
+    def seed(self, seed: int) -> None:
+        for generator in self._all:
+            generator.manual_seed(seed)
+
+    def states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._all]
+
+    def set_states(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._all, states, strict=True):
+            generator.set_state(state)
+
+    def kept(self) -> "_Kept":
+        """After what is within, the generators are as if nothing had been drawn."""
+        return _Kept(self)
+
+
+class _Kept:
+    """What `kept` opens; a class because it is opened for every pass."""
+
+    __slots__ = ("_generators", "_states")
+
+    def __init__(self, generators: Generators) -> None:
+        self._generators = generators
+
+    def __enter__(self) -> None:
+        self._states = self._generators.states()
+
+    def __exit__(self, *error: Any) -> None:
+        self._generators.set_states(self._states)
