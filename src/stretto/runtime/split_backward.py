@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
+from stretto.ir.errors import PipelineError
 from stretto.runtime.grouped import GroupedLinear, grouped_linear, grouped_outer
 from stretto.runtime.overrides import Forward, Overrides
 
@@ -48,9 +49,17 @@ class Deferral:
         """Put the weight gradients of a backward within off into this list."""
         return _Into(self, closures)
 
-    def put_off(self, closure: Closure) -> None:
+    def put_off(self, closure: Callable[[Tensor, Tensor], None], given: Tensor, grad: Tensor) -> None:
+        """Leave a weight gradient, of a layer's input and its output's gradient, for later."""
         assert self._closures is not None
-        self._closures.append(closure)
+        versions = given._version, grad._version
+
+        def run() -> None:
+            if (given._version, grad._version) != versions:  # autograd looks only until the backward
+                raise PipelineError("a tensor was changed in place before the weight gradient that it is needed for")
+            closure(given, grad)
+
+        self._closures.append(run)
 
     @property
     def puts_off(self) -> bool:
@@ -224,8 +233,8 @@ class _Linear(torch.autograd.Function):
         _, x_needs, weight_needs, bias_needs, _, _ = ctx.needs_input_grad
         back = grad @ weight if x_needs else None
         if ctx.deferral.puts_off:
-            x, owed = x.detach(), ctx.owed
-            ctx.deferral.put_off(lambda: _add_linear(x, grad, *owed))
+            owed = ctx.owed
+            ctx.deferral.put_off(lambda x, grad: _add_linear(x, grad, *owed), x.detach(), grad)
             return None, back, None, None, None, None
         flat = grad.reshape(-1, grad.shape[-1])
         of_weight = flat.T @ x.reshape(-1, x.shape[-1]) if weight_needs else None
@@ -261,8 +270,8 @@ class _Grouped(torch.autograd.Function):
         _, x_needs, weight_needs, *_ = ctx.needs_input_grad
         back = grouped_linear(grad, weight.transpose(1, 2), counts) if x_needs else None
         if ctx.deferral.puts_off:
-            x, owed = x.detach(), ctx.owed
-            ctx.deferral.put_off(lambda: accumulate(owed, grouped_outer(grad, x, counts)))
+            owed = ctx.owed
+            ctx.deferral.put_off(lambda x, grad: accumulate(owed, grouped_outer(grad, x, counts)), x.detach(), grad)
             return None, back, None, None, None, None
         return None, back, grouped_outer(grad, x, counts) if weight_needs else None, None, None, None
 
@@ -284,12 +293,15 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (rows,), weight, padding = ctx.saved_tensors, ctx.weight, ctx.padding
-        count = weight.shape[0]
-        if ctx.deferral.puts_off:
+
+        def made(rows: Tensor, grad: Tensor) -> Tensor:
             # autograd's own: the same bits every time, which index_add_ on CUDA does not give
-            ctx.deferral.put_off(lambda: accumulate(weight, _embedding_backward(grad, rows, count, padding, False)))
+            return _embedding_backward(grad, rows, weight.shape[0], padding, False)  # type: ignore[no-any-return]
+
+        if ctx.deferral.puts_off:
+            ctx.deferral.put_off(lambda rows, grad: accumulate(weight, made(rows, grad)), rows, grad)
             return None, None, None, None, None
-        return None, None, _embedding_backward(grad, rows, count, padding, False), None, None
+        return None, None, made(rows, grad), None, None
 
 
 def _unless_set(forward: Forward, before: Forward | None) -> Forward | None:
