@@ -88,8 +88,14 @@ class Description:
         """Of the tensors that travel, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
 
+    def empty(self, device: torch.device) -> list[Tensor]:
+        return [meta.empty(device) for meta in self.metas]
+
     def tree(self, tensors: Sequence[Tensor]) -> Tree:
         """The message, with these tensors."""
+        first = self.leaves[0] if self.spec is LEAF else None
+        if isinstance(first, TensorMeta):  # the usual case, taken by itself: this is hot
+            return Tree([tensors[0]], LEAF, [first.needs_grad])
         leaves: list[Any] = []
         needs: list[bool] = []
         rest = iter(tensors)
@@ -161,6 +167,17 @@ def as_it_lies(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+_MOVED_AS_THEY_ARE = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+
+
+def moved_as(tensor: Tensor) -> Tensor:
+    """A dense tensor as any process group can move it: most know few types."""
+    lying = as_it_lies(tensor)
+    return lying if tensor.dtype in _MOVED_AS_THEY_ARE else lying.reshape(-1).view(torch.uint8)
 
 
 def _noded(spec: pytree.TreeSpec) -> _Node:

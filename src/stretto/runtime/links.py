@@ -2,8 +2,9 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +15,15 @@ from stretto.execute.streams import StreamTicket
 from stretto.execute.supervise import Supervisor
 from stretto.program.program import Program
 from stretto.program.task import Kind
-from stretto.runtime.descriptions import Description, as_it_lies, describe
+from stretto.runtime.descriptions import Description, describe, moved_as
 from stretto.runtime.groups import Groups
 from stretto.runtime.rooms import Lent
-from stretto.runtime.structure import Tree
+from stretto.runtime.structure import LEAF, Tree
 
 Channel = tuple[Kind, int]
 """A kind of transfer and its stage: messages of one channel mostly look alike."""
 
 _SAME = torch.zeros(1, dtype=torch.int64)  # what is said ahead of a message like the one before; no length
-_MOVED_AS_THEY_ARE = frozenset(
-    {torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64}
-)
 
 
 @dataclass(slots=True)
@@ -38,6 +36,39 @@ class _Link:
     lane: HostLane
     known: dict[Channel, Description] = field(default_factory=dict)
     """The last message of each channel."""
+    lone: dict[Channel, tuple[Any, ...]] = field(default_factory=dict)
+    """What it was if it was one contiguous tensor: by that most messages are known at a glance."""
+    steady: set[Channel] = field(default_factory=set)
+    """Channels whose last message had tensors like those of the one before."""
+    last: Ticket | None = None
+    """The last message that was asked for."""
+
+    def learn(self, channel: Channel, what: Description) -> None:
+        """The last message of a channel was this."""
+        before = self.known.get(channel)
+        if before is None or before.metas == what.metas:
+            self.steady.add(channel)
+        else:
+            self.steady.discard(channel)
+        self.known[channel] = what
+        self.lone.pop(channel, None)
+
+    def guess(self, channel: Channel) -> Description | None:
+        """What the next message is taken to be, so that nobody has to wait for its description; both ends take the
+        same. None where it must be heard first.
+        """
+        return self.known[channel] if channel in self.steady else None
+
+    def hear(self, channel: Channel, word: Tensor) -> Description:
+        """What a message is, of the word ahead of it."""
+        if not (length := int(word)):
+            return self.known[channel]
+        text = torch.empty(length, dtype=torch.uint8)
+        self.words.recv([text], self.peer, 0).wait()
+        return Description.decode(text.numpy().tobytes())
+
+    def fill(self, lent: Lent) -> list[dist.Work]:
+        return [self.group.recv([raw], self.peer, 0) for raw in lent.raws]
 
 
 class Arrival:
@@ -60,8 +91,10 @@ class Links:
     """This rank's ends of all links that a program uses.
 
     Ahead of every message goes a word: that it looks like the one before of its channel, or how long the description
-    is that follows. So what arrives is never taken for anything but what was sent. Where tensors move on a device,
-    words go from host to host beside them.
+    is that follows. So what arrives is never taken for anything but what was sent. On a host, where messages of a
+    channel look alike, the next one's room is made ready before its word has come; if it looks otherwise then, its
+    sender knows, and fills that room with anything first. Where tensors move on a device, words go from host to host
+    beside them.
     """
 
     def __init__(self, groups: Groups, program: Program, supervisor: Supervisor, device: torch.device) -> None:
@@ -101,23 +134,36 @@ class Links:
     def send(self, peer: int, channel: Channel, tree: Tree, rows: int = 0) -> None:
         """Send a message; `rows` are those of the batch that it comes from."""
         link = self._sends[peer]
-        what, tensors = describe(tree, self.device, rows)
-        works: list[dist.Work | None] = []
-        if link.known.get(channel) == what:
-            works.append(link.words.send([_SAME], link.peer, 0))
+        guess = link.guess(channel) if self.device.type == "cpu" else None
+        lone = _lone(tree, rows)
+        if lone is not None and link.lone.get(channel) == lone:
+            said, tensors = None, tree.leaves
+            link.steady.add(channel)
         else:
-            text = bytearray(what.encode())
-            works.append(link.words.send([torch.tensor([len(text)])], link.peer, 0))
-            works.append(link.words.send([torch.frombuffer(text, dtype=torch.uint8)], link.peer, 0))
-            link.known[channel] = what
-        moved = [_moved(tensor) for tensor in tensors if tensor.numel()]
+            what, tensors = describe(tree, self.device, rows)
+            said = None if link.known.get(channel) == what else what
+            link.learn(channel, what)
+            if lone is not None:
+                link.lone[channel] = lone
+        if self._instant:
+            return
+        word, text = [_SAME], list[Tensor]()
+        if said is not None:
+            letters = bytearray(said.encode())
+            word, text = [torch.tensor([len(letters)])], [torch.frombuffer(letters, dtype=torch.uint8)]
+        moved = [moved_as(tensor) for tensor in tensors if tensor.numel()]
         if self.device.type == "cuda":
-            self._fly(link.lane.follow(_All(works)))
+            self._fly(link.lane.follow(_All([link.words.send([part], link.peer, 0) for part in (*word, *text)])))
             for raw in moved:
                 self._fly(StreamTicket(link.group.send([raw], link.peer, 0), (raw, tree)))
-        elif not self._instant:
-            works += [link.group.send([raw], link.peer, 0) for raw in moved]
-            self._fly(link.lane.follow(_All(works), (moved, tree)))
+            return
+        if guess is None:
+            parts = [*word, *text, *moved]
+        elif said is None or said.metas == guess.metas:
+            parts = [*word, *moved, *text]
+        else:  # the room that was made ready is filled with anything
+            parts = [*word, *(moved_as(part) for part in guess.empty(self.device) if part.numel()), *text, *moved]
+        self._fly(link.lane.follow(_All([link.group.send([part], link.peer, 0) for part in parts]), (parts, tree)))
 
     def receive(self, peer: int, channel: Channel, room: Callable[[Description], Lent]) -> Arrival:
         """Ask for a message, which comes into the room that is made for it."""
@@ -126,34 +172,20 @@ class Links:
             arrival.what = link.known[channel]
             arrival.lent = room(arrival.what)
         elif self.device.type == "cuda":
-            heard = _Done(lambda: self._hear(link, channel))
             said = f"word from rank {peer} of what is to come"
-            self._supervisor.wait(link.lane.follow(heard), lambda: said)
+            self._supervisor.wait(link.lane.follow(_Word(link, channel)), lambda: said)
             arrival.what = link.known[channel]
             arrival.lent = room(arrival.what)
             arrival.tickets = [
-                self._begun(StreamTicket(link.group.recv([raw], link.peer, 0), raw)) for raw in _raws(arrival.lent)
+                self._begun(StreamTicket(link.group.recv([raw], link.peer, 0), raw)) for raw in arrival.lent.raws
             ]
         else:
-
-            def arrive() -> None:
-                self._hear(link, channel)
-                arrival.what = link.known[channel]
-                arrival.lent = room(arrival.what)
-                for work in [link.group.recv([raw], link.peer, 0) for raw in _raws(arrival.lent)]:
-                    work.wait()
-
-            arrival.tickets = [self._begun(link.lane.follow(_Done(arrive)))]
+            coming = _Coming(link, channel, room, arrival)
+            if link.last is None or link.last.done:
+                coming.begin()  # or else on the lane, when what comes before is known
+            link.last = link.lane.follow(coming)
+            arrival.tickets = [self._begun(link.last)]
         return arrival
-
-    def _hear(self, link: _Link, channel: Channel) -> None:
-        """Wait for the word ahead of a message, on a lane."""
-        length = torch.zeros_like(_SAME)
-        link.words.recv([length], link.peer, 0).wait()
-        if length.item():
-            text = torch.empty(int(length), dtype=torch.uint8)
-            link.words.recv([text], link.peer, 0).wait()
-            link.known[channel] = Description.decode(text.numpy().tobytes())
 
     def settle(self) -> None:
         """Wait until all that was sent has left."""
@@ -186,23 +218,61 @@ class Links:
             link.lane.close()
 
 
+def _lone(tree: Tree, rows: int) -> tuple[Any, ...] | None:
+    """All that makes two messages of one plain contiguous tensor alike, None for other messages."""
+    leaf = tree.leaves[0] if tree.spec is LEAF else None
+    if type(leaf) is not Tensor or not leaf.is_contiguous() or leaf.is_conj() or leaf.is_neg():
+        return None
+    return leaf.shape, leaf.dtype, leaf.device, tree.needs[0], rows
+
+
 class _All:
     """Several works as one."""
 
-    def __init__(self, works: list[dist.Work | None]) -> None:
+    def __init__(self, works: list[dist.Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        _wait(self._works)
 
 
-class _Done:
-    """Work that is done by the lane that waits for it."""
+class _Word:
+    """The word ahead of a message, which a lane waits for."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.wait = run
+    def __init__(self, link: _Link, channel: Channel) -> None:
+        self._link, self._channel = link, channel
+
+    def wait(self) -> None:
+        word = torch.zeros_like(_SAME)
+        self._link.words.recv([word], self._link.peer, 0).wait()
+        self._link.learn(self._channel, self._link.hear(self._channel, word))
+
+
+class _Coming:
+    """A message of the host, which a lane waits for, one after the other."""
+
+    def __init__(self, link: _Link, channel: Channel, room: Callable[[Description], Lent], arrival: Arrival) -> None:
+        self._link, self._channel, self._room, self._arrival = link, channel, room, arrival
+        self._works: list[dist.Work] | None = None
+
+    def begin(self) -> None:
+        self._word = torch.zeros_like(_SAME)
+        guess = self._link.guess(self._channel)
+        self._filled = None if guess is None else self._room(guess)
+        self._works = [self._link.words.recv([self._word], self._link.peer, 0)]
+        self._works += [] if self._filled is None else self._link.fill(self._filled)
+
+    def wait(self) -> None:
+        if self._works is None:
+            self.begin()
+        assert self._works is not None
+        _wait(self._works)
+        what = self._link.hear(self._channel, self._word)
+        if self._filled is None or self._filled.metas != what.metas:
+            self._filled = self._room(what)
+            _wait(self._link.fill(self._filled))
+        self._link.learn(self._channel, what)
+        self._arrival.what, self._arrival.lent = what, self._filled
 
 
 def check_group(group: dist.ProcessGroup) -> None:
@@ -211,10 +281,6 @@ def check_group(group: dist.ProcessGroup) -> None:
         group.check()
 
 
-def _raws(lent: Lent) -> list[Tensor]:
-    return [_moved(as_it_lies(tensor)) for tensor in lent.tensors if tensor.numel()]
-
-
-def _moved(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as any process group can move it: most know few types."""
-    return tensor if tensor.dtype in _MOVED_AS_THEY_ARE else tensor.reshape(-1).view(torch.uint8)
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

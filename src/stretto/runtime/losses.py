@@ -28,12 +28,10 @@ class Losses:
         """`rows` are those of a batch of targets that was given whole, 0 if it was not."""
         self._function, self._targets, self._microbatches = function, targets, microbatches
         self._rows = rows
-        self._counted: dict[int, bool] = {}
+        self._device = device
+        self._losses: dict[int, Tensor] = {}
+        self._counts: dict[int, Tensor] = {}
         self._seed: Tensor | None = None
-        self.table = torch.zeros(3, microbatches, dtype=torch.float64, device=device)
-        """A row of losses and one of counts, by microbatch, and one that tells whether they were counted; zero for
-        those of other ranks, so that all ranks' add up.
-        """
 
     def __call__(self, output: Value, microbatch: int, rows: int = 0) -> Tensor:
         """The loss of a microbatch, whose inputs come from a batch of so many rows."""
@@ -47,30 +45,38 @@ class Losses:
                 f"the loss of microbatch {microbatch} is {_said(made)}; it must be one real number as a tensor, or "
                 "a tuple of a sum and a count"
             )
-        self._counted[microbatch] = count is not None
-        if len(set(self._counted.values())) > 1:
+        if self._losses and self.counted != (count is not None):
             raise PipelineError(_MIXED)
-        with torch.no_grad():  # copied at once: what the loss lies in may be used again
-            self.table[_LOSS, microbatch] = loss.detach().reshape(())
-            self.table[_COUNT, microbatch] = 1.0 if count is None else _number(count, microbatch)
-            self.table[_COUNTED, microbatch] = float(count is not None)
+        self._losses[microbatch] = loss.detach().clone()  # what the loss and its count lie in may be used again
+        if count is not None:
+            self._counts[microbatch] = _number(count, microbatch, loss.device)
         return loss
 
     @property
     def here(self) -> bool:
         """Whether any of them are this rank's."""
-        return bool(self._counted)
+        return bool(self._losses)
 
     @property
     def counted(self) -> bool:
         """Whether the loss gives a sum and a count; gradients are then divided by the step's total."""
-        return any(self._counted.values())
+        return bool(self._counts)
 
     def seed(self, loss: Tensor) -> Tensor:
         """The gradient that a microbatch's backward begins with."""
         if self._seed is None or self._seed.dtype != loss.dtype or self._seed.shape != loss.shape:
             self._seed = torch.full_like(loss, 1.0 if self.counted else 1 / self._microbatches)
         return self._seed
+
+    def table(self) -> Tensor:
+        """A row of losses and one of counts, by microbatch, and one that tells whether they were counted; zero for
+        those of other ranks, so that all ranks' add up.
+        """
+        zero, one = (torch.full((), value, dtype=torch.float64, device=self._device) for value in (0.0, 1.0))
+        here = dict.fromkeys(self._losses, one)
+        rows = (self._losses, self._counts or here, here if self._counts else {})
+        found = [row.get(microbatch, zero) for row in rows for microbatch in range(self._microbatches)]
+        return torch.stack([number.to(zero).reshape(()) for number in found]).view(len(rows), -1)
 
 
 NOTHING_COUNTED = "the loss counted nothing in the whole step: all its counts are 0"
@@ -83,12 +89,11 @@ def _said(made: Any) -> str:
     return f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
 
 
-def _number(count: Any, microbatch: int) -> Any:
-    """A count as something that can be put into a table."""
+def _number(count: Any, microbatch: int, device: torch.device) -> Tensor:
     if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
-        return count.detach().reshape(())
+        return count.detach().clone()
     if isinstance(count, int | float):
-        return float(count)
+        return torch.tensor(float(count), dtype=torch.float64, device=device)
     raise PipelineError(f"the count of microbatch {microbatch} is {_said(count)}; it must be one number")
 
 

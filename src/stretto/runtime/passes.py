@@ -21,7 +21,7 @@ from stretto.runtime.rng import RngKey
 from stretto.runtime.rooms import Lent, Rooms, share_rooms
 from stretto.runtime.segments import Grads
 from stretto.runtime.stage import Stage
-from stretto.runtime.structure import Tree, Value
+from stretto.runtime.structure import LEAF, Tree, Value
 
 T = TypeVar("T")
 
@@ -210,5 +210,5 @@ def _tree_of(grads: Grads) -> Tree:
 
 @cache
 def list_of(count: int) -> pytree.TreeSpec:
-    """The structure of a list of so many leaves."""
-    return pytree.tree_structure([0] * count)
+    """The structure of a list of so many leaves; of one, the leaf's own."""
+    return LEAF if count == 1 else pytree.tree_structure([0] * count)

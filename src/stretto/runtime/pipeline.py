@@ -400,7 +400,7 @@ class Pipeline:
         return total.count() if counted else None
 
     def _total(self, losses: Losses) -> Total:
-        table = losses.table
+        table = losses.table()
         work = dist.all_reduce(table, group=self._group, async_op=True)
 
         def wait() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_SIX = struct.Struct("<6q").pack
+
 
 @dataclass(frozen=True, slots=True)
 class RngKey:
@@ -23,7 +25,7 @@ class RngKey:
         >>> RngKey(seed=1, step=2).seed_of(layer=3, phase=0, microbatch=4)
         20791468449800053
         """
-        numbers = struct.pack("<6q", self.seed, self.step, self.replica, layer, phase, microbatch)
+        numbers = _SIX(self.seed, self.step, self.replica, layer, phase, microbatch)
         return int.from_bytes(hashlib.blake2b(numbers, digest_size=7).digest())
 
 

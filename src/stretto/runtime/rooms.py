@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stretto.program.task import RECEIVES, Kind, Task
-from stretto.runtime.descriptions import Description, TensorMeta
+from stretto.runtime.descriptions import Description, TensorMeta, moved_as
 from stretto.runtime.structure import Tree
 
 Room = tuple[Kind, int, int]
@@ -58,6 +58,8 @@ class Lent:
 
     metas: list[TensorMeta]
     tensors: list[Tensor]
+    raws: list[Tensor]
+    """Those of them that hold anything, as they are moved."""
     storages: frozenset[int]
 
     def own(self, tree: Tree) -> Tree:
@@ -79,7 +81,8 @@ class Rooms:
         """The room, made anew if what is to come does not fit it."""
         metas, lent = what.metas, self._made.get(room)
         if lent is None or lent.metas != metas:
-            tensors = [meta.empty(self._device) for meta in metas]
+            tensors = what.empty(self._device)
+            raws = [moved_as(tensor) for tensor in tensors if tensor.numel()]
             storages = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors) - {0}
-            self._made[room] = lent = Lent(metas, tensors, storages)
+            self._made[room] = lent = Lent(metas, tensors, raws, storages)
         return lent

@@ -1,6 +1,6 @@
 """Weight gradients put off: a backward yields input gradients, and closures that yield the weights' later."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -49,7 +49,7 @@ class Deferral:
         """Put the weight gradients of a backward within off into this list."""
         return _Into(self, closures)
 
-    def put_off(self, closure: Callable[[Tensor, Tensor], None], given: Tensor, grad: Tensor) -> None:
+    def put_off(self, add: Callable[..., None], given: Tensor, grad: Tensor, more: Sequence[Any]) -> None:
         """Leave a weight gradient, of a layer's input and its output's gradient, for later."""
         assert self._closures is not None
         versions = given._version, grad._version
@@ -57,7 +57,7 @@ class Deferral:
         def run() -> None:
             if (given._version, grad._version) != versions:  # autograd looks only until the backward
                 raise PipelineError("a tensor was changed in place before the weight gradient that it is needed for")
-            closure(given, grad)
+            add(given, grad, *more)
 
         self._closures.append(run)
 
@@ -110,7 +110,7 @@ class Deferral:
             x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
         if not weight.requires_grad and (bias is None or not bias.requires_grad):
             return F.linear(x, w, b)
-        return _linear(self._anchor, x, w, b, self, (weight, bias, rows))
+        return _linear(self._anchor, x, w, b, (self, weight, bias, rows))
 
     def _linear(self) -> Forward:
         def forward(layer: nn.Linear, input: Tensor) -> Tensor:
@@ -220,25 +220,24 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        deferral: Deferral,
-        owed: tuple[nn.Parameter, nn.Parameter | None, slice | None],
+        owed: tuple[Deferral, nn.Parameter, nn.Parameter | None, slice | None],
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.deferral, ctx.owed = deferral, owed
+        ctx.owed = owed
         return F.linear(x, weight, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        _, x_needs, weight_needs, bias_needs, _, _ = ctx.needs_input_grad
+        _, x_needs, weight_needs, bias_needs, _ = ctx.needs_input_grad
         back = grad @ weight if x_needs else None
-        if ctx.deferral.puts_off:
-            owed = ctx.owed
-            ctx.deferral.put_off(lambda x, grad: _add_linear(x, grad, *owed), x.detach(), grad)
-            return None, back, None, None, None, None
+        deferral, *owed = ctx.owed
+        if deferral.puts_off:
+            deferral.put_off(_add_linear, x.detach(), grad, owed)
+            return None, back, None, None, None
         flat = grad.reshape(-1, grad.shape[-1])
         of_weight = flat.T @ x.reshape(-1, x.shape[-1]) if weight_needs else None
-        return None, back, of_weight, flat.sum(0) if bias_needs else None, None, None
+        return None, back, of_weight, flat.sum(0) if bias_needs else None, None
 
 
 def _add_linear(x: Tensor, grad: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, rows: slice | None) -> None:
@@ -270,10 +269,13 @@ class _Grouped(torch.autograd.Function):
         _, x_needs, weight_needs, *_ = ctx.needs_input_grad
         back = grouped_linear(grad, weight.transpose(1, 2), counts) if x_needs else None
         if ctx.deferral.puts_off:
-            owed = ctx.owed
-            ctx.deferral.put_off(lambda x, grad: accumulate(owed, grouped_outer(grad, x, counts)), x.detach(), grad)
+            ctx.deferral.put_off(_add_grouped, x.detach(), grad, (ctx.owed, counts))
             return None, back, None, None, None, None
         return None, back, grouped_outer(grad, x, counts) if weight_needs else None, None, None, None
+
+
+def _add_grouped(x: Tensor, grad: Tensor, weight: nn.Parameter, counts: Tensor) -> None:
+    accumulate(weight, grouped_outer(grad, x, counts))
 
 
 class _Embedding(torch.autograd.Function):
@@ -292,16 +294,16 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (rows,), weight, padding = ctx.saved_tensors, ctx.weight, ctx.padding
-
-        def made(rows: Tensor, grad: Tensor) -> Tensor:
-            # autograd's own: the same bits every time, which index_add_ on CUDA does not give
-            return _embedding_backward(grad, rows, weight.shape[0], padding, False)  # type: ignore[no-any-return]
-
+        (rows,) = ctx.saved_tensors
         if ctx.deferral.puts_off:
-            ctx.deferral.put_off(lambda rows, grad: accumulate(weight, made(rows, grad)), rows, grad)
+            ctx.deferral.put_off(_add_embedding, rows, grad, (ctx.weight, ctx.padding))
             return None, None, None, None, None
-        return None, None, made(rows, grad), None, None
+        return None, None, _embedding_backward(grad, rows, ctx.weight.shape[0], ctx.padding, False), None, None
+
+
+def _add_embedding(rows: Tensor, grad: Tensor, weight: nn.Parameter, padding: int) -> None:
+    # autograd's own: the same bits every time, which index_add_ on CUDA does not give
+    accumulate(weight, _embedding_backward(grad, rows, weight.shape[0], padding, False))
 
 
 def _unless_set(forward: Forward, before: Forward | None) -> Forward | None:

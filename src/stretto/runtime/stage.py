@@ -87,11 +87,13 @@ class Stage:
         """A step, with these random numbers. Within, layers that train run as the split backward needs it."""
         self._key = key
         if not training:
-            yield
+            with self._generators.kept():
+                yield
             return
         late = {id(parameter) for layer in self.deferral.layers for parameter in layer.parameters()}
         self._without = [p for p in self._module.parameters() if p.requires_grad and id(p) not in late]
-        with self.deferral.overrides, nullcontext() if self._sites is None else self._sites.overrides:
+        sites = nullcontext() if self._sites is None else self._sites.overrides
+        with self._generators.kept(), self.deferral.overrides, sites:
             try:
                 yield
             finally:
@@ -106,7 +108,7 @@ class Stage:
             closures: list[list[Closure]] = [[] for _ in self._weight_of]
             self._passes[microbatch] = _Pass([None] * len(self._functions), closures, {})
         going = self._passes[microbatch]
-        with self._generators.kept(), self._discarding(going):
+        with self._discarding(going):
             out, going.segments[part] = run_segment(self._function(part, microbatch, loss), given, self.anchor)
         if part == len(self._functions) - 1:
             going.sites.clear()
@@ -114,8 +116,7 @@ class Stage:
 
     def evaluate(self, microbatch: int, part: int, given: Tree, loss: Callable[[Value], Value] | None = None) -> Tree:
         """The same, and nothing is kept for a backward."""
-        with self._generators.kept():
-            return self._own(take_apart(self._function(part, microbatch, loss)(given.value())))
+        return self._own(take_apart(self._function(part, microbatch, loss)(given.value())))
 
     def backward(self, microbatch: int, part: int, grads: Grads) -> list[Tensor | None]:
         """A part of the backward, counted from the stage's end: gradients of its inputs' leaves, None where there are
@@ -143,14 +144,13 @@ class Stage:
         closures.reverse()
         if self.used is not None:
             self.used.append(closures.copy())
-        with torch.no_grad():
-            while closures:
-                closures.pop()()  # each is dropped, with what it holds, once it has run
+        while closures:  # nothing in them needs a gradient, so nothing is recorded
+            closures.pop()()  # each is dropped, with what it holds, once it has run
         if part == len(going.closures) - 1 and all(segment is None for segment in going.segments):
             del self._passes[microbatch]
 
     def _discarding(self, going: _Pass) -> Any:
-        return nullcontext() if self._sites is None else self._sites.into(going.sites)
+        return _NOTHING if self._sites is None else self._sites.into(going.sites)
 
     def _own(self, out: Tree) -> Tree:
         """The same; what of it is a buffer of ours, copied: the next microbatch may change that."""
@@ -214,6 +214,7 @@ class Stage:
         return function(value)
 
 
+_NOTHING = nullcontext()
 _LOSS = -1  # the number that the loss has among layers
 
 
