@@ -1,9 +1,10 @@
 """Small models, batches and losses, and the plain single-process run that everything is compared with."""
 
 import tempfile
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -265,7 +266,65 @@ REFUSED = {
     "both": "checkpoint=True recomputes whole layers; give that or modules to recompute, not both",
     "no time": "timeout is a number of seconds above 0 (got 0)",
     "not finite": "the loss of microbatch 2 is not finite",
+    "no gradients": "step() needs gradients, which are off here (torch.no_grad); eval_step() needs none",
+    "fewer targets": "inputs have 8 rows, but targets have 4; give as many of both",
+    "no number": "the loss of microbatch 0 is a tensor of torch.float64 and shape (2,); it must be one real number",
+    "a float": "the loss of microbatch 0 is a float; it must be one real number as a tensor",
+    "three": "the loss of microbatch 0 is a tuple of 3; it must be one real number as a tensor, or a tuple of a sum",
+    "no count": "the count of microbatch 0 is a tensor of torch.float64 and shape (2,); it must be one number",
+    "some counted": "the loss of some microbatches has a count, of others none; it must have one in all or none",
+    "nothing counted": "the loss counted nothing in the whole step: all its counts are 0",
+    "a name for a plan": "plan is a Plan, such as stretto.zb_v(devices=4, microbatches=8) (got 'zb_v')",
+    "no mesh": "mesh is a DeviceMesh, as init_device_mesh makes it (got None)",
+    "two dimensions": 'mesh has 2 dimensions (dp, pp); give one of them, such as mesh["pp"]',
+    "no loss": "loss is a function of output and target (got None)",
+    "one module": "layers are a list of modules, or a function that builds one (got Block)",
+    "no module": "layer 1 is no nn.Module (got function)",
+    "a fraction": "seed is a whole number of at most 63 bits (got 0.5)",
+    "keys": "inputs are a UserDict; give a tensor, a tuple or dict of tensors, or a list of microbatches",
+    "a set": "a layer hands on a builtins.set; layers hand on tensors, plain values, and containers",
+    "a class of its own": "a layer hands on a '_hand_on.<locals>.Local', which another process cannot find",
+    "sparse": "a layer hands a tensor of layout torch.sparse_coo on to another rank; only plain dense tensors travel",
+    "backward within": "a layer ran backward() through its own input in its forward",
+    "words changed": "modified by an inplace operation",
 }
+
+
+def _hand_on(what: str) -> list[nn.Module]:
+    """Two layers, of which the first hands something odd on."""
+
+    class Local(NamedTuple):
+        h: Tensor
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)
+
+        def forward(self, tokens: Tensor) -> Any:
+            h = self.table(tokens)
+            match what:
+                case "a set":
+                    return {h}
+                case "a class of its own":
+                    return Local(h)
+                case "sparse":
+                    return h.to_sparse()
+                case "words changed":
+                    tokens.add_(1).remainder_(VOCABULARY)
+            return h
+
+    class Second(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+
+        def forward(self, x: Any) -> Tensor:
+            if what == "backward within":
+                x.sum().backward()
+            return self.out(x)  # type: ignore[no-any-return]
+
+    return [First(), Second()]
 
 
 def refused(mesh: Any, name: str) -> str:
@@ -302,6 +361,44 @@ def refused(mesh: Any, name: str) -> str:
                 pipeline(mesh, case, recompute=["*.norm"], checkpoint=True)
             case "no time":
                 pipeline(mesh, case, timeout=0)
+            case "no gradients":
+                with torch.no_grad():
+                    pipeline(mesh, case).step(inputs, targets)
+            case "fewer targets":
+                pipeline(mesh, case).step(inputs, targets[:4])
+            case "no number":
+                pipeline(mesh, case, loss=lambda out, _: out.mean((1, 2))).step(inputs, targets)
+            case "a float":
+                pipeline(mesh, case, loss=lambda *_: 1.5).step(inputs, targets)
+            case "three":
+                pipeline(mesh, case, loss=lambda out, _: (out.mean(), out, out)).step(inputs, targets)
+            case "no count":
+                pipeline(mesh, case, loss=lambda out, _: (out.sum(), out.mean((1, 2)))).step(inputs, targets)
+            case "some counted":
+                made = iter(range(4))
+                loss = lambda out, _: (out.sum(), 3) if next(made) % 2 else out.mean()  # noqa: E731
+                pipeline(mesh, case, loss=loss).step(inputs, targets)
+            case "nothing counted":
+                pipeline(mesh, case, loss=lambda out, _: (out.sum(), 0)).step(inputs, targets)
+            case "a name for a plan":
+                pipeline(mesh, case, plan="zb_v")
+            case "no mesh":
+                pipeline(None, case)
+            case "two dimensions":
+                pipeline(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp")), case)
+            case "no loss":
+                pipeline(mesh, case, loss=None)
+            case "one module":
+                stretto.Pipeline(Block(), plan=case.plan(), loss=case.loss, mesh=mesh)
+            case "no module":
+                stretto.Pipeline([Block(), lambda x: x], plan=case.plan(), loss=case.loss, mesh=mesh)
+            case "a fraction":
+                pipeline(mesh, case, seed=0.5)
+            case "keys":
+                pipeline(mesh, case).step(UserDict(tokens=inputs), targets)
+            case "a set" | "a class of its own" | "sparse" | "backward within" | "words changed":
+                odd = stretto.Pipeline(_hand_on(name), plan=case.plan(), loss=case.loss, mesh=mesh)
+                odd.step(inputs, targets)
             case "no layer count":
                 stretto.Pipeline(lambda _: Block(), plan=case.plan(), loss=case.loss, mesh=mesh)
             case "too few layers":
@@ -310,7 +407,7 @@ def refused(mesh: Any, name: str) -> str:
                 losses = iter([1.0, 1.0, float("nan"), 1.0])
                 pipe = pipeline(mesh, case, loss=lambda out, _: out.mean() * next(losses))
                 pipe.step(inputs, targets)
-    except stretto.StrettoError as error:
+    except (stretto.StrettoError, RuntimeError) as error:
         return str(error)
     return ""
 
@@ -406,6 +503,32 @@ def side_by_side(mesh: Any, case: Case) -> dict[str, Any]:
     pipe = pipeline(both["pp"], case)
     pipe.step(*case.batch())
     return gradients(pipe)
+
+
+def kept_gradients(mesh: Any, what: str) -> list[bool]:
+    """Whether parameters have the very gradients of the user's, of the step before, after one that was refused."""
+    case = Case("dualpipe", 2, 4)
+    broken = iter([False] * 2 + [True] * 2)  # a rank has the losses of one direction
+
+    def loss(output: Tensor, target: Tensor) -> Any:
+        if next(broken):
+            if what == "raises":
+                raise KeyError("no more losses")
+            return output.sum(), 0
+        made = case.loss(output, target)
+        return (made, 1) if what == "counts nothing" else made
+
+    pipe = pipeline(mesh, case, loss=loss)
+    pipe.step(*case.batch())
+    before = [parameter.grad for parameter in pipe.parameters()]
+    try:
+        pipe.step(*case.batch())
+    except (stretto.PipelineError, KeyError):
+        return [
+            parameter.grad is grad and parameter.grad_dtype == parameter.dtype
+            for parameter, grad in zip(pipe.parameters(), before, strict=True)
+        ]
+    return [False]
 
 
 def after_a_bad_loss(mesh: Any) -> tuple[str, float]:

@@ -16,7 +16,7 @@ REFUSED = [
     "a layer changes in place a tensor that shares memory with another one it was handed",
     "was given what was changed in place afterwards, so it cannot be checkpointed",
     "a tensor was changed in place before the weight gradient that it is needed for",
-    "is a running statistic, and its stage lives on two devices",
+    "keeps running statistics, and its stage lives on two devices",
     "changed in a forward, and its stage lives on two devices",
 ]
 """What a pipeline may say of a model of the grammar that plain autograd takes. Everything else is a bug."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import stretto
 from models import (
     REFUSED,
     Case,
@@ -16,6 +17,7 @@ from models import (
     case_lengths,
     changing_shapes,
     evaluate,
+    kept_gradients,
     later,
     load,
     now_and_then_counted,
@@ -162,6 +164,19 @@ def test_a_checkpoint_is_reloaded_by_another_plan(ranks: Ranks, tmp_path: Path) 
 def test_what_cannot_be_run_is_refused_before_anything_is_sent(ranks: Ranks, case: str) -> None:
     said = ranks.run(refused, 2, case)
     assert any(REFUSED[case] in message for message in said), said
+
+
+@pytest.mark.parametrize("what", ["raises", "counts nothing"])
+def test_gradients_are_untouched_by_a_step_that_failed(ranks: Ranks, what: str) -> None:
+    for kept in ranks.run(kept_gradients, 2, what):
+        assert kept
+        assert all(kept)
+
+
+def test_what_is_no_plan_is_said_so() -> None:
+    for function in (stretto.check, stretto.simulate, stretto.lower):
+        with pytest.raises(stretto.PlanError, match="a plan is wanted, and a str is none; parse_plan.. reads one"):
+            function("zb_v")  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

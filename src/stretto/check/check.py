@@ -12,7 +12,7 @@ from stretto.check.violation import Violation
 from stretto.check.waits import Waits
 from stretto.costs import Costs
 from stretto.ir.plan import Plan
-from stretto.program.lower import lower
+from stretto.program.lower import lowered
 from stretto.program.program import Program
 
 
@@ -32,8 +32,7 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
     ...     print(violation)
     dependencies: 1B0 comes before 1F0 on device 1, but needs its result
     """
-    if isinstance(program, Plan):
-        program = lower(program)
+    program = lowered(program)
     waits = Waits(program)
     if program.is_update:
         found = [*update(program, waits), *buffers(program, waits)]

@@ -24,6 +24,11 @@ _OWN_LANES = ("compute", "comm", "d2h", "h2d")
 _KIND = {op: int(Kind[op.name]) for op in Op}
 
 
+def lowered(program: Plan | Program) -> Program:
+    """A program as it is, a plan lowered."""
+    return program if isinstance(program, Program) else lower(program)
+
+
 def lower(
     plan: Plan,
     *,
@@ -51,6 +56,8 @@ def lower(
 
     An unsound plan is lowered too, as far as it goes: `check` says what is wrong with it.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"a plan is wanted, and a {type(plan).__name__} is none; parse_plan() reads one from its text")
     if layers is not None and len(layers) != plan.stages:
         raise PlanError(f"the plan has {plan.stages} stages, but layers are given for {len(layers)}")
     if not isinstance(offload, int) or offload < 0:

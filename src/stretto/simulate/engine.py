@@ -8,7 +8,7 @@ from stretto.costs import Costs
 from stretto.ir.errors import CostError, ProgramError
 from stretto.ir.plan import Plan
 from stretto.program.graph import Graph, lane_graph
-from stretto.program.lower import lower
+from stretto.program.lower import lowered
 from stretto.program.program import Program
 from stretto.simulate.durations import durations
 from stretto.simulate.sharing import replay_sharing
@@ -26,8 +26,7 @@ def simulate(program: Plan | Program, costs: Costs | None = None) -> Timeline:
     >>> simulate(gpipe(devices=2, microbatches=3)).makespan
     12.0
     """
-    if isinstance(program, Plan):
-        program = lower(program)
+    program = lowered(program)
     graph = lane_graph(program)
     if stuck := graph.stuck():
         raise ProgramError(

@@ -1,0 +1,161 @@
+"""What ranks do to find out whether modules are still the user's: copies, pickles, modes, second pipelines."""
+
+import copy
+import io
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import stretto
+from grammar import ROWS, WIDTH, Model, Statistics
+
+MODEL = Model("zb_h1", 2, 4, (("Piece", "tensor"), ("Attention", "tensor"), ("Statistics", "tensor")))
+
+
+def pipeline(mesh: Any, layers: Any, **more: Any) -> stretto.Pipeline:
+    given = {"plan": MODEL.plan(), "loss": MODEL.loss_of, "mesh": mesh, **more}
+    return stretto.Pipeline(layers, **given)
+
+
+def copies(mesh: Any, how: str, when: str) -> list[str]:
+    """The layers of which a copy, made that way at that time, does not compute with its own weights."""
+    layers = MODEL.layers()
+    pipe = pipeline(mesh, layers)
+    made: dict[str, nn.Module] = {}
+
+    def take(*_: Any) -> None:
+        for name, module in pipe.named_modules():
+            if isinstance(module, nn.Linear) and name not in made and type(module) is nn.Linear:
+                made[name] = copied(module, how)
+
+    if when == "in a step":
+        layers[0].register_forward_hook(take)
+        layers[-1].register_forward_hook(take)
+    pipe.step(*MODEL.batch())
+    if when == "after close":
+        pipe.close()
+    take()
+    wrong = []
+    x = torch.randn(2, 3, WIDTH).double()
+    for name, module in made.items():
+        with torch.no_grad():
+            module.weight.zero_()  # type: ignore[operator,union-attr]
+            module.bias.fill_(2.0)  # type: ignore[operator,union-attr]
+        out = module(x)
+        out.sum().backward()
+        if not torch.equal(out, torch.full_like(out, 2.0)) or module.weight.grad is None:  # type: ignore[union-attr]
+            wrong.append(name)
+    if not made or any("forward" in vars(module) for module in pipe.modules()):
+        wrong.append("the pipeline's own")
+    return wrong
+
+
+def copied(module: nn.Module, how: str) -> nn.Module:
+    if how == "deepcopy":
+        return copy.deepcopy(module)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+def put_off_twice(mesh: Any) -> list[int]:
+    """How many weight gradients two pipelines over the same layers put off in a step, one after the other."""
+    layers = MODEL.layers()
+    found = []
+    for pipe in (pipeline(mesh, layers), pipeline(mesh, layers)):
+        count = 0
+        for stage in pipe._stages.values():
+            usual = stage.deferral.put_off
+
+            def counting(*given: Any, usual: Any = usual) -> None:
+                nonlocal count
+                count += 1
+                usual(*given)
+
+            stage.deferral.put_off = counting  # type: ignore[method-assign]
+        pipe.step(*MODEL.batch())
+        found.append(count)
+    return found
+
+
+def modes(mesh: Any, *, built: bool) -> dict[str, Any]:
+    """What train() and eval() do to layers, and eval_step to modes, statistics and dropout."""
+    layers = MODEL.layers()
+    pipe = pipeline(mesh, layers.__getitem__, layer_count=len(layers)) if built else pipeline(mesh, layers)
+    mine = list(pipe.modules())
+    frozen = next((module for module in mine if isinstance(module, nn.BatchNorm1d | nn.Embedding)), None)
+    if frozen is not None:
+        frozen.eval()
+    before = [module.training for module in mine]
+    statistics = {name: buffer.clone() for name, buffer in pipe._module.named_buffers()}
+    losses = {pipe.eval_step(*MODEL.batch()).loss for _ in range(2)}
+    kept = all(torch.equal(buffer, statistics[name]) for name, buffer in pipe._module.named_buffers())
+    same = [module.training for module in mine] == before
+    returned = pipe.eval()
+    off = [module.training for module in mine]
+    again = pipe.eval_step(*MODEL.batch()).loss
+    on = [module.training for module in pipe.train().modules()]
+    return {
+        "names": [name for name, _ in pipe.named_modules()],
+        "losses": losses | {again},
+        "kept": kept,
+        "same": same,
+        "returned": returned is pipe,
+        "off": any(off),
+        "on": all(on),
+        "training": pipe.training,
+        "repr": repr(pipe),
+    }
+
+
+def start_equal(mesh: Any) -> list[dict[str, Tensor]]:
+    """The buffers of a rank whose layers were made with other ones, before and after a pipeline took them."""
+    model = Model("dualpipe", 2, 4, ())
+    torch.manual_seed(mesh.get_local_rank())
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH).double()
+            self.register_buffer("random", torch.randn(3))
+            self.register_buffer("spread", torch.randn(1).expand(2, 2))
+            self.register_buffer("flags", torch.rand(4) > 0.5, persistent=False)
+            self.register_buffer("turned", torch.randn(2, 3, dtype=torch.complex64).t())
+            self.register_buffer("nothing", None)
+
+    layers = [Odd(), Odd()]
+    before = {name: buffer.clone() for name, buffer in nn.Sequential(*layers).named_buffers()}
+    pipe = stretto.Pipeline(layers, plan=model.plan(), loss=model.loss_of, mesh=mesh)
+    return [before, {name: buffer.clone() for name, buffer in pipe._module.named_buffers()}]
+
+
+def across_types(mesh: Any) -> tuple[list[float], list[float]]:
+    """Losses of steps and evaluations in turns, some under autocast, and what they would be in one process."""
+    model = Model("one_f_one_b", 2, 4, (("Residual", "tensor"),))
+    layers = [layer.float() for layer in model.layers()]
+    inputs, targets = model.batch()
+    targets = targets.float()
+    pipe = stretto.Pipeline(layers, plan=model.plan(), loss=model.loss_of, mesh=mesh)
+    whole, found, expected = nn.Sequential(*[layer.float() for layer in model.layers()]), [], []
+    for half, training in ((False, True), (True, False), (False, False), (True, True), (False, True)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            found.append((pipe.step if training else pipe.eval_step)(inputs, targets).loss)
+            rows = zip(inputs.split(ROWS), targets.split(ROWS), strict=True)
+            expected.append(sum(float(model.loss_of(whole(x), y).detach()) for x, y in rows) / model.microbatches)
+    return found, expected
+
+
+def statistics_on_two_devices(mesh: Any, frozen: bool) -> str:
+    model = Model("dualpipe", 2, 4, (("Statistics", "tensor"),))
+    layers = model.layers()
+    assert isinstance(layers[1], Statistics)
+    pipe = stretto.Pipeline(layers, plan=model.plan(), loss=model.loss_of, mesh=mesh)
+    if frozen:
+        pipe.eval()
+    try:
+        pipe.step(*model.batch())
+    except stretto.PipelineError as error:
+        return str(error)
+    return ""
