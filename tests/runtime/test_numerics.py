@@ -175,7 +175,7 @@ def test_gradients_are_untouched_by_a_step_that_failed(ranks: Ranks, what: str) 
 
 def test_what_is_no_plan_is_said_so() -> None:
     for function in (stretto.check, stretto.simulate, stretto.lower):
-        with pytest.raises(stretto.PlanError, match="a plan is wanted, and a str is none; parse_plan.. reads one"):
+        with pytest.raises(stretto.PlanError, match=r"a plan is wanted, and a str is none; parse_plan.. reads one"):
             function("zb_v")  # type: ignore[operator]
 
 

@@ -81,9 +81,10 @@ class Replicas:
         for shared in self._shared:
             for name, (module, key) in shared.buffers.items():
                 if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+                    layer = name.rpartition(".")[0]
                     raise PipelineError(
-                        f"{name.rpartition('.')[0]} keeps running statistics, and its stage lives on two devices, each of "
-                        "which would count half of the microbatches; use a plan with one copy (dualpipev), or put the layer in eval mode"
+                        f"{layer} keeps running statistics, and its stage lives on two devices, each of which would "
+                        "count half of the microbatches; use a plan with one copy (dualpipev), or put it in eval mode"
                     )
                 buffer = module._buffers.get(key)
                 if buffer is not None and key not in module._non_persistent_buffers_set:
