@@ -5,7 +5,9 @@ wraps the result in a container. A tag, different from microbatch to microbatch,
 """
 
 import collections
+import copy
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,9 +22,10 @@ from transformers.utils import ModelOutput
 
 import stretto
 from strategies import SCHEDULES
-from stretto.runtime.rng import RngKey
+from stretto.runtime.rng import Generators, RngKey
 
 WIDTH, TOKENS, ROWS, WORDS = 4, 3, 2, 7
+DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))  # "cuda" runs all of this on a GPU, under MPS
 
 
 class Point(NamedTuple):
@@ -109,7 +112,7 @@ _DTYPES = [torch.int32, torch.float32, torch.bool, torch.bfloat16, torch.uint8, 
 
 CONTAINERS: dict[str, tuple[Callable[[Tensor, int], Any], Callable[[Any], tuple[Tensor, int]]]] = {
     "tensor": (lambda h, _: h, lambda it: (it, 0)),
-    "tuple": (lambda h, tag: (h, torch.tensor([tag])), lambda it: (it[0], int(it[1]))),
+    "tuple": (lambda h, tag: (h, torch.tensor([tag], device=h.device)), lambda it: (it[0], int(it[1]))),
     "values": (
         lambda h, tag: {
             "h": h, "tag": tag, "scale": 1 + tag / 4, "flag": tag % 2 == 0, "word": "abcdef"[:tag], "none": None
@@ -125,7 +128,11 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor, int], Any], Callable[[Any], tuple[
         lambda it: (it[0] if it[1] is None else it[0] + it[1], it[2]),
     ),
     "dtypes": (
-        lambda h, tag: (h, torch.ones(3, dtype=_DTYPES[tag % 6]), torch.tensor(tag, dtype=torch.int16)),
+        lambda h, tag: (
+            h,
+            torch.ones(3, dtype=_DTYPES[tag % 6], device=h.device),
+            torch.tensor(tag, dtype=torch.int16, device=h.device),
+        ),
         _open_dtypes,
     ),
     "limits": (lambda h, tag: {"h": h, "limits": (-math.inf, math.inf, math.nan), "tag": tag}, _open_limits),
@@ -142,7 +149,7 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor, int], Any], Callable[[Any], tuple[
     "ordered": (lambda h, tag: collections.OrderedDict(tag=tag, h=h), lambda it: (it.popitem()[1], it["tag"])),
     "ints": (lambda h, tag: {0: h, 7: tag}, lambda it: (it[0], it[7])),
     "nested": (
-        lambda h, tag: {"a": (h, [torch.tensor(tag)]), "b": {}, "c": ()},
+        lambda h, tag: {"a": (h, [torch.tensor(tag, device=h.device)]), "b": {}, "c": ()},
         lambda it: (it["a"][0], int(it["a"][1][0])),
     ),
     "writing": (lambda h, tag: {"parts": [h], "tag": tag}, _open_writing),
@@ -159,7 +166,7 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor, int], Any], Callable[[Any], tuple[
     "strided": (lambda h, _: h.transpose(1, 2).contiguous().transpose(1, 2), _open_strided),
     "expanded": (lambda h, tag: (h, h.mean(0, keepdim=True).expand_as(h), tag), lambda it: (it[0] * it[1], it[2])),
     "empty": (
-        lambda h, tag: (h, h[:0], torch.zeros(()), h.new_zeros(2, 0), tag),
+        lambda h, tag: (h, h[:0], h.new_zeros(()).float(), h.new_zeros(2, 0), tag),
         lambda it: (it[0] + it[1].sum(), it[4]),
     ),
 }  # fmt: skip
@@ -419,7 +426,7 @@ class Experts(Piece):
 
     def compute(self, h: Tensor) -> Tensor:
         rows = self.linear(h).flatten(0, 1)
-        return self.experts(rows, torch.tensor([2, len(rows) - 2])).view_as(h)  # type: ignore[no-any-return]
+        return self.experts(rows, torch.tensor([2, len(rows) - 2], device=h.device)).view_as(h)  # type: ignore[no-any-return]
 
 
 class Looked(Piece):
@@ -561,19 +568,20 @@ class Model:
         if self.loss == "made by a layer":
             made.append(Measure())
             made[-1].opened = container
-            return [layer.double() for layer in (*made, nn.Identity())]
+            return [layer.double().to(DEVICE) for layer in (*made, nn.Identity())]
         last.opened = container
         made.append(last)
         if self.shared:
             last.linear.weight = made[1].linear.weight
         for number in self.frozen:
             made[number % len(made)].requires_grad_(False)
-        return [layer.double() for layer in made]
+        return [layer.double().to(DEVICE) for layer in made]
 
     def batch(self) -> tuple[Tensor, Tensor]:
         torch.manual_seed(2)
         rows = ROWS * self.microbatches
-        return torch.randint(WORDS, (rows, TOKENS)), torch.randn(rows, TOKENS, WIDTH).double()
+        tokens, targets = torch.randint(WORDS, (rows, TOKENS)), torch.randn(rows, TOKENS, WIDTH).double()
+        return tokens.to(DEVICE), targets.to(DEVICE)
 
     def loss_of(self, output: Tensor, target: Tensor) -> Any:
         if self.loss == "made by a layer":
@@ -607,15 +615,15 @@ def run_plain(model: Model) -> Found:
     """One process, one microbatch after the other, with the random numbers that a pipeline documents."""
     layers = model.layers()
     whole = nn.Sequential(*layers)
-    key = RngKey()
+    key, generators = RngKey(), Generators(DEVICE)
     inputs, targets = model.batch()
     losses, counts = [], []
 
     def run(x: Any, target: Tensor, microbatch: int) -> tuple[Tensor, float]:
         for number, layer in enumerate(layers):
-            torch.default_generator.manual_seed(key.seed_of(number, 0, microbatch))
+            generators.seed(key.seed_of(number, 0, microbatch))
             x = layer(x)
-        torch.default_generator.manual_seed(key.seed_of(-1, 0, microbatch))
+        generators.seed(key.seed_of(-1, 0, microbatch))
         loss = model.loss_of(x, target)
         return (loss[0], float(torch.as_tensor(loss[1]).detach())) if isinstance(loss, tuple) else (loss, 1.0)
 
@@ -626,8 +634,8 @@ def run_plain(model: Model) -> Found:
         losses.append(float(loss.detach()))
         counts.append(count)
     named = dict(whole.named_parameters(remove_duplicate=False))
-    gradients = {name: None if p.grad is None else p.grad.to_dense() / sum(counts) for name, p in named.items()}
-    buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
+    gradients = {name: None if p.grad is None else p.grad.to_dense().cpu() / sum(counts) for name, p in named.items()}
+    buffers = {name: buffer.cpu().clone() for name, buffer in whole.named_buffers()}
     whole.eval()
     key = RngKey(step=1)
     with torch.no_grad():
@@ -661,8 +669,9 @@ def run_pipeline(mesh: Any, model: Model) -> Found:
             raise AssertionError("the step has drawn random numbers that others see")
         if left := [name for name, module in pipe.named_modules() if "forward" in vars(module)]:
             raise AssertionError(f"forwards are left behind on {left}")
-        gradients = {name: None if p.grad is None else p.grad.to_dense().clone() for name, p in pipe.named_parameters()}
-        buffers = {name: buffer.clone() for name, buffer in pipe._module.named_buffers()}
+        gradients = {name: None if p.grad is None else p.grad.to_dense().cpu() for name, p in pipe.named_parameters()}
+        gradients = copy.deepcopy(gradients)
+        buffers = {name: buffer.cpu().clone() for name, buffer in pipe._module.named_buffers()}
         evaluated = pipe.eval_step(inputs, targets).loss
         pipe.close()
     except stretto.PipelineError as error:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grammar import CONTAINERS, LOSSES, PIECES, Found, Model, run_pipeline, run_plain
+from grammar import CONTAINERS, DEVICE, LOSSES, PIECES, Found, Model, run_pipeline, run_plain
 from ranks import Ranks
 from strategies import SCHEDULES
 
@@ -24,7 +24,7 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    made = Ranks(4)
+    made = Ranks(4, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
     yield made
     made.stop()
 

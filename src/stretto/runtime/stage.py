@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from stretto.ir.errors import PipelineError
 from stretto.program.phases import Anatomy, Layer, Phase
 from stretto.runtime.module_buffers import ModuleBuffers, Snapshot
-from stretto.runtime.recompute import Sites, Table
+from stretto.runtime.recompute import Sites, Table, demand_replayable
 from stretto.runtime.rng import Generators, RngKey
 from stretto.runtime.segments import Grads, Segment, run_segment
 from stretto.runtime.split_backward import Closure, Deferral
@@ -71,6 +71,10 @@ class Stage:
         self._buffers = {number: ModuleBuffers(f"layer {number}", layer) for number, layer in layers.items()}
         self._generators = Generators(device)
         self.deferral = Deferral(self._module)
+        self._on_device = device.type == "cuda"
+        self._recomputed = (
+            {str(number): layer for number, layer in layers.items()} if checkpointed else recomputed or {}
+        )
         self._sites = Sites(recomputed, self._generators) if recomputed else None
         self.anchor = torch.zeros((), requires_grad=True)
         """The scalar that all segments hang on."""
@@ -90,6 +94,8 @@ class Stage:
             with self._generators.kept():
                 yield
             return
+        if self._on_device:
+            demand_replayable(self._recomputed)
         late = {id(parameter) for layer in self.deferral.layers for parameter in layer.parameters()}
         self._without = [p for p in self._module.parameters() if p.requires_grad and id(p) not in late]
         sites = nullcontext() if self._sites is None else self._sites.overrides
