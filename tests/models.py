@@ -441,7 +441,7 @@ class Blocking:
 
 class BlockingGroups:
     def __init__(self, groups: Any) -> None:
-        self._groups = groups
+        self._groups, self.pipeline = groups, groups.pipeline
 
     def make(self, members: Any) -> Any:
         made = self._groups.make(members)

@@ -37,13 +37,18 @@ def supervised(group: dist.ProcessGroup | None, device: torch.device, *, timeout
         return Supervisor(0, timeout=timeout)
     supervisor = Supervisor(group.rank(), timeout=timeout)
     with socket.create_server(("", 0)) as server:
-        mine = Door(socket.gethostname(), server.getsockname()[1], secrets.token_hex(_WORD // 2))
-        doors = _told(mine, group, device)
-        if len({door.host for door in doors}) == 1:
-            doors = [Door("127.0.0.1", door.port, door.word) for door in doors]
-        supervisor.watch(neighbours(group.rank(), doors, server))
+        supervisor.watch(neighbours(group.rank(), opened_doors(server, group, device), server))
     atexit.register(supervisor.close)
     return supervisor
+
+
+def opened_doors(server: socket.socket, group: dist.ProcessGroup, device: torch.device) -> list[Door]:
+    """Where all ranks of a group wait, this one at its server."""
+    mine = Door(socket.gethostname(), server.getsockname()[1], secrets.token_hex(_WORD // 2))
+    doors = _told(mine, group, device)
+    if len({door.host for door in doors}) == 1:
+        doors = [Door("127.0.0.1", door.port, door.word) for door in doors]
+    return doors
 
 
 def _told(mine: Door, group: dist.ProcessGroup, device: torch.device) -> list[Door]:
@@ -61,15 +66,9 @@ def neighbours(rank: int, doors: Sequence[Door], server: socket.socket) -> dict[
     if len(doors) == 1:
         return {}
     following, before = (rank + 1) % len(doors), (rank - 1) % len(doors)
-    door = doors[following]
     with contextlib.ExitStack() as failing:
-        try:
-            onward = failing.enter_context(socket.create_connection((door.host, door.port), timeout=_JOINING))
-            onward.sendall(door.word.encode())
-        except OSError as error:
-            where = f"{door.host}:{door.port}"
-            raise PipelineError(f"rank {rank} cannot reach rank {following} at {where}: {error}") from None
-        back = _welcomed(server, doors[rank].word)
+        onward = failing.enter_context(connection_to(doors[following], rank, following))
+        back = welcomed(server, doors[rank].word)
         if back is None:
             raise PipelineError(f"rank {before} did not connect to rank {rank} within {_JOINING:.0f} s")
         failing.pop_all()
@@ -79,7 +78,17 @@ def neighbours(rank: int, doors: Sequence[Door], server: socket.socket) -> dict[
     return {following: onward, before: back}
 
 
-def _welcomed(server: socket.socket, word: str) -> socket.socket | None:
+def connection_to(door: Door, rank: int, other: int) -> socket.socket:
+    """From a rank to another one's door, where it says the word."""
+    try:
+        stream = socket.create_connection((door.host, door.port), timeout=_JOINING)
+        stream.sendall(door.word.encode())
+    except OSError as error:
+        raise PipelineError(f"rank {rank} cannot reach rank {other} at {door.host}:{door.port}: {error}") from None
+    return stream
+
+
+def welcomed(server: socket.socket, word: str) -> socket.socket | None:
     """The first who knows the word; others are sent away."""
     deadline = time.monotonic() + _JOINING
     while (left := deadline - time.monotonic()) > 0:

@@ -22,6 +22,8 @@ class Groups:
         self.number = self._pipelines.index(self._mine)
         """Which of the pipelines that train side by side this is."""
 
+        self.pipeline = group
+        """The group that the pipeline was given."""
         self._made: list[dist.ProcessGroup] = []
         everybody = None if device.type == "cpu" else self.make(range(len(self._mine)), backend="gloo")
         self.host = everybody or group

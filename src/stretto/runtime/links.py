@@ -1,6 +1,7 @@
 """Moves values between devices: one group of two ranks for each directed link, and words ahead of every message."""
 
 import contextlib
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import Tensor
 from stretto.execute.lanes import HostLane, Ticket
 from stretto.execute.streams import StreamTicket
 from stretto.execute.supervise import Supervisor
+from stretto.execute.wires import Wire, wired
 from stretto.program.program import Program
 from stretto.program.task import Kind
 from stretto.runtime.descriptions import Description, describe, moved_as
@@ -23,16 +25,17 @@ from stretto.runtime.structure import LEAF, Tree
 Channel = tuple[Kind, int]
 """A kind of transfer and its stage: messages of one channel mostly look alike."""
 
-_SAME = torch.zeros(1, dtype=torch.int64)  # what is said ahead of a message like the one before; no length
+_WORD = struct.Struct("<Q")  # the length of the description that follows
+_SAME = _WORD.pack(0)
 
 
 @dataclass(slots=True)
 class _Link:
     group: dist.ProcessGroup
-    words: dist.ProcessGroup
-    """Where words travel, between the hosts."""
+    wire: Wire | None
+    """Where words travel, between the hosts; none where there is nobody to talk to."""
     peer: int
-    """The other end, as a rank of both groups."""
+    """The other end, as a rank of the group."""
     lane: HostLane
     known: dict[Channel, Description] = field(default_factory=dict)
     """The last message of each channel."""
@@ -59,13 +62,14 @@ class _Link:
         """
         return self.known[channel] if channel in self.steady else None
 
-    def hear(self, channel: Channel, word: Tensor) -> Description:
-        """What a message is, of the word ahead of it."""
-        if not (length := int(word)):
+    def hear(self, channel: Channel, check: Callable[[], None]) -> Description:
+        """What the next message is, once its word is there; `check` raises if there is no more reason to wait."""
+        assert self.wire is not None
+        word = self.wire.receive(_WORD.size, check)
+        if word == _SAME:
             return self.known[channel]
-        text = torch.empty(length, dtype=torch.uint8)
-        self.words.recv([text], self.peer, 0).wait()
-        return Description.decode(text.numpy().tobytes())
+        (length,) = _WORD.unpack(word)
+        return Description.decode(self.wire.receive(length, check))
 
     def fill(self, lent: Lent) -> list[dist.Work]:
         return [self.group.recv([raw], self.peer, 0) for raw in lent.raws]
@@ -93,8 +97,8 @@ class Links:
     Ahead of every message goes a word: that it looks like the one before of its channel, or how long the description
     is that follows. So what arrives is never taken for anything but what was sent. On a host, where messages of a
     channel look alike, the next one's room is made ready before its word has come; if it looks otherwise then, its
-    sender knows, and fills that room with anything first. Where tensors move on a device, words go from host to host
-    beside them.
+    sender knows, and fills that room with anything first. On a device the host waits for the word, and not for the
+    tensors.
     """
 
     def __init__(self, groups: Groups, program: Program, supervisor: Supervisor, device: torch.device) -> None:
@@ -109,13 +113,13 @@ class Links:
         directed = sorted(
             {(lane.device, lane.peer) for lane in program.lanes if lane.name == "send" and lane.peer is not None}
         )
+        to, of = ({}, {}) if self._instant else wired(groups.pipeline, device, directed)
         for source, target in directed:
             pair = groups.make((source, target))
-            words = pair if device.type == "cpu" else groups.make((source, target), backend="gloo")
-            if pair is not None and words is not None and rank == source:
-                self._sends[target] = _Link(pair, words, int(source < target), HostLane(f"send→{target}"))
-            elif pair is not None and words is not None:
-                self._receives[source] = _Link(pair, words, int(source > target), HostLane(f"recv←{source}"))
+            if pair is not None and rank == source:
+                self._sends[target] = _Link(pair, to.get(target), int(source < target), HostLane(f"send→{target}"))
+            elif pair is not None:
+                self._receives[source] = _Link(pair, of.get(source), int(source > target), HostLane(f"recv←{source}"))
         self._warm_up(directed, rank)
 
     def _warm_up(self, directed: list[tuple[int, int]], rank: int) -> None:
@@ -125,11 +129,9 @@ class Links:
             if rank == source:
                 link = self._sends[target]
                 link.group.send([nothing], link.peer, 0).wait()
-                link.words.send([_SAME], link.peer, 0).wait()
             elif rank == target:
                 link = self._receives[source]
                 link.group.recv([nothing], link.peer, 0).wait()
-                link.words.recv([torch.zeros_like(_SAME)], link.peer, 0).wait()
 
     def send(self, peer: int, channel: Channel, tree: Tree, rows: int = 0) -> None:
         """Send a message; `rows` are those of the batch that it comes from."""
@@ -147,23 +149,19 @@ class Links:
                 link.lone[channel] = lone
         if self._instant:
             return
-        word, text = [_SAME], list[Tensor]()
-        if said is not None:
-            letters = bytearray(said.encode())
-            word, text = [torch.tensor([len(letters)])], [torch.frombuffer(letters, dtype=torch.uint8)]
+        assert link.wire is not None
+        text = b"" if said is None else said.encode()
+        link.wire.send(_WORD.pack(len(text)) + text, self._supervisor.check)
         moved = [moved_as(tensor) for tensor in tensors if tensor.numel()]
         if self.device.type == "cuda":
-            self._fly(link.lane.follow(_All([link.words.send([part], link.peer, 0) for part in (*word, *text)])))
             for raw in moved:
                 self._fly(StreamTicket(link.group.send([raw], link.peer, 0), (raw, tree)))
             return
-        if guess is None:
-            parts = [*word, *text, *moved]
-        elif said is None or said.metas == guess.metas:
-            parts = [*word, *moved, *text]
-        else:  # the room that was made ready is filled with anything
-            parts = [*word, *(moved_as(part) for part in guess.empty(self.device) if part.numel()), *text, *moved]
-        self._fly(link.lane.follow(_All([link.group.send([part], link.peer, 0) for part in parts]), (parts, tree)))
+        if guess is not None and said is not None and said.metas != guess.metas:
+            # the room that was made ready is filled with anything
+            moved = [*(moved_as(part) for part in guess.empty(self.device) if part.numel()), *moved]
+        if moved:
+            self._fly(link.lane.follow(_All([link.group.send([part], link.peer, 0) for part in moved]), (moved, tree)))
 
     def receive(self, peer: int, channel: Channel, room: Callable[[Description], Lent]) -> Arrival:
         """Ask for a message, which comes into the room that is made for it."""
@@ -172,15 +170,16 @@ class Links:
             arrival.what = link.known[channel]
             arrival.lent = room(arrival.what)
         elif self.device.type == "cuda":
-            said = f"word from rank {peer} of what is to come"
-            self._supervisor.wait(link.lane.follow(_Word(link, channel)), lambda: said)
-            arrival.what = link.known[channel]
+            assert link.wire is not None
+            self._supervisor.wait(link.wire, lambda: f"word from rank {peer} of what is to come")
+            arrival.what = link.hear(channel, self._supervisor.check)
+            link.learn(channel, arrival.what)
             arrival.lent = room(arrival.what)
             arrival.tickets = [
                 self._begun(StreamTicket(link.group.recv([raw], link.peer, 0), raw)) for raw in arrival.lent.raws
             ]
         else:
-            coming = _Coming(link, channel, room, arrival)
+            coming = _Coming(link, channel, room, arrival, self._supervisor.check)
             if link.last is None or link.last.done:
                 coming.begin()  # or else on the lane, when what comes before is known
             link.last = link.lane.follow(coming)
@@ -216,6 +215,8 @@ class Links:
     def close(self) -> None:
         for link in (*self._sends.values(), *self._receives.values()):
             link.lane.close()
+            if link.wire is not None:
+                link.wire.close()
 
 
 def _lone(tree: Tree, rows: int) -> tuple[Any, ...] | None:
@@ -236,38 +237,32 @@ class _All:
         _wait(self._works)
 
 
-class _Word:
-    """The word ahead of a message, which a lane waits for."""
-
-    def __init__(self, link: _Link, channel: Channel) -> None:
-        self._link, self._channel = link, channel
-
-    def wait(self) -> None:
-        word = torch.zeros_like(_SAME)
-        self._link.words.recv([word], self._link.peer, 0).wait()
-        self._link.learn(self._channel, self._link.hear(self._channel, word))
-
-
 class _Coming:
     """A message of the host, which a lane waits for, one after the other."""
 
-    def __init__(self, link: _Link, channel: Channel, room: Callable[[Description], Lent], arrival: Arrival) -> None:
+    def __init__(
+        self,
+        link: _Link,
+        channel: Channel,
+        room: Callable[[Description], Lent],
+        arrival: Arrival,
+        check: Callable[[], None],
+    ) -> None:
         self._link, self._channel, self._room, self._arrival = link, channel, room, arrival
+        self._check = check
         self._works: list[dist.Work] | None = None
 
     def begin(self) -> None:
-        self._word = torch.zeros_like(_SAME)
         guess = self._link.guess(self._channel)
         self._filled = None if guess is None else self._room(guess)
-        self._works = [self._link.words.recv([self._word], self._link.peer, 0)]
-        self._works += [] if self._filled is None else self._link.fill(self._filled)
+        self._works = [] if self._filled is None else self._link.fill(self._filled)
 
     def wait(self) -> None:
         if self._works is None:
             self.begin()
         assert self._works is not None
         _wait(self._works)
-        what = self._link.hear(self._channel, self._word)
+        what = self._link.hear(self._channel, self._check)
         if self._filled is None or self._filled.metas != what.metas:
             self._filled = self._room(what)
             _wait(self._link.fill(self._filled))
