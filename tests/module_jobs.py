@@ -147,6 +147,38 @@ def across_types(mesh: Any) -> tuple[list[float], list[float]]:
     return found, expected
 
 
+def autocast_island(mesh: Any) -> list[bool]:
+    """Whether gradients under autocast are those of plain autograd to the bit, a layer in float32 among them."""
+
+    class Island(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.more = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return self.linear(x.float()) @ self.more
+
+    def layers() -> list[nn.Module]:
+        torch.manual_seed(1)
+        return [nn.Linear(WIDTH, WIDTH), Island(), nn.Linear(WIDTH, WIDTH)]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output.float() - target).square().mean()
+
+    inputs, targets = torch.randn(2, 2, 8, WIDTH)
+    plan = stretto.zb_h1(devices=2, microbatches=2)
+    pipe = stretto.Pipeline(layers(), plan=plan, loss=loss, mesh=mesh, balance=[2, 1])
+    whole = nn.Sequential(*layers())
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.step(list(inputs), list(targets))
+        losses = [loss(whole(x), y) / 2 for x, y in zip(inputs, targets, strict=True)]
+    for made in losses:
+        made.backward()  # type: ignore[no-untyped-call]
+    expected = dict(whole.named_parameters())
+    return [torch.equal(p.grad, expected[name].grad) for name, p in pipe.named_parameters()]  # type: ignore[arg-type]
+
+
 def statistics_on_two_devices(mesh: Any, frozen: bool) -> str:
     model = Model("dualpipe", 2, 4, (("Statistics", "tensor"),))
     layers = model.layers()

@@ -5,7 +5,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from module_jobs import across_types, copies, modes, put_off_twice, start_equal, statistics_on_two_devices
+from module_jobs import (
+    across_types,
+    autocast_island,
+    copies,
+    modes,
+    put_off_twice,
+    start_equal,
+    statistics_on_two_devices,
+)
 from ranks import Ranks
 
 
@@ -59,6 +67,12 @@ def test_copies_of_a_stage_start_with_equal_buffers(ranks: Ranks) -> None:
 def test_steps_and_evaluations_may_compute_in_other_types(ranks: Ranks) -> None:
     for found, expected in ranks.run(across_types, 2):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_under_autocast_gradients_are_computed_in_the_types_of_the_forward(ranks: Ranks) -> None:
+    for same in ranks.run(autocast_island, 2):
+        assert same
+        assert all(same)
 
 
 def test_running_statistics_on_two_devices_are_refused_unless_they_rest(ranks: Ranks) -> None:

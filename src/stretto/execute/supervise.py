@@ -96,6 +96,8 @@ class Supervisor:
                 raise PipelineError(f"{self._reason}; rank {self.rank} was waiting for {what()}")
         self._waiting = False
         self.waited += time.monotonic() - since
+        if isinstance(ticket.error, PipelineError) and self._reason is None:
+            raise ticket.error  # which says itself what is wrong
         if ticket.error is not None:
             raise self.explained(ticket.error, what()) from ticket.error
 

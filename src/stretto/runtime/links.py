@@ -3,7 +3,8 @@
 import contextlib
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,7 +152,8 @@ class Links:
             return
         assert link.wire is not None
         text = b"" if said is None else said.encode()
-        link.wire.send(_WORD.pack(len(text)) + text, self._supervisor.check)
+        with self._explaining("what it sent to be taken"):
+            link.wire.send(_WORD.pack(len(text)) + text, self._supervisor.check)
         moved = [moved_as(tensor) for tensor in tensors if tensor.numel()]
         if self.device.type == "cuda":
             for raw in moved:
@@ -171,8 +173,10 @@ class Links:
             arrival.lent = room(arrival.what)
         elif self.device.type == "cuda":
             assert link.wire is not None
-            self._supervisor.wait(link.wire, lambda: f"word from rank {peer} of what is to come")
-            arrival.what = link.hear(channel, self._supervisor.check)
+            what = f"word from rank {peer} of what is to come"
+            self._supervisor.wait(link.wire, lambda: what)
+            with self._explaining(what):
+                arrival.what = link.hear(channel, self._supervisor.check)
             link.learn(channel, arrival.what)
             arrival.lent = room(arrival.what)
             arrival.tickets = [
@@ -185,6 +189,14 @@ class Links:
             link.last = link.lane.follow(coming)
             arrival.tickets = [self._begun(link.last)]
         return arrival
+
+    @contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
+        """If a connection fails, say why that is."""
+        try:
+            yield
+        except OSError as error:
+            raise self._supervisor.explained(error, what) from error
 
     def settle(self) -> None:
         """Wait until all that was sent has left."""

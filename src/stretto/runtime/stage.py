@@ -71,7 +71,7 @@ class Stage:
         self._buffers = {number: ModuleBuffers(f"layer {number}", layer) for number, layer in layers.items()}
         self._generators = Generators(device)
         self.deferral = Deferral(self._module)
-        self._on_device = device.type == "cuda"
+        self._device = device
         self._recomputed = (
             {str(number): layer for number, layer in layers.items()} if checkpointed else recomputed or {}
         )
@@ -94,7 +94,7 @@ class Stage:
             with self._generators.kept():
                 yield
             return
-        if self._on_device:
+        if self._device.type == "cuda":
             demand_replayable(self._recomputed)
         late = {id(parameter) for layer in self.deferral.layers for parameter in layer.parameters()}
         self._without = [p for p in self._module.parameters() if p.requires_grad and id(p) not in late]
@@ -134,7 +134,7 @@ class Stage:
         assert segment is not None, "a backward that was run before"
         going.segments[at] = None
         closures = going.closures[self._weight_of[part]] if part in self._weight_of else []
-        with self.deferral.into(closures), self._discarding(going):
+        with self.deferral.into(closures), self._discarding(going), self._as_computed():
             out = segment.backward(grads, keep=self.used is not None)
         going.sites.clear()
         if self.used is not None:
@@ -150,13 +150,19 @@ class Stage:
         closures.reverse()
         if self.used is not None:
             self.used.append(closures.copy())
-        while closures:  # nothing in them needs a gradient, so nothing is recorded
-            closures.pop()()  # each is dropped, with what it holds, once it has run
+        with self._as_computed():
+            while closures:  # nothing in them needs a gradient, so nothing is recorded
+                closures.pop()()  # each is dropped, with what it holds, once it has run
         if part == len(going.closures) - 1 and all(segment is None for segment in going.segments):
             del self._passes[microbatch]
 
     def _discarding(self, going: _Pass) -> Any:
         return _NOTHING if self._sites is None else self._sites.into(going.sites)
+
+    def _as_computed(self) -> Any:
+        """Gradients are computed in the types of the forward, though a step may be called under autocast."""
+        kind = self._device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
     def _own(self, out: Tree) -> Tree:
         """The same; what of it is a buffer of ours, copied: the next microbatch may change that."""
