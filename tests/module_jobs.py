@@ -166,6 +166,7 @@ def autocast_island(mesh: Any) -> list[bool]:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return (output.float() - target).square().mean()
 
+    torch.manual_seed(2)
     inputs, targets = torch.randn(2, 2, 8, WIDTH)
     plan = stretto.zb_h1(devices=2, microbatches=2)
     pipe = stretto.Pipeline(layers(), plan=plan, loss=loss, mesh=mesh, balance=[2, 1])
