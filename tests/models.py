@@ -281,8 +281,12 @@ REFUSED = {
     "one module": "layers are a list of modules, or a function that builds one (got Block)",
     "no module": "layer 1 is no nn.Module (got function)",
     "a fraction": "seed is a whole number of at most 63 bits (got 0.5)",
-    "keys": "inputs are a UserDict; give a tensor, a tuple or dict of tensors, or a list of microbatches",
-    "a set": "a layer hands on a builtins.set; layers hand on tensors, plain values, and containers",
+    "keys": "inputs are a UserDict; give a tensor, a tuple or dict of tensors (such as dict(batch)), or a list",
+    "an array": "inputs are a ndarray; give a tensor",
+    "no graph": "no loss of this step depends on a parameter that requires gradients",
+    "a pair": "linear(): argument 'input' (position 1) must be Tensor, not tuple",
+    "other seeds": "rank 1 was given another plan, cut or option than rank 0",
+    "a set": "layer 0 hands on a builtins.set; layers hand on tensors, plain values, and containers",
     "a class of its own": "a layer hands on a '_hand_on.<locals>.Local', which another process cannot find",
     "sparse": "a layer hands a tensor of layout torch.sparse_coo on to another rank; only plain dense tensors travel",
     "backward within": "a layer ran backward() through its own input in its forward",
@@ -396,6 +400,16 @@ def refused(mesh: Any, name: str) -> str:
                 pipeline(mesh, case, seed=0.5)
             case "keys":
                 pipeline(mesh, case).step(UserDict(tokens=inputs), targets)
+            case "an array":
+                pipeline(mesh, case).step(inputs.numpy(), targets)
+            case "no graph":
+                pipeline(mesh, case, loss=lambda out, _: out.mean().detach()).step(inputs, targets)
+            case "a pair":
+                lines = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+                pair = stretto.Pipeline(lines, plan=case.plan(), loss=case.loss, mesh=mesh)
+                pair.step((inputs, targets), targets)
+            case "other seeds":
+                pipeline(mesh, case, seed=mesh.get_local_rank())
             case "a set" | "a class of its own" | "sparse" | "backward within" | "words changed":
                 odd = stretto.Pipeline(_hand_on(name), plan=case.plan(), loss=case.loss, mesh=mesh)
                 odd.step(inputs, targets)
@@ -407,7 +421,7 @@ def refused(mesh: Any, name: str) -> str:
                 losses = iter([1.0, 1.0, float("nan"), 1.0])
                 pipe = pipeline(mesh, case, loss=lambda out, _: out.mean() * next(losses))
                 pipe.step(inputs, targets)
-    except (stretto.StrettoError, RuntimeError) as error:
+    except (stretto.StrettoError, RuntimeError, TypeError) as error:
         return str(error)
     return ""
 

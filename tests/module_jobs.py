@@ -180,15 +180,18 @@ def autocast_island(mesh: Any) -> list[bool]:
     return [torch.equal(p.grad, expected[name].grad) for name, p in pipe.named_parameters()]  # type: ignore[arg-type]
 
 
-def statistics_on_two_devices(mesh: Any, frozen: bool) -> str:
+def statistics_on_two_devices(mesh: Any, when: str) -> str:
     model = Model("dualpipe", 2, 4, (("Statistics", "tensor"),))
     layers = model.layers()
     assert isinstance(layers[1], Statistics)
-    pipe = stretto.Pipeline(layers, plan=model.plan(), loss=model.loss_of, mesh=mesh)
-    if frozen:
-        pipe.eval()
     try:
+        if when == "when it is made":
+            stretto.Pipeline(layers, plan=model.plan(), loss=model.loss_of, mesh=mesh)
+        layers[1].eval()
+        pipe = stretto.Pipeline(layers, plan=model.plan(), loss=model.loss_of, mesh=mesh)
         pipe.step(*model.batch())
+        if when == "in a step":
+            pipe.train().step(*model.batch())
     except stretto.PipelineError as error:
         return str(error)
     return ""

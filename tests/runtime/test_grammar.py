@@ -16,6 +16,7 @@ REFUSED = [
     "a layer changes in place a tensor that shares memory with another one it was handed",
     "was given what was changed in place afterwards, so it cannot be checkpointed",
     "a tensor was changed in place before the weight gradient that it is needed for",
+    "no loss of this step depends on a parameter that requires gradients",
     "keeps running statistics, and its stage lives on two devices",
     "changed in a forward, and its stage lives on two devices",
 ]

@@ -32,6 +32,7 @@ class Losses:
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
         self._seed: Tensor | None = None
+        self._depends = False
 
     def __call__(self, output: Value, microbatch: int, rows: int = 0) -> Tensor:
         """The loss of a microbatch, whose inputs come from a batch of so many rows."""
@@ -45,6 +46,7 @@ class Losses:
                 f"the loss of microbatch {microbatch} is {_said(made)}; it must be one real number as a tensor, or "
                 "a tuple of a sum and a count"
             )
+        self._depends = self._depends or loss.requires_grad
         if self._losses and self.counted != (count is not None):
             raise PipelineError(_MIXED)
         self._losses[microbatch] = loss.detach().clone()  # what the loss and its count lie in may be used again
@@ -61,6 +63,11 @@ class Losses:
     def counted(self) -> bool:
         """Whether the loss gives a sum and a count; gradients are then divided by the step's total."""
         return bool(self._counts)
+
+    def demand_graph(self) -> None:
+        """Refuse a step that trains nothing, as `backward` does in PyTorch."""
+        if self.here and not self._depends:
+            raise PipelineError("no loss of this step depends on a parameter that requires gradients")
 
     def seed(self, loss: Tensor) -> Tensor:
         """The gradient that a microbatch's backward begins with."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -16,10 +17,10 @@ def cut(batch: Value | Iterable[Value], count: int, name: str) -> tuple[list[Val
     iterator holds microbatches.
     """
     if not _is_whole(batch):
-        if isinstance(batch, str | bytes | Mapping) or not isinstance(batch, Iterable):
+        if isinstance(batch, str | bytes | Mapping | np.ndarray) or not isinstance(batch, Iterable):
             raise PipelineError(
                 f"{name} are a {type(batch).__name__}; "
-                "give a tensor, a tuple or dict of tensors, or a list of microbatches"
+                "give a tensor, a tuple or dict of tensors (such as dict(batch)), or a list of microbatches"
             )
         microbatches = list(batch)
         if len(microbatches) != count:

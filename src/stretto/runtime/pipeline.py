@@ -56,7 +56,10 @@ class StepResult:
         return self._total.mean
 
     def __repr__(self) -> str:
-        return f"StepResult(loss={self.loss:g})"
+        try:
+            return f"StepResult(loss={self.loss:g})"
+        except PipelineError as error:
+            return f"StepResult({error})"
 
 
 class Pipeline:
@@ -102,7 +105,7 @@ class Pipeline:
         self._anatomy = self._phases(build, shares)
         self._costs = costs if costs is not None or self._anatomy is None else even_costs(self._anatomy)
         self.program = self._lowered(plan)
-        self._agree(f"{[tuple(share) for share in shares]} {checkpoint} {recompute} {tied}")
+        self._agree(f"{[tuple(share) for share in shares]} {checkpoint} {recompute} {tied} {seed}")
         if checkpoint and recompute:
             raise PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
         recomputed = self._recomputed(recompute)
@@ -123,6 +126,9 @@ class Pipeline:
         self._links = Links(self._groups, self.program, self._supervisor, self._device)
         ties = [*tied, *(ties_of(layers) if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else [])]
         self._replicas = self._shared(shares, ties)
+        statistics = self._replicas.statistics()
+        if self._any(statistics is not None):
+            raise PipelineError(statistics or "another rank's layers keep running statistics on two devices")
         self._replicas.start_equal(self._device)
         if self._device.type == "cuda":  # autograd's thread would find no context for its first matrix product
             torch.autograd.backward(torch.zeros(1, device=self._device, requires_grad=True).sum())
@@ -163,6 +169,7 @@ class Pipeline:
                 self._links.settle()
                 self._catch_up(recorder is not None)
                 check_buffers()
+                losses.demand_graph()
                 timeline = (
                     recorder.gathered(self.program, self._groups.host, self._settle) if recorder is not None else None
                 )
@@ -223,6 +230,15 @@ class Pipeline:
         """Put this rank's layers in training mode, or in evaluation mode, as `nn.Module.train` does."""
         self._module.train(mode)
         return self
+
+    @property
+    def step_count(self) -> int:
+        """How many steps were run; random numbers depend on it, so a run that is resumed sets it."""
+        return self._key.step
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self._key = replace(self._key, step=count)
 
     def eval(self) -> "Pipeline":
         """Put this rank's layers in evaluation mode. `eval_step` does so by itself, for as long as it runs."""

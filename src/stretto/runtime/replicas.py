@@ -73,19 +73,27 @@ class Replicas:
                 if not torch.equal(copy, buffer):  # which may be one number, expanded: then it is replaced
                     module._buffers[key] = copy
 
-    def watch_buffers(self) -> Callable[[], None]:
-        """Refuse statistics that copies of a stage would keep each of its own microbatches; the function that is
-        returned raises if a forward has changed a buffer since.
+    def statistics(self) -> str | None:
+        """What is wrong if a layer keeps running statistics: each copy of its stage would see half of the
+        microbatches.
         """
-        before = {}
         for shared in self._shared:
-            for name, (module, key) in shared.buffers.items():
+            for name, (module, _) in shared.buffers.items():
                 if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                     layer = name.rpartition(".")[0]
-                    raise PipelineError(
+                    return (
                         f"{layer} keeps running statistics, and its stage lives on two devices, each of which would "
                         "count half of the microbatches; use a plan with one copy (dualpipev), or put it in eval mode"
                     )
+        return None
+
+    def watch_buffers(self) -> Callable[[], None]:
+        """Refuse running statistics; the function that is returned raises if a forward has changed a buffer since."""
+        if (wrong := self.statistics()) is not None:
+            raise PipelineError(wrong)
+        before = {}
+        for shared in self._shared:
+            for name, (module, key) in shared.buffers.items():
                 buffer = module._buffers.get(key)
                 if buffer is not None and key not in module._non_persistent_buffers_set:
                     before[name] = module, key, buffer, buffer._version

@@ -67,12 +67,14 @@ class Segment:
         return self._arrived.grads
 
 
-def run_segment(function: Callable[[Value], Value], given: Tree, anchor: Tensor) -> tuple[Tree, Segment]:
-    """The function's output, cut off from its graph, and the graph as a segment."""
+def run_segment(
+    function: Callable[[Value], Value], given: Tree, anchor: Tensor, who: str = "a layer"
+) -> tuple[Tree, Segment]:
+    """The function's output, cut off from its graph, and the graph as a segment; `who` hands the output on."""
     arrived = _Arrived(len(given.leaves))
     if given.spec is LEAF:  # the usual case, taken by itself: this is hot
         (leaf,) = given.leaves
-        return _cut(function(_enter(anchor, leaf, arrived, 0) if given.needs[0] else leaf), arrived)
+        return _cut(function(_enter(anchor, leaf, arrived, 0) if given.needs[0] else leaf), arrived, who)
     entered: dict[int, Any] = {}
     for place, (leaf, needs) in enumerate(zip(given.leaves, given.needs, strict=True)):
         if needs and id(leaf) not in entered:  # a tensor that is there twice enters once
@@ -85,11 +87,11 @@ def run_segment(function: Callable[[Value], Value], given: Tree, anchor: Tensor)
             "a layer changes in place a tensor that shares memory with another one it was handed; "
             "clone one of them in the layer that returns both"
         )
-    return _cut(out, arrived)
+    return _cut(out, arrived, who)
 
 
-def _cut(value: Value, arrived: _Arrived) -> tuple[Tree, Segment]:
-    out = take_apart(value)
+def _cut(value: Value, arrived: _Arrived, who: str) -> tuple[Tree, Segment]:
+    out = take_apart(value, who)
     if out.spec is LEAF:
         (leaf,) = out.leaves
         edges = [get_gradient_edge(leaf) if out.needs[0] else None]  # made by hand, it would not keep the graph

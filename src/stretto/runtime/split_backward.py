@@ -81,6 +81,7 @@ class Deferral:
         return (
             torch.is_grad_enabled()
             and id(layer) in self._known
+            and isinstance(x, Tensor)
             and not x.is_complex()
             and x.layout is torch.strided
             and not torch.compiler.is_compiling()
@@ -152,7 +153,7 @@ class Deferral:
         ) -> Any:
             options = {**dict(zip(_ATTENTION_OPTIONS, arguments, strict=False)), **named}
             weights = options.pop("need_weights", True)
-            if weights or query.dim() != 3 or not self._runs(layer, query) or not _is_plain(layer):
+            if weights or not self._runs(layer, query) or query.dim() != 3 or not _is_plain(layer):
                 return type(layer).forward(layer, query, key, value, *arguments, **named)
             return self._attend(layer, query, key, value, **options), None
 

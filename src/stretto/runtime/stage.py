@@ -78,6 +78,7 @@ class Stage:
         self._sites = Sites(recomputed, self._generators) if recomputed else None
         self.anchor = torch.zeros((), requires_grad=True)
         """The scalar that all segments hang on."""
+        self._last_layers: list[str] = []  # of each part, in words
         self._functions = self._parts(anatomy)
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
         self._passes: dict[int, _Pass] = {}
@@ -115,14 +116,17 @@ class Stage:
             self._passes[microbatch] = _Pass([None] * len(self._functions), closures, {})
         going = self._passes[microbatch]
         with self._discarding(going):
-            out, going.segments[part] = run_segment(self._function(part, microbatch, loss), given, self.anchor)
+            out, going.segments[part] = run_segment(
+                self._function(part, microbatch, loss), given, self.anchor, self._last_layers[part]
+            )
         if part == len(self._functions) - 1:
             going.sites.clear()
         return self._own(out)
 
     def evaluate(self, microbatch: int, part: int, given: Tree, loss: Callable[[Value], Value] | None = None) -> Tree:
         """The same, and nothing is kept for a backward."""
-        return self._own(take_apart(self._function(part, microbatch, loss)(given.value())))
+        out = self._function(part, microbatch, loss)(given.value())
+        return self._own(take_apart(out, self._last_layers[part]))
 
     def backward(self, microbatch: int, part: int, grads: Grads) -> list[Tensor | None]:
         """A part of the backward, counted from the stage's end: gradients of its inputs' leaves, None where there are
@@ -201,9 +205,12 @@ class Stage:
 
     def _parts(self, anatomy: Anatomy) -> list[Function]:
         if anatomy.is_whole:
+            self._last_layers.append(f"layer {max(self.layers)}")
             return [self._whole]
         functions: list[Function] = []
         for number, layer in self.layers.items():
+            phases = len(layer.phases()) if isinstance(layer, Phased) else 1
+            self._last_layers += [f"layer {number}"] * phases
             if isinstance(layer, Phased):
                 functions += [self._part(number, phase, run) for phase, (_, run) in enumerate(layer.phases())]
             else:

@@ -51,7 +51,7 @@ class Tree:
         return Tree([copies.get(id(leaf), leaf) for leaf in self.leaves], self.spec, self.needs, self.shared)
 
 
-def take_apart(value: Value) -> Tree:
+def take_apart(value: Value, who: str = "a layer") -> Tree:
     """The tree of what a layer has returned; raises if it holds what cannot be handed on."""
     if isinstance(value, Tensor):
         return Tree([value], LEAF, [value.requires_grad])
@@ -59,7 +59,7 @@ def take_apart(value: Value) -> Tree:
     for leaf in leaves:
         if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
             raise PipelineError(
-                f"a layer hands on a {full_name(type(leaf))}; layers hand on tensors, plain values, and containers "
+                f"{who} hands on a {full_name(type(leaf))}; layers hand on tensors, plain values, and containers "
                 "that torch.utils._pytree knows (tuple, list, dict, named tuples, registered classes)"
             )
     needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
