@@ -230,4 +230,8 @@ def _later(before: Any) -> Callable[..., None]:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"(an error that cannot say what it is: {type(broken).__name__})"
+    return " ".join(text.encode(errors="replace").decode().split())[:300]

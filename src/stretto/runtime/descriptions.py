@@ -78,6 +78,7 @@ class Description:
             isinstance(other, Description)
             and self.leaves == other.leaves
             and self.spec == other.spec
+            and _typed(self.spec) == _typed(other.spec)
             and (self.shared, self.rows) == (other.shared, other.rows)
         )
 
@@ -95,14 +96,14 @@ class Description:
         """The message, with these tensors."""
         first = self.leaves[0] if self.spec is LEAF else None
         if isinstance(first, TensorMeta):  # the usual case, taken by itself: this is hot
-            return Tree([tensors[0]], LEAF, [first.needs_grad])
+            return Tree([tensors[0].detach()], LEAF, [first.needs_grad])
         leaves: list[Any] = []
         needs: list[bool] = []
         rest = iter(tensors)
         for leaf in self.leaves:
             match leaf:
                 case TensorMeta():
-                    leaves.append(next(rest))
+                    leaves.append(next(rest).detach())  # anew for each message: a layer may set attributes on it
                     needs.append(leaf.needs_grad)
                 case _Same():
                     leaves.append(leaves[leaf.leaf])
@@ -186,6 +187,14 @@ def _noded(spec: pytree.TreeSpec) -> _Node:
     if spec.type is namedtuple:
         return _Node("namedtuple", _packed(spec.context), tuple(map(_noded, _children(spec))))
     return _Node(_importable(spec.type), _packed(spec.context), tuple(map(_noded, _children(spec))))
+
+
+def _typed(spec: pytree.TreeSpec) -> Any:
+    """What makes two specs that are equal the same: 1 is equal to True. None if nothing does."""
+    context = spec.context
+    plain = context is None or (isinstance(context, list) and all(type(key) is str for key in context))
+    own = None if plain else msgspec.msgpack.encode(_packed(context))
+    return own, tuple(map(_typed, _children(spec)))
 
 
 def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class StepGradients:
-    """Those of the parameters that are trained, from a step's beginning to its end."""
+    """Those of all parameters, from a step's beginning to its end."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         """Begins the step: no parameter has a gradient, and bfloat16 ones are summed in float32."""

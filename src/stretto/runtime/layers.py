@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 from typing import TypeAlias
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from stretto.costs import Costs, PhaseTimes
 from stretto.ir.errors import PipelineError, PlanError
@@ -43,6 +44,20 @@ def ties_of(layers: Layers) -> list[list[str]]:
         for name, parameter in layer.named_parameters(prefix=str(number), remove_duplicate=False):
             names[id(parameter)].append(name)
     return [same for same in names.values() if len(same) > 1]
+
+
+def demand_own_statistics(layers: Layers, shares: Sequence[Sequence[int]]) -> None:
+    """Refuse a norm with running statistics that layers of several stages share: each would keep its own."""
+    seen: dict[int, tuple[int, str]] = {}
+    for stage, share in enumerate(shares):
+        for number in share:
+            for name, module in layers[number].named_modules(prefix=str(number)):
+                if isinstance(module, _NormBase) and module.running_mean is not None:
+                    first, other = seen.setdefault(id(module), (stage, name))
+                    if first != stage:
+                        raise PipelineError(
+                            f"{other} and {name} are one module that keeps running statistics, in two stages"
+                        )
 
 
 def modules_named(layers: Mapping[int, nn.Module], patterns: Sequence[str]) -> dict[str, nn.Module]:

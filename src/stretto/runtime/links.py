@@ -21,7 +21,7 @@ from stretto.program.task import Kind
 from stretto.runtime.descriptions import Description, describe, moved_as
 from stretto.runtime.groups import Groups
 from stretto.runtime.rooms import Lent
-from stretto.runtime.structure import LEAF, Tree
+from stretto.runtime.structure import LEAF, Tree, demand_unchanged
 
 Channel = tuple[Kind, int]
 """A kind of transfer and its stage: messages of one channel mostly look alike."""
@@ -108,7 +108,7 @@ class Links:
         self._instant = dist.get_backend() == "fake"  # its works have always ended, but do not say so
         self._sends: dict[int, _Link] = {}
         self._receives: dict[int, _Link] = {}
-        self._flying: deque[Ticket | StreamTicket] = deque()
+        self._flying: deque[tuple[Ticket | StreamTicket, Tree, list[int]]] = deque()
         self.started: list[Ticket | StreamTicket] | None = None
         """If given, all that is started is put there."""
         directed = sorted(
@@ -157,13 +157,13 @@ class Links:
         moved = [moved_as(tensor) for tensor in tensors if tensor.numel()]
         if self.device.type == "cuda":
             for raw in moved:
-                self._fly(StreamTicket(link.group.send([raw], link.peer, 0), (raw, tree)))
+                self._fly(StreamTicket(link.group.send([raw], link.peer, 0), raw), tree)
             return
         if guess is not None and said is not None and said.metas != guess.metas:
             # the room that was made ready is filled with anything
             moved = [*(moved_as(part) for part in guess.empty(self.device) if part.numel()), *moved]
         if moved:
-            self._fly(link.lane.follow(_All([link.group.send([part], link.peer, 0) for part in moved]), (moved, tree)))
+            self._fly(link.lane.follow(_All([link.group.send([part], link.peer, 0) for part in moved]), moved), tree)
 
     def receive(self, peer: int, channel: Channel, room: Callable[[Description], Lent]) -> Arrival:
         """Ask for a message, which comes into the room that is made for it."""
@@ -201,12 +201,18 @@ class Links:
     def settle(self) -> None:
         """Wait until all that was sent has left."""
         while self._flying:
-            self._supervisor.wait(self._flying.popleft(), lambda: "what it sent to be taken")
+            self._supervisor.wait(self._flying[0][0], lambda: "what it sent to be taken")
+            self._land()
 
-    def _fly(self, ticket: Ticket | StreamTicket) -> None:
-        while self._flying and self._flying[0].done and self._flying[0].error is None:
-            self._flying.popleft()
-        self._flying.append(self._begun(ticket))
+    def _fly(self, ticket: Ticket | StreamTicket, tree: Tree) -> None:
+        while self._flying and self._flying[0][0].done and self._flying[0][0].error is None:
+            self._land()
+        self._flying.append((self._begun(ticket), tree, tree.versions()))
+
+    def _land(self) -> None:
+        """What was sent first has left; if it was changed in place meanwhile, nobody knows what has."""
+        _, tree, versions = self._flying.popleft()
+        demand_unchanged(tree, versions)
 
     def _begun(self, ticket: Ticket | StreamTicket) -> Ticket | StreamTicket:
         if self.started is not None:

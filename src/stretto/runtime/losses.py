@@ -31,7 +31,6 @@ class Losses:
         self._device = device
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
-        self._seed: Tensor | None = None
         self._depends = False
 
     def __call__(self, output: Value, microbatch: int, rows: int = 0) -> Tensor:
@@ -71,9 +70,7 @@ class Losses:
 
     def seed(self, loss: Tensor) -> Tensor:
         """The gradient that a microbatch's backward begins with."""
-        if self._seed is None or self._seed.dtype != loss.dtype or self._seed.shape != loss.shape:
-            self._seed = torch.full_like(loss, 1.0 if self.counted else 1 / self._microbatches)
-        return self._seed
+        return torch.full_like(loss, 1.0 if self.counted else 1 / self._microbatches)
 
     def table(self) -> Tensor:
         """A row of losses and one of counts, by microbatch, and one that tells whether they were counted; zero for

@@ -1,6 +1,7 @@
 """A batch, cut into microbatches."""
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 import numpy as np
 import torch.utils._pytree as pytree
@@ -22,9 +23,15 @@ def cut(batch: Value | Iterable[Value], count: int, name: str) -> tuple[list[Val
                 f"{name} are a {type(batch).__name__}; "
                 "give a tensor, a tuple or dict of tensors (such as dict(batch)), or a list of microbatches"
             )
-        microbatches = list(batch)
+        microbatches, versions = [], []
+        for microbatch in islice(batch, count + 1):
+            microbatches.append(microbatch)
+            versions.append([tensor._version for tensor in tensors_of(microbatch)])
         if len(microbatches) != count:
-            raise PipelineError(f"the plan has {count} microbatches, but {name} has {len(microbatches)}")
+            more = "more" if len(microbatches) > count else len(microbatches)
+            raise PipelineError(f"the plan has {count} microbatches, but {name} has {more}")
+        if versions != [[tensor._version for tensor in tensors_of(microbatch)] for microbatch in microbatches]:
+            raise PipelineError(f"the iterator of {name} changes a tensor that it gave before; let it give copies")
         return microbatches, 0
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of(batch)}
     if len(sizes) != 1 or sizes == {0} or next(iter(sizes)) % count:
@@ -36,10 +43,16 @@ def cut(batch: Value | Iterable[Value], count: int, name: str) -> tuple[list[Val
     leaves, spec = pytree.tree_flatten(batch)
     return [
         pytree.tree_unflatten(
-            [leaf[k * size : (k + 1) * size] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+            [_rows(leaf, k * size, size) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
         )
         for k in range(count)
     ], rows
+
+
+def _rows(tensor: Tensor, first: int, count: int) -> Tensor:
+    """Some rows of a tensor; if they need no gradient, to be changed in place without others' noticing."""
+    part = tensor[first : first + count]
+    return part if part.requires_grad else part.data
 
 
 def _is_whole(batch: Value) -> bool:

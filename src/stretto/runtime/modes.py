@@ -11,9 +11,9 @@ def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
     """All modules in evaluation mode within, and each in its own mode again after."""
     before = {layer: [(module, module.training) for module in layer.modules()] for layer in layers}
     training = {layer: modes for layer, modes in before.items() if any(mode for _, mode in modes)}
-    for layer in training:
-        layer.eval()
     try:
+        for layer in training:
+            layer.eval()
         yield
     finally:
         for layer, modes in training.items():

@@ -2,16 +2,28 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from stretto.ir.errors import PipelineError
 
 _Place: TypeAlias = tuple[nn.Module, str]
-Snapshot: TypeAlias = dict[_Place, Tensor]
-"""Copies of the buffers that a forward has changed, from before it."""
+_Parameters: TypeAlias = list[tuple[nn.Parameter, int]]
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What a module's tensors were before a run that may be repeated."""
+
+    copies: dict[_Place, Tensor]
+    """Of buffers that forwards change."""
+    others: dict[_Place, tuple[Tensor, int]]
+    """Buffers that should stay as they are, with their versions."""
+    attributes: dict[_Place, Tensor]
+    """Tensors that are plain attributes of modules, such as a weight that a hook computes."""
 
 
 class ModuleBuffers:
@@ -21,46 +33,71 @@ class ModuleBuffers:
         self._name, self._modules = name, list(module.modules())
         self._changing: set[_Place] | None = None  # those that forwards change; unknown before the first
 
+    def parameters(self) -> _Parameters:
+        """The parameters and their versions."""
+        return [
+            (parameter, parameter._version)
+            for module in self._modules
+            for parameter in module._parameters.values()
+            if parameter is not None
+        ]
+
+    def demand_parameters(self, before: _Parameters) -> None:
+        if any(parameter._version != version for parameter, version in before):
+            raise PipelineError(f"a parameter of {self._name} was changed in place before its backward")
+
     @contextmanager
     def followed(self) -> Iterator[Snapshot]:
-        """A first run: the snapshot is complete when it has ended."""
+        """A first run: the snapshot can be used at once, and is complete when it has ended."""
         before = {
             (module, key): (buffer, buffer._version)
             for module in self._modules
             for key, buffer in module._buffers.items()
             if buffer is not None
         }
-        copies = {
-            place: buffer.clone()
-            for place, (buffer, _) in before.items()
-            if self._changing is None or place in self._changing
+        attributes = {
+            (module, key): value
+            for module in self._modules
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor)
         }
-        yield copies
-        changed = {
-            (module, key)
-            for (module, key), (buffer, version) in before.items()
-            if isinstance(module, _NormBase)  # its statistics change without a new version
-            or (now := module._buffers.get(key)) is not buffer
-            or now._version != version
-        }
-        if self._changing is None:
-            self._changing = changed
-        elif missing := changed - self._changing:
-            _, key = next(iter(missing))
-            raise PipelineError(
-                f"{self._name} changes its buffer {key!r} in some forwards only, so it cannot be recomputed exactly"
-            )
-        for place in copies.keys() - changed:
-            del copies[place]
+        first, known = self._changing is None, self._changing or set()
+        copies = {place: buffer.clone() for place, (buffer, _) in before.items() if first or place in known}
+        snapshot = Snapshot(copies, {place: it for place, it in before.items() if place not in copies}, attributes)
+        yield snapshot
+        for place, (buffer, version) in before.items():
+            module, key = place
+            now = module._buffers.get(key)
+            changed = now is not buffer or now._version != version
+            if first and not changed:  # some operations change a tensor without giving it a new version
+                changed = not torch.equal(copies[place], buffer)
+            if changed and place not in copies:
+                raise PipelineError(
+                    f"{self._name} changes its buffer {key!r} in some forwards only, so it cannot be recomputed exactly"
+                )
+            if changed:
+                known.add(place)
+            elif first:
+                del copies[place]
+                snapshot.others[place] = buffer, version
+        self._changing = known
 
     @contextmanager
     def restored(self, snapshot: Snapshot) -> Iterator[None]:
         """A second run: on the buffers as they were before the first; what it does to them is forgotten."""
-        now = {(module, key): module._buffers.get(key) for module, key in snapshot}
-        for (module, key), buffer in snapshot.items():
+        for (module, key), (buffer, version) in snapshot.others.items():
+            if module._buffers.get(key) is not buffer or buffer._version != version:
+                raise PipelineError(f"the buffer {key!r} of {self._name} was changed before it could be recomputed")
+        buffers = {(module, key): module._buffers.get(key) for module, key in snapshot.copies}
+        attributes = {(module, key): vars(module).get(key) for module, key in snapshot.attributes}
+        for (module, key), buffer in snapshot.copies.items():
             module._buffers[key] = buffer.clone()
+        for (module, key), value in snapshot.attributes.items():
+            vars(module)[key] = value
         try:
             yield
         finally:
-            for (module, key), current in now.items():
+            for (module, key), current in buffers.items():
                 module._buffers[key] = current
+            for (module, key), attribute in attributes.items():
+                vars(module)[key] = attribute

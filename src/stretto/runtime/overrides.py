@@ -22,7 +22,7 @@ class Overrides:
 
     def __init__(self) -> None:
         self._makers: list[tuple[nn.Module, Make]] = []
-        self._before: list[tuple[nn.Module, Forward | None]] = []
+        self._before: list[tuple[nn.Module, Forward | None, MethodType]] = []
 
     def add(self, module: nn.Module, make: Make) -> None:
         self._makers.append((module, make))
@@ -32,12 +32,14 @@ class Overrides:
             before = vars(module).get("forward")
             forward = make(before)
             if forward is not None:
-                self._before.append((module, before))
-                vars(module)["forward"] = MethodType(forward, module)
+                vars(module)["forward"] = bound = MethodType(forward, module)
+                self._before.append((module, before, bound))
 
     def __exit__(self, *error: object) -> None:
         while self._before:
-            module, before = self._before.pop()
+            module, before, bound = self._before.pop()
+            if vars(module).get("forward") is not bound:
+                continue  # somebody has replaced it since, and meant to
             if before is None:
                 vars(module).pop("forward", None)
             else:

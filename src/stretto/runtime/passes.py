@@ -21,7 +21,7 @@ from stretto.runtime.rng import RngKey
 from stretto.runtime.rooms import Lent, Rooms, share_rooms
 from stretto.runtime.segments import Grads
 from stretto.runtime.stage import Stage
-from stretto.runtime.structure import LEAF, Tree, Value
+from stretto.runtime.structure import LEAF, Tree, Value, demand_unchanged
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ class Passes:
         self._rows = 0  # of the whole batch of inputs, 0 if nobody has told
         self._losses: Losses | None = None
         self._values: dict[tuple[int, int], Tree | Arrival] = {}
+        self._versions: dict[tuple[int, int], list[int]] = {}  # of values that wait here for the next stage
         self._grads: dict[tuple[int, int], Grads | Arrival] = {}
         self._outputs: dict[tuple[int, int], Tree] = {}
         self._walk = Walk(program, supervisor)
@@ -76,6 +77,7 @@ class Passes:
             finally:
                 self._links.started = None
                 self._values.clear()
+                self._versions.clear()
                 self._grads.clear()
                 self._outputs.clear()
 
@@ -128,6 +130,8 @@ class Passes:
                 given, lent = self._there(waited, lambda: f"the output of {stage - 1}F{microbatch}")
                 if isinstance(waited, Arrival) and waited.what is not None:
                     self._rows = waited.what.rows
+                elif here in self._versions and isinstance(waited, Tree):
+                    demand_unchanged(waited, self._versions.pop(here))
             else:
                 assert self._inputs is not None
                 given = Tree.whole(self._inputs[microbatch])
@@ -147,6 +151,7 @@ class Passes:
                 self._values[here] = out
             elif local:
                 self._values[stage + 1, microbatch] = out
+                self._versions[stage + 1, microbatch] = out.versions()
             else:
                 self._outputs[here] = out
 

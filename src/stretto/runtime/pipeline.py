@@ -26,7 +26,16 @@ from stretto.program.phases import Layer, cut_layers
 from stretto.program.program import Program
 from stretto.runtime.gradients import StepGradients
 from stretto.runtime.groups import Groups
-from stretto.runtime.layers import Layers, builder, even_costs, is_sparse, modules_named, outermost, ties_of
+from stretto.runtime.layers import (
+    Layers,
+    builder,
+    demand_own_statistics,
+    even_costs,
+    is_sparse,
+    modules_named,
+    outermost,
+    ties_of,
+)
 from stretto.runtime.links import Links, check_group
 from stretto.runtime.losses import NOTHING_COUNTED, Losses, Total
 from stretto.runtime.microbatches import cut
@@ -34,7 +43,7 @@ from stretto.runtime.modes import evaluating
 from stretto.runtime.passes import Passes
 from stretto.runtime.replicas import BufferPlace, Replicas
 from stretto.runtime.rng import RngKey
-from stretto.runtime.stage import Phased, Stage, anatomy_of
+from stretto.runtime.stage import Stage, anatomy_of, is_phased
 from stretto.runtime.structure import Value
 from stretto.schedules.forward_only import forward_only
 from stretto.timeline import Timeline
@@ -97,6 +106,8 @@ class Pipeline:
         self._device = torch.device(mesh.device_type)
         build, count = builder(layers, layer_count)
         shares = cut_layers(range(count), stages=plan.stages, balance=balance)
+        if not callable(layers) or isinstance(layers, nn.Module):
+            demand_own_statistics(layers, shares)
         here = sorted({stage for device, stage in plan.placement.homes if device == self.rank})
         self._layers = {number: build(number).to(self._device) for stage in here for number in shares[stage]}
         self._module = nn.ModuleDict({str(number): layer for number, layer in self._layers.items()})
@@ -126,9 +137,9 @@ class Pipeline:
         self._links = Links(self._groups, self.program, self._supervisor, self._device)
         ties = [*tied, *(ties_of(layers) if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else [])]
         self._replicas = self._shared(shares, ties)
-        statistics = self._replicas.statistics()
-        if self._any(statistics is not None):
-            raise PipelineError(statistics or "another rank's layers keep running statistics on two devices")
+        wrong = self._replicas.wrong(self._device)
+        if self._any(wrong is not None):
+            raise PipelineError(wrong or "what another rank holds cannot be held by several; that rank says why")
         self._replicas.start_equal(self._device)
         if self._device.type == "cuda":  # autograd's thread would find no context for its first matrix product
             torch.autograd.backward(torch.zeros(1, device=self._device, requires_grad=True).sum())
@@ -163,7 +174,7 @@ class Pipeline:
                     )
                 losses, microbatches, rows = self._batch(inputs, targets)
                 check_buffers = self._replicas.watch_buffers()
-                gradients = StepGradients(self._trained())
+                gradients = StepGradients(list(dict.fromkeys(parameter for _, parameter in self.named_parameters())))
                 recorder = Recorder(len(self._passes.tasks)) if record else None
                 self._passes.run(microbatches, losses, recorder, key=self._key, rows=rows)
                 self._links.settle()
@@ -178,14 +189,14 @@ class Pipeline:
                 if check_finite:
                     total.wait()
             count = self._count(losses, total, wait=check_finite)
+            if check_finite:
+                _ = total.mean
         except BaseException:
             if gradients is not None:
                 gradients.restore()
             raise
         gradients.give_out(count, accumulate=accumulate)
         self._key = replace(self._key, step=self._key.step + 1)
-        if check_finite:
-            _ = total.mean
         return StepResult(total, timeline)
 
     @torch.no_grad()
@@ -295,7 +306,7 @@ class Pipeline:
 
     def _phases(self, build: Callable[[int], nn.Module], shares: Sequence[Sequence[int]]) -> list[list[Layer]] | None:
         """The phases of all stages, None if no layer offers any; otherwise other ranks' layers are asked too."""
-        if not self._any(any(isinstance(layer, Phased) for layer in self._layers.values())):
+        if not self._any(any(is_phased(layer) for layer in self._layers.values())):
             return None
         return [anatomy_of([self._layers.get(number) or build(number) for number in share]) for share in shares]
 
@@ -341,10 +352,12 @@ class Pipeline:
             return tuple(sorted(set().union(*(ranks[int(name.split(".")[0])] for name in names))))
 
         holders, mine = {}, {}
-        for name, parameter in self.named_parameters():
-            same = together.get(name, {name})
-            holders[min(same)], mine[min(same)] = held_by(same), parameter
-        buffers: dict[str, BufferPlace] = {}
+        buffers, places = dict[str, BufferPlace](), dict[str, BufferPlace]()
+        for prefix, module in self._module.named_modules(remove_duplicate=False):
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    same = together.get(f"{prefix}.{key}", {f"{prefix}.{key}"})
+                    holders[min(same)], mine[min(same)], places[min(same)] = held_by(same), parameter, (module, key)
         for prefix, module in self.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -353,7 +366,9 @@ class Pipeline:
         sets = {*map(held_by, together.values()), *(tuple(sorted(of)) for of in ranks.values())}
         sparse = {id(parameter) for module in self.modules() if is_sparse(module) for parameter in module.parameters()}
         several = [ranks for ranks in sets if len(ranks) > 1]
-        return Replicas(self._groups, holders, mine, buffers, several, lambda parameter: id(parameter) in sparse)
+        return Replicas(
+            self._groups, holders, mine, places, buffers, several, lambda parameter: id(parameter) in sparse
+        )
 
     def _together(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a tensor over a group, without waiting where nothing can wake us."""

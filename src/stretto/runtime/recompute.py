@@ -55,7 +55,7 @@ class Sites:
                 usual = before if before is not None and layer is module else type(layer).forward.__get__(layer)
                 if layer is not module or self._table is None or not _can_hook():
                     return usual(*arguments, **named)
-                return self._discarding(_Run(name, usual, module, buffers, self._generators), (arguments, named))
+                return self._discarding(_Run(name, usual, buffers, self._generators), (arguments, named))
 
             return forward
 
@@ -145,15 +145,12 @@ def _unpack(saved: Any) -> Any:
 class _Run:
     """One run of a module: all that it takes to run it again, and the handles that wait for that."""
 
-    def __init__(
-        self, name: str, function: Callable[..., Any], module: nn.Module, buffers: ModuleBuffers, generators: Generators
-    ) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], buffers: ModuleBuffers, generators: Generators) -> None:
         self.name, self._function, self._buffers, self._generators = name, function, buffers, generators
-        self._parameters = [(parameter, parameter._version) for parameter in module.parameters()]
-        self._saved: list[weakref.ref[_Handle]] = []
+        self._parameters = buffers.parameters()
+        self._saved: list[tuple[weakref.ref[_Handle], tuple[Any, ...]]] = []
         self._outputs: list[tuple[weakref.ref[_Handle], int, tuple[Any, ...]]] = []
-        self._snapshot: Snapshot = {}
-        self._states: list[Tensor] | None = None
+        self._snapshot: Snapshot | None = None
 
     def first(self, given: tuple[Any, Any], pack: Callable[[Tensor], Any]) -> Any:
         leaves, self._spec = pytree.tree_flatten(given)
@@ -161,21 +158,20 @@ class _Run:
         device = next((leaf.device.type for leaf in tensors), "cpu")
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self._needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        self._given = [pack(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        packed = {id(leaf): pack(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves}
+        self._given = [packed[id(leaf)] for leaf in leaves]  # a tensor that is given twice is twice the same
         versions = [leaf._version for leaf in tensors]
         arguments, named = given
-        states = self._generators.states()
+        self._states = self._generators.kept_states()
         with self._buffers.followed() as self._snapshot, saved_tensors_hooks(self._handle, _unpack):
             out = self._function(*arguments, **named)
-        if any(not torch.equal(*both) for both in zip(states, self._generators.states(), strict=True)):
-            self._states = states  # it has drawn random numbers, and is to draw the same
         if versions != [leaf._version for leaf in tensors]:
             raise PipelineError(f"{self.name} changes what it is given in place, so it cannot be recomputed")
         return out
 
-    def _handle(self, _: Tensor) -> _Handle:
+    def _handle(self, saved: Tensor) -> _Handle:
         handle = _Handle(self)
-        self._saved.append(weakref.ref(handle))
+        self._saved.append((weakref.ref(handle), (saved.shape, saved.dtype)))
         return handle
 
     def handle_of_output(self, number: int, saved: Tensor) -> _Handle:
@@ -186,12 +182,14 @@ class _Run:
 
     def again(self) -> None:
         """Run the module once more, and give every handle its tensor."""
-        if any(parameter._version != version for parameter, version in self._parameters):
-            raise PipelineError(f"a parameter of {self.name} was changed in place before its backward")
-        leaves = [
-            leaf.detach().requires_grad_(needs) if isinstance(leaf, Tensor) else leaf
-            for leaf, needs in zip(map(_unpack, self._given), self._needs, strict=True)
-        ]
+        self._buffers.demand_parameters(self._parameters)
+        again: dict[int, Any] = {}
+        for packed, needs in zip(self._given, self._needs, strict=True):
+            if id(packed) not in again:
+                leaf = _unpack(packed)
+                again[id(packed)] = leaf.detach().requires_grad_(needs) if isinstance(leaf, Tensor) else leaf
+        leaves = [again[id(packed)] for packed in self._given]
+        assert self._snapshot is not None
         arguments, named = pytree.tree_unflatten(leaves, self._spec)
         captured: list[tuple[Tensor, int]] = []
 
@@ -207,12 +205,13 @@ class _Run:
             torch.autocast(device, dtype, enabled=enabled),
             saved_tensors_hooks(capture, lambda saved: saved),
         ):
-            if self._states is not None:
-                self._generators.set_states(self._states)
+            self._generators.set_states(self._states)
             out = self._function(*arguments, **named)
         if any(saved._version != version for saved, version in captured):
             raise PipelineError(f"{self.name} changes in place a tensor that its backward needs")
-        for waiting, (saved, _) in zip(self._saved, captured, strict=False):
+        if [(saved.shape, saved.dtype) for saved, _ in captured][: len(self._saved)] != [of for _, of in self._saved]:
+            raise PipelineError(f"{self.name} did not save the same tensors when it was recomputed")
+        for (waiting, _), (saved, _) in zip(self._saved, captured, strict=False):  # the first run may not be over
             if (handle := waiting()) is not None:
                 handle.value = saved
         outputs = pytree.tree_leaves(out)

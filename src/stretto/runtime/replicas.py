@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedParameter
 
 from stretto.ir.errors import PipelineError
 from stretto.runtime.groups import Groups
@@ -26,6 +27,8 @@ class _Shared:
 
     group: dist.ProcessGroup
     parameters: dict[str, nn.Parameter]
+    places: dict[str, BufferPlace]
+    """Where the parameters are."""
     buffers: dict[str, BufferPlace]
     sparse: set[str]
     """Parameters whose gradient may be sparse, on any of the ranks."""
@@ -39,14 +42,17 @@ class Replicas:
         groups: Groups,
         holders: Mapping[str, tuple[int, ...]],
         parameters: Mapping[str, nn.Parameter],
+        places: Mapping[str, BufferPlace],
         buffers: Mapping[str, BufferPlace],
         sets: Iterable[tuple[int, ...]],
+        *,
         sparse: Callable[[nn.Parameter], bool],
     ) -> None:
         """`holders` says which ranks hold each parameter and buffer, by names that all ranks agree on, as they do on
         the sets of ranks that hold anything together.
         """
         self._shared: list[_Shared] = []
+        self._watched = False  # whether a step has shown which buffers change
         for ranks in sorted(sets):
             made = groups.make(ranks)
             if made is not None:
@@ -54,7 +60,8 @@ class Replicas:
                 mine = {name: parameters[name] for name in here if name in parameters}
                 maybe = {name for name, parameter in mine.items() if sparse(parameter)}
                 kept = {name: buffers[name] for name in here if name in buffers}
-                self._shared.append(_Shared(made, mine, kept, maybe))
+                at = {name: places[name] for name in mine}
+                self._shared.append(_Shared(made, mine, at, kept, maybe))
 
     def start_equal(self, device: torch.device) -> None:
         for shared in self._shared:
@@ -73,11 +80,30 @@ class Replicas:
                 if not torch.equal(copy, buffer):  # which may be one number, expanded: then it is replaced
                     module._buffers[key] = copy
 
+    def wrong(self, device: torch.device) -> str | None:
+        """Why what is here cannot be held by several ranks; all of them ask together."""
+        found = self.statistics()
+        for shared in self._shared:
+            trained = torch.tensor([p.requires_grad for p in shared.parameters.values()], device=device).int()
+            some, all_of = trained.clone(), trained.clone()
+            if len(trained):
+                dist.all_reduce(some, op=dist.ReduceOp.MAX, group=shared.group)
+                dist.all_reduce(all_of, op=dist.ReduceOp.MIN, group=shared.group)
+            for name, one, every in zip(shared.parameters, some.tolist(), all_of.tolist(), strict=True):
+                if one != every:
+                    found = found or f"{name} is frozen on some ranks that hold it, and trained on others"
+        return found
+
     def statistics(self) -> str | None:
         """What is wrong if a layer keeps running statistics: each copy of its stage would see half of the
         microbatches.
         """
         for shared in self._shared:
+            for name, parameter in shared.parameters.items():
+                if isinstance(parameter, UninitializedParameter):
+                    return f"{name} is made by its layer's first forward, which several devices run; run it before"
+                if getattr(shared.places[name][0], "max_norm", None) is not None:
+                    return f"{name} is changed by forwards (max_norm), and several devices hold it"
             for name, (module, _) in shared.buffers.items():
                 if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                     layer = name.rpartition(".")[0]
@@ -91,16 +117,26 @@ class Replicas:
         """Refuse running statistics; the function that is returned raises if a forward has changed a buffer since."""
         if (wrong := self.statistics()) is not None:
             raise PipelineError(wrong)
+        for shared in self._shared:
+            for name, (module, key) in shared.places.items():
+                if module._parameters.get(key) is not shared.parameters[name]:
+                    raise PipelineError(
+                        f"the parameter {name} was replaced after the pipeline was made, and others hold it too; "
+                        "make the pipeline anew"
+                    )
         before = {}
         for shared in self._shared:
             for name, (module, key) in shared.buffers.items():
                 buffer = module._buffers.get(key)
                 if buffer is not None and key not in module._non_persistent_buffers_set:
-                    before[name] = module, key, buffer, buffer._version
+                    copy = None if self._watched else buffer.clone()
+                    before[name] = module, key, buffer, buffer._version, copy
+        self._watched = True
 
         def check() -> None:
-            for name, (module, key, buffer, version) in before.items():
-                if module._buffers.get(key) is not buffer or buffer._version != version:
+            for name, (module, key, buffer, version, copy) in before.items():
+                changed = module._buffers.get(key) is not buffer or buffer._version != version
+                if changed or (copy is not None and not torch.equal(copy, buffer)):  # without a new version, that is
                     raise PipelineError(
                         f"the buffer {name} changed in a forward, and its stage lives on two devices, whose copies "
                         "would drift apart; use a plan that keeps one copy (dualpipev)"

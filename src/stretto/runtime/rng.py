@@ -34,6 +34,7 @@ class Generators:
 
     def __init__(self, device: torch.device) -> None:
         self._all: list[torch.Generator] = [torch.default_generator]
+        self._last: list[Tensor] | None = None
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             self._all.append(torch.cuda.default_generators[index])
@@ -48,6 +49,13 @@ class Generators:
     def set_states(self, states: list[Tensor]) -> None:
         for generator, state in zip(self._all, states, strict=True):
             generator.set_state(state)
+
+    def kept_states(self) -> list[Tensor]:
+        """The states, for long: where they are those of the last time, the very same tensors."""
+        states = self.states()
+        if self._last is None or any(not torch.equal(*both) for both in zip(states, self._last, strict=True)):
+            self._last = states
+        return self._last
 
     def kept(self) -> "_Kept":
         """After what is within, the generators are as if nothing had been drawn."""

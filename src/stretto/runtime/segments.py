@@ -80,18 +80,24 @@ def run_segment(
         if needs and id(leaf) not in entered:  # a tensor that is there twice enters once
             entered[id(leaf)] = _enter(anchor, leaf, arrived, place)
     leaves = [entered.get(id(leaf), leaf) for leaf in given.leaves]
-    versions = [leaves[place]._version for place in given.shared]
-    out = function(Tree(leaves, given.spec, given.needs).value())
-    if versions != [leaves[place]._version for place in given.shared]:
+    entered_tree = Tree(leaves, given.spec, given.needs, given.shared)
+    return _cut(call(function, entered_tree), arrived, who, entered_tree)
+
+
+def call(function: Callable[[Value], Value], given: Tree) -> Value:
+    """What a function makes of a tree; it may not change in place what shares memory in it."""
+    versions = [given.leaves[place]._version for place in given.shared]
+    out = function(given.value())
+    if versions != [given.leaves[place]._version for place in given.shared]:
         raise PipelineError(
             "a layer changes in place a tensor that shares memory with another one it was handed; "
             "clone one of them in the layer that returns both"
         )
-    return _cut(out, arrived, who)
+    return out
 
 
-def _cut(value: Value, arrived: _Arrived, who: str) -> tuple[Tree, Segment]:
-    out = take_apart(value, who)
+def _cut(value: Value, arrived: _Arrived, who: str, given: Tree | None = None) -> tuple[Tree, Segment]:
+    out = take_apart(value, who, given)
     if out.spec is LEAF:
         (leaf,) = out.leaves
         edges = [get_gradient_edge(leaf) if out.needs[0] else None]  # made by hand, it would not keep the graph

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from stretto.ir.errors import PipelineError
 from stretto.runtime.grouped import GroupedLinear, grouped_linear, grouped_outer
@@ -38,7 +40,7 @@ class Deferral:
             if forward is not None:
                 self._known[id(layer)] = layer
                 inside.update(map(id, layer.modules()))
-                self.overrides.add(layer, partial(_unless_set, forward))
+                self.overrides.add(layer, partial(_unless_changed, layer, type(layer).forward, forward))
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -87,28 +89,27 @@ class Deferral:
             and not torch.compiler.is_compiling()
             and not torch._C._are_functorch_transforms_active()
             and forward_ad._current_level < 0
+            and F.linear is _LINEAR  # nobody has patched it, nor does a mode see to it
+            and (not torch._C._len_torch_function_stack() or _only_default_devices())
         )
 
     def _forward(self, layer: nn.Module) -> Forward | None:
         """How a layer is to run instead, None for one that we do not know."""
         known = type(layer).forward
-        if known is nn.Linear.forward:
-            return self._linear()
-        if known is nn.Embedding.forward:
-            return self._embedding()
-        if known is GroupedLinear.forward:
-            return self._grouped()
-        if known is nn.MultiheadAttention.forward:
-            return self._attention()
-        return None
+        makers = {
+            _FORWARDS[nn.Linear]: self._linear,
+            _FORWARDS[nn.Embedding]: self._embedding,
+            _FORWARDS[GroupedLinear]: self._grouped,
+            _FORWARDS[nn.MultiheadAttention]: self._attention,
+        }
+        return makers[known]() if known in makers and known.__module__ in _MODULES else None
 
     def linear(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, rows: slice | None = None) -> Tensor:
         """x Wᵀ + b with these rows of W and b, their gradients put off."""
         w: Tensor = weight if rows is None else weight[rows]
         b: Tensor | None = bias if rows is None or bias is None else bias[rows]
         if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+            x, w, b = _autocast(x), _autocast(w), None if b is None else _autocast(b)
         if not weight.requires_grad and (bias is None or not bias.requires_grad):
             return F.linear(x, w, b)
         return _linear(self._anchor, x, w, b, (self, weight, bias, rows))
@@ -117,8 +118,10 @@ class Deferral:
         def forward(layer: nn.Linear, input: Tensor) -> Tensor:
             own = layer._parameters
             weight, bias = own.get("weight"), own.get("bias")
-            if not self._runs(layer, input) or not _own(weight) or "bias" not in own or not _own_or_none(bias):
+            plain = _own(weight) and _own_or_none(bias) and layer.weight is weight and layer.bias is bias
+            if not plain or not self._runs(layer, input):
                 return type(layer).forward(layer, input)
+            assert weight is not None
             return self.linear(input, weight, bias)
 
         return forward
@@ -127,7 +130,9 @@ class Deferral:
         def forward(layer: nn.Embedding, input: Tensor) -> Tensor:
             weight = layer._parameters.get("weight")
             plain = not layer.sparse and layer.max_norm is None and not layer.scale_grad_by_freq
-            if not plain or not self._runs(layer, input) or not _own(weight) or not weight.requires_grad:
+            if not plain or not self._runs(layer, input) or not _own(weight) or layer.weight is not weight:
+                return type(layer).forward(layer, input)
+            if not weight.requires_grad:
                 return type(layer).forward(layer, input)
             padding = -1 if layer.padding_idx is None else layer.padding_idx
             return _embedding(self._anchor, input, weight, padding, self)
@@ -137,12 +142,11 @@ class Deferral:
     def _grouped(self) -> Forward:
         def forward(layer: GroupedLinear, x: Tensor, counts: Tensor) -> Tensor:
             weight = layer._parameters.get("weight")
-            if not self._runs(layer, x) or not _own(weight) or not weight.requires_grad:
+            if not self._runs(layer, x) or not _own(weight) or layer.weight is not weight or not weight.requires_grad:
                 return type(layer).forward(layer, x, counts)
             w: Tensor = weight
             if torch.is_autocast_enabled(x.device.type):
-                dtype = torch.get_autocast_dtype(x.device.type)
-                x, w = x.to(dtype), w.to(dtype)
+                x, w = _autocast(x), _autocast(w)
             return _grouped(self._anchor, x, w, counts, self, weight)
 
         return forward
@@ -153,7 +157,8 @@ class Deferral:
         ) -> Any:
             options = {**dict(zip(_ATTENTION_OPTIONS, arguments, strict=False)), **named}
             weights = options.pop("need_weights", True)
-            if weights or not self._runs(layer, query) or query.dim() != 3 or not _is_plain(layer):
+            hinted = options.get("is_causal", False) and options.get("attn_mask") is None
+            if weights or hinted or not self._runs(layer, query) or query.dim() != 3 or not _is_plain(layer):
                 return type(layer).forward(layer, query, key, value, *arguments, **named)
             return self._attend(layer, query, key, value, **options), None
 
@@ -182,8 +187,8 @@ class Deferral:
         if not layer.batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         q_NHTd, k_NHSd, v_NHSd = (x.reshape(*x.shape[:-1], heads, -1).transpose(1, 2) for x in (q, k, v))
-        mask = _attention_mask(attn_mask, key_padding_mask, q_NHTd, k_NHSd)
-        causal = is_causal and key_padding_mask is None and attn_mask is None
+        causal = is_causal and key_padding_mask is None  # then the mask is a hint, and not used
+        mask = None if causal else _attention_mask(attn_mask, key_padding_mask, q_NHTd, k_NHSd)
         dropout = layer.dropout if layer.training else 0.0
         out = F.scaled_dot_product_attention(q_NHTd, k_NHSd, v_NHSd, mask, dropout, causal)
         out = out.transpose(1, 2).flatten(2)
@@ -223,7 +228,7 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         owed: tuple[Deferral, nn.Parameter, nn.Parameter | None, slice | None],
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
         ctx.owed = owed
         return F.linear(x, weight, bias).detach()
 
@@ -234,19 +239,23 @@ class _Linear(torch.autograd.Function):
         back = grad @ weight if x_needs else None
         deferral, *owed = ctx.owed
         if deferral.puts_off:
-            deferral.put_off(_add_linear, x.detach(), grad, owed)
+            deferral.put_off(_add_linear, grad if x is None else x.detach(), grad, owed)
             return None, back, None, None, None
-        flat = grad.reshape(-1, grad.shape[-1])
-        of_weight = flat.T @ x.reshape(-1, x.shape[-1]) if weight_needs else None
+        flat = _flat(grad)
+        of_weight = flat.T @ _flat(x) if weight_needs else None
         return None, back, of_weight, flat.sum(0) if bias_needs else None, None
 
 
 def _add_linear(x: Tensor, grad: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, rows: slice | None) -> None:
-    flat = grad.reshape(-1, grad.shape[-1])
+    flat = _flat(grad)
     if weight.requires_grad:
-        accumulate(weight, flat.T @ x.reshape(-1, x.shape[-1]), rows)
+        accumulate(weight, flat.T @ _flat(x), rows)
     if bias is not None and bias.requires_grad:
         accumulate(bias, flat.sum(0), rows)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 class _Grouped(torch.autograd.Function):
@@ -307,9 +316,26 @@ def _add_embedding(rows: Tensor, grad: Tensor, weight: nn.Parameter, padding: in
     accumulate(weight, _embedding_backward(grad, rows, weight.shape[0], padding, False))
 
 
-def _unless_set(forward: Forward, before: Forward | None) -> Forward | None:
-    """A layer that was given a forward of its own runs that."""
-    return forward if before is None else None
+def _unless_changed(layer: nn.Module, usual: Forward, forward: Forward, before: Forward | None) -> Forward | None:
+    """A layer that was given a forward of its own, or whose class was, runs that."""
+    return forward if before is None and type(layer).forward is usual else None
+
+
+_LINEAR = torch._C._nn.linear
+_FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Embedding, GroupedLinear, nn.MultiheadAttention)}
+_MODULES = frozenset(kind.__module__ for kind in _FORWARDS)
+
+
+def _only_default_devices() -> bool:
+    """Whether modes that see functions do nothing but give new tensors a device."""
+    return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """As PyTorch does it: float64 stays."""
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 _embedding_backward = torch.ops.aten.embedding_dense_backward
@@ -321,7 +347,9 @@ _embedding: Callable[..., Tensor] = _Embedding.apply
 def accumulate(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> None:
     """Add to a parameter's gradient, or to some rows of it."""
     held = parameter.grad
-    if held is not None:
+    if held is not None and held.is_sparse:
+        parameter.grad = grad + held
+    elif held is not None:
         (held if rows is None else held[rows]).add_(grad)
     elif rows is None:
         parameter.grad = grad.to(gradient_dtype(parameter))

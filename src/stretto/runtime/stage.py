@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 import torch.utils._pytree as pytree
@@ -15,9 +15,9 @@ from stretto.program.phases import Anatomy, Layer, Phase
 from stretto.runtime.module_buffers import ModuleBuffers, Snapshot
 from stretto.runtime.recompute import Sites, Table, demand_replayable
 from stretto.runtime.rng import Generators, RngKey
-from stretto.runtime.segments import Grads, Segment, run_segment
+from stretto.runtime.segments import Grads, Segment, call, run_segment
 from stretto.runtime.split_backward import Closure, Deferral
-from stretto.runtime.structure import Tree, Value, take_apart
+from stretto.runtime.structure import Tree, Value, flatten_once, take_apart
 
 CPU = torch.device("cpu")
 Function = Callable[[Value, int], Value]
@@ -31,11 +31,15 @@ class Phased(Protocol):
     def phases(self) -> Sequence[tuple[Phase, Callable[[Value], Value]]]: ...
 
 
+def is_phased(layer: nn.Module) -> TypeGuard[Phased]:
+    return isinstance(layer, Phased) and callable(layer.phases)
+
+
 def anatomy_of(layers: Sequence[nn.Module]) -> list[Layer]:
     """The phases of each layer; one that offers none is one phase."""
     return [
         Layer(type(layer).__name__, tuple(phase for phase, _ in layer.phases()))
-        if isinstance(layer, Phased)
+        if is_phased(layer)
         else Layer(type(layer).__name__, (Phase(type(layer).__name__.lower()),))
         for layer in layers
     ]
@@ -67,8 +71,7 @@ class Stage:
         self.layers = dict(layers)
         self._checkpointed = checkpointed
         self._module = nn.ModuleList(layers.values())
-        self._buffered = [module for module in self._module.modules() if module._buffers]
-        self._buffers = {number: ModuleBuffers(f"layer {number}", layer) for number, layer in layers.items()}
+        self._buffered: list[nn.Module] = []
         self._generators = Generators(device)
         self.deferral = Deferral(self._module)
         self._device = device
@@ -91,14 +94,19 @@ class Stage:
     def running(self, key: RngKey, *, training: bool) -> Iterator[None]:
         """A step, with these random numbers. Within, layers that train run as the split backward needs it."""
         self._key = key
+        self._buffered = [module for module in self._module.modules() if module._buffers]
         if not training:
             with self._generators.kept():
                 yield
             return
         if self._device.type == "cuda":
             demand_replayable(self._recomputed)
-        late = {id(parameter) for layer in self.deferral.layers for parameter in layer.parameters()}
-        self._without = [p for p in self._module.parameters() if p.requires_grad and id(p) not in late]
+        for number, layer in self.layers.items():
+            if is_phased(layer) and len(self._functions) > 1 and _has_hooks(layer):
+                raise PipelineError(
+                    f"layer {number} runs in phases, and its own hooks would not run; put them on modules within it"
+                )
+        self._without = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         sites = nullcontext() if self._sites is None else self._sites.overrides
         with self._generators.kept(), self.deferral.overrides, sites:
             try:
@@ -125,8 +133,8 @@ class Stage:
 
     def evaluate(self, microbatch: int, part: int, given: Tree, loss: Callable[[Value], Value] | None = None) -> Tree:
         """The same, and nothing is kept for a backward."""
-        out = self._function(part, microbatch, loss)(given.value())
-        return self._own(take_apart(out, self._last_layers[part]))
+        out = call(self._function(part, microbatch, loss), given)
+        return self._own(take_apart(out, self._last_layers[part], given))
 
     def backward(self, microbatch: int, part: int, grads: Grads) -> list[Tensor | None]:
         """A part of the backward, counted from the stage's end: gradients of its inputs' leaves, None where there are
@@ -157,6 +165,8 @@ class Stage:
         with self._as_computed():
             while closures:  # nothing in them needs a gradient, so nothing is recorded
                 closures.pop()()  # each is dropped, with what it holds, once it has run
+        if self._without:  # those that have one now have it from us
+            self._without = [parameter for parameter in self._without if parameter.grad is None]
         if part == len(going.closures) - 1 and all(segment is None for segment in going.segments):
             del self._passes[microbatch]
 
@@ -206,31 +216,40 @@ class Stage:
     def _parts(self, anatomy: Anatomy) -> list[Function]:
         if anatomy.is_whole:
             self._last_layers.append(f"layer {max(self.layers)}")
-            return [self._whole]
+            parts = [self._part(number, 0, layer) for number, layer in self.layers.items()]
+
+            def whole(value: Value, microbatch: int) -> Value:
+                for part in parts:
+                    value = part(value, microbatch)
+                return value
+
+            return [whole]
         functions: list[Function] = []
         for number, layer in self.layers.items():
-            phases = len(layer.phases()) if isinstance(layer, Phased) else 1
-            self._last_layers += [f"layer {number}"] * phases
-            if isinstance(layer, Phased):
+            self._last_layers += [f"layer {number}"] * (len(layer.phases()) if is_phased(layer) else 1)
+            if is_phased(layer):
                 functions += [self._part(number, phase, run) for phase, (_, run) in enumerate(layer.phases())]
             else:
                 functions.append(self._part(number, 0, layer))
         return functions
 
-    def _whole(self, value: Value, microbatch: int) -> Value:
-        for number, layer in self.layers.items():
-            value = self._run(number, 0, layer, value, microbatch)
-        return value
-
     def _part(self, number: int, phase: int, function: Callable[[Value], Value]) -> Function:
-        return lambda value, microbatch: self._run(number, phase, function, value, microbatch)
+        """A layer, or a phase of it, with its random numbers, and recomputed if it is to be."""
+        buffers = ModuleBuffers(f"layer {number}", self.layers[number])
 
-    def _run(self, number: int, phase: int, function: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
-        seed = self._key.seed_of(number, phase, microbatch)
-        if self._checkpointed and torch.is_grad_enabled():
-            return _Checkpointed(number, function, self._buffers[number], self._generators, seed).run(value)
-        self._generators.seed(seed)
-        return function(value)
+        def run(value: Value, microbatch: int) -> Value:
+            seed = self._key.seed_of(number, phase, microbatch)
+            if self._checkpointed and torch.is_grad_enabled():
+                return _Checkpointed(number, function, buffers, self._generators, seed).run(value)
+            self._generators.seed(seed)
+            return function(value)
+
+        return run
+
+
+def _has_hooks(layer: object) -> bool:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(layer, name) for name in names)
 
 
 _NOTHING = nullcontext()
@@ -246,14 +265,17 @@ class _Checkpointed:
         self._number, self._function, self._buffers = number, function, buffers
         self._generators, self._seed = generators, seed
         self._snapshot: Snapshot | None = None
+        self._parameters = buffers.parameters()
 
     def run(self, value: Value) -> Value:
-        leaves, self._spec = pytree.tree_flatten(value)
+        leaves, self._spec = flatten_once(value, f"layer {self._number}")
         self._versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
         return checkpoint(self._once, *leaves, use_reentrant=False, preserve_rng_state=False)
 
     def _once(self, *leaves: Any) -> Value:
         """The first time, and again: in new containers, since a layer may write into those it is given."""
+        if self._snapshot is not None:
+            self._buffers.demand_parameters(self._parameters)
         if self._versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]:
             raise PipelineError(
                 f"layer {self._number} was given what was changed in place afterwards, so it cannot be checkpointed"

@@ -1,6 +1,6 @@
 """Values that layers hand on: tensors in containers that PyTorch's pytrees know, taken apart and put together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeAlias
@@ -39,6 +39,10 @@ class Tree:
         """A value that stays as it is, such as a user's own input."""
         return Tree([value], LEAF, [False])
 
+    def versions(self) -> list[int]:
+        """Of the tensors; what was changed in place has another one."""
+        return [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor)]
+
     def value(self) -> Value:
         """The value again, in new containers: a layer may write into them without changing anybody else's."""
         return self.leaves[0] if self.spec is LEAF else pytree.tree_unflatten(self.leaves, self.spec)
@@ -51,11 +55,17 @@ class Tree:
         return Tree([copies.get(id(leaf), leaf) for leaf in self.leaves], self.spec, self.needs, self.shared)
 
 
-def take_apart(value: Value, who: str = "a layer") -> Tree:
-    """The tree of what a layer has returned; raises if it holds what cannot be handed on."""
+def demand_unchanged(tree: Tree, versions: list[int]) -> None:
+    """Raise if a tensor that was handed on has other versions now."""
+    if tree.versions() != versions:
+        raise PipelineError("a layer changes in place a tensor that it has handed on before; let it hand on a copy")
+
+
+def take_apart(value: Value, who: str = "a layer", given: Tree | None = None) -> Tree:
+    """The tree of what a layer has returned for what it was given; raises if it holds what cannot be handed on."""
     if isinstance(value, Tensor):
         return Tree([value], LEAF, [value.requires_grad])
-    leaves, spec = pytree.tree_flatten(value)
+    leaves, spec = flatten_once(value, who)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
             raise PipelineError(
@@ -63,15 +73,37 @@ def take_apart(value: Value, who: str = "a layer") -> Tree:
                 "that torch.utils._pytree knows (tuple, list, dict, named tuples, registered classes)"
             )
     needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-    return Tree(leaves, LEAF if spec == LEAF else spec, needs, _sharing(leaves))
+    before = () if given is None else [storage_of(given.leaves[place]) for place in given.shared]
+    return Tree(leaves, LEAF if spec == LEAF else spec, needs, _sharing(leaves, before))
 
 
-def _sharing(leaves: list[Any]) -> tuple[int, ...]:
-    """The places of tensors that share memory with another one, and are not the very same."""
+def flatten_once(value: Value, who: str) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and containers of a value, in which no container stands twice: it would be two containers afterwards."""
+    seen: set[int] = set()
+
+    def repeats(part: Any) -> bool:
+        if isinstance(part, list | dict):
+            if id(part) in seen:
+                raise PipelineError(f"{who} is given, or hands on, one {type(part).__name__} twice; make a copy of it")
+            seen.add(id(part))
+        return False
+
+    return pytree.tree_flatten(value, is_leaf=repeats)
+
+
+def storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _sharing(leaves: list[Any], before: Collection[int]) -> tuple[int, ...]:
+    """The places of tensors that share memory with another one, and are not the very same; those that are from before
+    share theirs since then, though they were copied.
+    """
     by_storage: dict[int, set[int]] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            by_storage.setdefault(leaf.untyped_storage()._cdata, set()).add(id(leaf))
+            place = storage_of(leaf)
+            by_storage.setdefault(-1 if place in before else place, set()).add(id(leaf))
     if all(len(same) == 1 for same in by_storage.values()):
         return ()
     several = {one for same in by_storage.values() if len(same) > 1 for one in same}
