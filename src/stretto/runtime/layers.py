@@ -56,7 +56,7 @@ def demand_own_statistics(layers: Layers, shares: Sequence[Sequence[int]]) -> No
                     first, other = seen.setdefault(id(module), (stage, name))
                     if first != stage:
                         raise PipelineError(
-                            f"{other} and {name} are one module that keeps running statistics, in two stages"
+                            f"{other} and {name} are one module, which keeps running statistics, in two stages"
                         )
 
 

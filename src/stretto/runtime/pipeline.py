@@ -106,7 +106,7 @@ class Pipeline:
         self._device = torch.device(mesh.device_type)
         build, count = builder(layers, layer_count)
         shares = cut_layers(range(count), stages=plan.stages, balance=balance)
-        if not callable(layers) or isinstance(layers, nn.Module):
+        if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
             demand_own_statistics(layers, shares)
         here = sorted({stage for device, stage in plan.placement.homes if device == self.rank})
         self._layers = {number: build(number).to(self._device) for stage in here for number in shares[stage]}
@@ -367,7 +367,7 @@ class Pipeline:
         sparse = {id(parameter) for module in self.modules() if is_sparse(module) for parameter in module.parameters()}
         several = [ranks for ranks in sets if len(ranks) > 1]
         return Replicas(
-            self._groups, holders, mine, places, buffers, several, lambda parameter: id(parameter) in sparse
+            self._groups, holders, mine, places, buffers, several, sparse=lambda parameter: id(parameter) in sparse
         )
 
     def _together(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
