@@ -103,6 +103,12 @@ def _position(me: Of, h: Tensor) -> Tensor:
 
 
 class Property(nn.Linear):
+    """Computes with twice its weight."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        nn.init.normal_(self._parameters["weight"])  # type: ignore[arg-type]
+
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         if (own := self._parameters.get("weight")) is None:
