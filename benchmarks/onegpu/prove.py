@@ -302,8 +302,9 @@ def kill(mesh: DeviceMesh) -> None:
     try:
         pipe.step(inputs, targets)
         print(f"rank {rank}: nothing happened", flush=True)
-    except stretto.PipelineError as error:
-        sys.stdout.write(f"rank {rank}, after {time.monotonic() - start:.1f} s: {error}\n")
+    except Exception as error:
+        kind = "" if isinstance(error, stretto.PipelineError) else f"{type(error).__name__}: "
+        sys.stdout.write(f"rank {rank}, after {time.monotonic() - start:.1f} s: {kind}{error}\n")
         sys.stdout.flush()
     os._exit(1)
 

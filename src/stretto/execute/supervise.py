@@ -85,6 +85,12 @@ class Supervisor:
 
         Where nobody is to blame it is given up after the timeout, or after as many seconds as `patience` says.
         """
+        try:
+            self._wait(ticket, what, patience)
+        except (OSError, RuntimeError) as error:  # of a group or connection that has failed
+            raise self.explained(error, what()) from error
+
+    def _wait(self, ticket: Awaited, what: Callable[[], str], patience: float | None) -> None:
         if ticket.done and ticket.error is None:
             return
         self._waiting, since = True, time.monotonic()

@@ -152,18 +152,19 @@ class Links:
             return
         assert link.wire is not None
         text = b"" if said is None else said.encode()
-        with self._explaining("what it sent to be taken"):
+        with self.explaining("what it sent to be taken"):
             link.wire.send(_WORD.pack(len(text)) + text, self._supervisor.check)
-        moved = [moved_as(tensor) for tensor in tensors if tensor.numel()]
-        if self.device.type == "cuda":
-            for raw in moved:
-                self._fly(StreamTicket(link.group.send([raw], link.peer, 0), raw), tree)
-            return
-        if guess is not None and said is not None and said.metas != guess.metas:
-            # the room that was made ready is filled with anything
-            moved = [*(moved_as(part) for part in guess.empty(self.device) if part.numel()), *moved]
-        if moved:
-            self._fly(link.lane.follow(_All([link.group.send([part], link.peer, 0) for part in moved]), moved), tree)
+            moved = [moved_as(tensor) for tensor in tensors if tensor.numel()]
+            if self.device.type == "cuda":
+                for raw in moved:
+                    self._fly(StreamTicket(link.group.send([raw], link.peer, 0), raw), tree)
+                return
+            if guess is not None and said is not None and said.metas != guess.metas:
+                # the room that was made ready is filled with anything
+                moved = [*(moved_as(part) for part in guess.empty(self.device) if part.numel()), *moved]
+            if moved:
+                works = [link.group.send([part], link.peer, 0) for part in moved]
+                self._fly(link.lane.follow(_All(works), moved), tree)
 
     def receive(self, peer: int, channel: Channel, room: Callable[[Description], Lent]) -> Arrival:
         """Ask for a message, which comes into the room that is made for it."""
@@ -175,13 +176,13 @@ class Links:
             assert link.wire is not None
             what = f"word from rank {peer} of what is to come"
             self._supervisor.wait(link.wire, lambda: what)
-            with self._explaining(what):
+            with self.explaining(what):
                 arrival.what = link.hear(channel, self._supervisor.check)
-            link.learn(channel, arrival.what)
-            arrival.lent = room(arrival.what)
-            arrival.tickets = [
-                self._begun(StreamTicket(link.group.recv([raw], link.peer, 0), raw)) for raw in arrival.lent.raws
-            ]
+                link.learn(channel, arrival.what)
+                arrival.lent = room(arrival.what)
+                arrival.tickets = [
+                    self._begun(StreamTicket(link.group.recv([raw], link.peer, 0), raw)) for raw in arrival.lent.raws
+                ]
         else:
             coming = _Coming(link, channel, room, arrival, self._supervisor.check)
             if link.last is None or link.last.done:
@@ -191,11 +192,11 @@ class Links:
         return arrival
 
     @contextmanager
-    def _explaining(self, what: str) -> Iterator[None]:
+    def explaining(self, what: str) -> Iterator[None]:
         """If a connection fails, say why that is."""
         try:
             yield
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise self._supervisor.explained(error, what) from error
 
     def settle(self) -> None:

@@ -87,7 +87,8 @@ class Passes:
             return waited, None
         for ticket in waited.tickets:
             if isinstance(ticket, StreamTicket):
-                ticket.work.wait()  # the stream does; the host goes on
+                with self._links.explaining(what()):
+                    ticket.work.wait()  # the stream does; the host goes on
             else:
                 self._supervisor.wait(ticket, what)
         return waited.tree(), waited.lent

@@ -82,17 +82,6 @@ class Sites:
         return run.handle_of_output(number, saved)
 
 
-def demand_replayable(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse what draws random numbers that no generator of PyTorch's gives again: cuDNN's dropout in RNNs."""
-    for name, module in modules.items():
-        for inner, part in module.named_modules(prefix=name):
-            if isinstance(part, nn.RNNBase) and part.dropout > 0 and part.training and torch.backends.cudnn.enabled:
-                raise PipelineError(
-                    f"{inner} draws its dropout in cuDNN, which cannot draw the same again, so it cannot be "
-                    "recomputed; set torch.backends.cudnn.enabled = False, or its dropout to 0"
-                )
-
-
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor._version, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 

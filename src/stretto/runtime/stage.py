@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from stretto.ir.errors import PipelineError
 from stretto.program.phases import Anatomy, Layer, Phase
 from stretto.runtime.module_buffers import ModuleBuffers, Snapshot
-from stretto.runtime.recompute import Sites, Table, demand_replayable
+from stretto.runtime.recompute import Sites, Table
 from stretto.runtime.rng import Generators, RngKey
 from stretto.runtime.segments import Grads, Segment, call, run_segment
 from stretto.runtime.split_backward import Closure, Deferral
@@ -75,9 +75,6 @@ class Stage:
         self._generators = Generators(device)
         self.deferral = Deferral(self._module)
         self._device = device
-        self._recomputed = (
-            {str(number): layer for number, layer in layers.items()} if checkpointed else recomputed or {}
-        )
         self._sites = Sites(recomputed, self._generators) if recomputed else None
         self.anchor = torch.zeros((), requires_grad=True)
         """The scalar that all segments hang on."""
@@ -99,8 +96,6 @@ class Stage:
             with self._generators.kept():
                 yield
             return
-        if self._device.type == "cuda":
-            demand_replayable(self._recomputed)
         for number, layer in self.layers.items():
             if is_phased(layer) and len(self._functions) > 1 and _has_hooks(layer):
                 raise PipelineError(
