@@ -387,11 +387,25 @@ class Pipeline:
         """A step: what goes wrong in it is told to all, and no stream is left waiting."""
         try:
             with self._supervisor.guarding():
-                yield
+                try:
+                    yield
+                except RuntimeError as error:
+                    if not self._has_broken():
+                        raise
+                    raise self._supervisor.explained(error, "the others") from error
         except BaseException:
             if self._device.type == "cuda":
                 self._links.abort()
             raise
+
+    def _has_broken(self) -> bool:
+        """Whether a group that does not block has failed."""
+        try:
+            self._links.check()
+            check_group(self._group)
+        except RuntimeError:
+            return True
+        return False
 
     def _catch_up(self, wanted: bool = True) -> None:
         """Let the host wait until the device has got here."""
