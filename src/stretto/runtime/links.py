@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ class Links:
         self._instant = dist.get_backend() == "fake"  # its works have always ended, but do not say so
         self._sends: dict[int, _Link] = {}
         self._receives: dict[int, _Link] = {}
-        self._flying: deque[tuple[Ticket | StreamTicket, Tree, list[int]]] = deque()
+        self._flying: deque[tuple[Ticket | StreamTicket, Callable[[], None] | None]] = deque()
         self.started: list[Ticket | StreamTicket] | None = None
         """If given, all that is started is put there."""
         directed = sorted(
@@ -152,19 +153,19 @@ class Links:
             return
         assert link.wire is not None
         text = b"" if said is None else said.encode()
+        moved = [moved_as(tensor) for tensor in tensors if tensor.numel()]
+        if guess is not None and said is not None and said.metas != guess.metas:
+            # the room that was made ready is filled with anything
+            moved = [*(moved_as(part) for part in guess.empty(self.device) if part.numel()), *moved]
+        unchanged = partial(demand_unchanged, tree, tree.versions())
         with self.explaining("what it sent to be taken"):
             link.wire.send(_WORD.pack(len(text)) + text, self._supervisor.check)
-            moved = [moved_as(tensor) for tensor in tensors if tensor.numel()]
+            works = [link.group.send([part], link.peer, 0) for part in moved]
             if self.device.type == "cuda":
-                for raw in moved:
-                    self._fly(StreamTicket(link.group.send([raw], link.peer, 0), raw), tree)
-                return
-            if guess is not None and said is not None and said.metas != guess.metas:
-                # the room that was made ready is filled with anything
-                moved = [*(moved_as(part) for part in guess.empty(self.device) if part.numel()), *moved]
-            if moved:
-                works = [link.group.send([part], link.peer, 0) for part in moved]
-                self._fly(link.lane.follow(_All(works), moved), tree)
+                for work, raw in zip(works, moved, strict=True):
+                    self._fly(StreamTicket(work, raw), unchanged)
+            elif works:
+                self._fly(link.lane.follow(_Sent(works, unchanged), moved))
 
     def receive(self, peer: int, channel: Channel, room: Callable[[Description], Lent]) -> Arrival:
         """Ask for a message, which comes into the room that is made for it."""
@@ -186,7 +187,8 @@ class Links:
         else:
             coming = _Coming(link, channel, room, arrival, self._supervisor.check)
             if link.last is None or link.last.done:
-                coming.begin()  # or else on the lane, when what comes before is known
+                with self.explaining(f"rank {peer}"):
+                    coming.begin()  # or else on the lane, when what comes before is known
             link.last = link.lane.follow(coming)
             arrival.tickets = [self._begun(link.last)]
         return arrival
@@ -202,18 +204,19 @@ class Links:
     def settle(self) -> None:
         """Wait until all that was sent has left."""
         while self._flying:
-            self._supervisor.wait(self._flying[0][0], lambda: "what it sent to be taken")
             self._land()
 
-    def _fly(self, ticket: Ticket | StreamTicket, tree: Tree) -> None:
-        while self._flying and self._flying[0][0].done and self._flying[0][0].error is None:
+    def _fly(self, ticket: Ticket | StreamTicket, landed: Callable[[], None] | None = None) -> None:
+        """Something is under way; `landed` is run when it is seen to have left."""
+        while self._flying and self._flying[0][0].done:
             self._land()
-        self._flying.append((self._begun(ticket), tree, tree.versions()))
+        self._flying.append((self._begun(ticket), landed))
 
     def _land(self) -> None:
-        """What was sent first has left; if it was changed in place meanwhile, nobody knows what has."""
-        _, tree, versions = self._flying.popleft()
-        demand_unchanged(tree, versions)
+        ticket, landed = self._flying.popleft()
+        self._supervisor.wait(ticket, lambda: "what it sent to be taken")
+        if landed is not None:
+            landed()
 
     def _begun(self, ticket: Ticket | StreamTicket) -> Ticket | StreamTicket:
         if self.started is not None:
@@ -246,14 +249,16 @@ def _lone(tree: Tree, rows: int) -> tuple[Any, ...] | None:
     return leaf.shape, leaf.dtype, leaf.device, tree.needs[0], rows
 
 
-class _All:
-    """Several works as one."""
+class _Sent:
+    """The tensors of a message as one work. If they were changed in place meanwhile, nobody knows what was sent."""
 
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
+    def __init__(self, works: list[dist.Work], unchanged: Callable[[], None]) -> None:
+        self._works, self._unchanged = works, unchanged
 
     def wait(self) -> None:
         _wait(self._works)
+        self._unchanged()
+        del self._works, self._unchanged  # what they keep alive may go
 
 
 class _Coming:
