@@ -290,6 +290,7 @@ REFUSED = {
     "a class of its own": "a layer hands on a '_hand_on.<locals>.Local', which another process cannot find",
     "sparse": "a layer hands a tensor of layout torch.sparse_coo on to another rank; only plain dense tensors travel",
     "backward within": "a layer ran backward() through its own input in its forward",
+    "hooks on phases": "layer 1 runs in phases, and its own hooks would not run; put them on modules within it",
     "words changed": "modified by an inplace operation",
 }
 
@@ -400,6 +401,10 @@ def refused(mesh: Any, name: str) -> str:
                 pipeline(mesh, case, seed=0.5)
             case "keys":
                 pipeline(mesh, case).step(UserDict(tokens=inputs), targets)
+            case "hooks on phases":
+                layers = replace(case, phased=True, layers=4).modules()
+                layers[1].register_forward_hook(lambda *_: None)
+                stretto.Pipeline(layers, plan=case.plan(), loss=case.loss, mesh=mesh).step(inputs, targets)
             case "an array":
                 pipeline(mesh, case).step(inputs.numpy(), targets)
             case "no graph":

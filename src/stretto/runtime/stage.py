@@ -79,6 +79,7 @@ class Stage:
         self.anchor = torch.zeros((), requires_grad=True)
         """The scalar that all segments hang on."""
         self._last_layers: list[str] = []  # of each part, in words
+        self._in_phases = not anatomy.is_whole
         self._functions = self._parts(anatomy)
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
         self._passes: dict[int, _Pass] = {}
@@ -92,15 +93,15 @@ class Stage:
         """A step, with these random numbers. Within, layers that train run as the split backward needs it."""
         self._key = key
         self._buffered = [module for module in self._module.modules() if module._buffers]
+        for number, layer in self.layers.items():
+            if self._in_phases and is_phased(layer) and _has_hooks(layer):
+                raise PipelineError(
+                    f"layer {number} runs in phases, and its own hooks would not run; put them on modules within it"
+                )
         if not training:
             with self._generators.kept():
                 yield
             return
-        for number, layer in self.layers.items():
-            if is_phased(layer) and len(self._functions) > 1 and _has_hooks(layer):
-                raise PipelineError(
-                    f"layer {number} runs in phases, and its own hooks would not run; put them on modules within it"
-                )
         self._without = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         sites = nullcontext() if self._sites is None else self._sites.overrides
         with self._generators.kept(), self.deferral.overrides, sites:
