@@ -186,7 +186,7 @@ class Pipeline:
                 )
                 self._replicas.sum_gradients(self._together)
                 total = self._total(losses)
-                if check_finite:
+                if check_finite or self._counted is None:
                     total.wait()
             count = self._count(losses, total, wait=check_finite)
             if check_finite:
