@@ -298,7 +298,9 @@ def refused(mesh: Any, name: str) -> str:
     given = again() if reused else without_end() if endless else list(inputs)
     try:
         pipe = stretto.Pipeline(_layers(make), plan=plan, loss=_loss, mesh=mesh, timeout=20, **more)
-        (pipe.eval_step if evaluate else pipe.step)(given, list(targets))
+        found = (pipe.eval_step if evaluate else pipe.step)(given, list(targets)).loss
     except stretto.PipelineError as error:
         return str(error)
-    return ""
+    whole = nn.Sequential(*_layers(make))
+    expected = sum(float(_loss(whole(x), y).detach()) for x, y in zip(inputs, targets, strict=True)) / 6
+    return "exact" if abs(found - expected) <= 1e-12 * expected else ""
