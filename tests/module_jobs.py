@@ -195,3 +195,45 @@ def statistics_on_two_devices(mesh: Any, when: str) -> str:
     except stretto.PipelineError as error:
         return str(error)
     return ""
+
+
+def kept_after_a_bad_loss(mesh: Any) -> list[bool]:
+    """Whether parameters have the very gradients of the step before after a loss that is not finite."""
+    factors = iter([1.0] * 4 + [float("inf")] * 4)
+    pipe = pipeline(mesh, MODEL.layers(), loss=lambda out, y: MODEL.loss_of(out, y) * next(factors))
+    pipe.step(*MODEL.batch())
+    before = [parameter.grad for parameter in pipe.parameters()]
+    try:
+        pipe.step(*MODEL.batch())
+    except stretto.PipelineError:
+        return [parameter.grad is grad for parameter, grad in zip(pipe.parameters(), before, strict=True)]
+    return [False]
+
+
+def frozen_between_steps(mesh: Any) -> list[bool]:
+    """Whether parameters that were frozen after a step have no gradient after the next one."""
+    pipe = pipeline(mesh, MODEL.layers())
+    pipe.step(*MODEL.batch())
+    weights = [module.weight for module in pipe.modules() if isinstance(module, nn.Linear)]
+    for weight in weights[:1]:
+        weight.requires_grad_(False)
+    pipe.step(*MODEL.batch())
+    return [weight.grad is None for weight in weights[:1]]
+
+
+def on_two_devices(mesh: Any, what: str) -> str:
+    """What is said of a layer whose copies would drift apart."""
+    layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    if what == "max_norm":
+        layers[0] = nn.Embedding(9, WIDTH, max_norm=1.0)
+    elif what == "frozen":
+        layers[0].requires_grad_(mesh.get_local_rank() == 0)
+    plan = stretto.dualpipe(devices=2, microbatches=4)
+    try:
+        pipe = stretto.Pipeline(layers, plan=plan, loss=lambda out, y: (out - y).square().mean(), mesh=mesh, timeout=20)
+        if what == "replaced":
+            layers[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        pipe.step(torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+    except stretto.PipelineError as error:
+        return str(error)
+    return ""

@@ -9,7 +9,10 @@ from module_jobs import (
     across_types,
     autocast_island,
     copies,
+    frozen_between_steps,
+    kept_after_a_bad_loss,
     modes,
+    on_two_devices,
     put_off_twice,
     start_equal,
     statistics_on_two_devices,
@@ -80,3 +83,27 @@ def test_running_statistics_on_two_devices_are_refused_unless_they_rest(ranks: R
         for said in ranks.run(statistics_on_two_devices, 2, when):
             assert "1.norm keeps running statistics, and its stage lives on two devices" in said
     assert ranks.run(statistics_on_two_devices, 2, "never") == ["", ""]
+
+
+def test_a_loss_that_is_not_finite_leaves_gradients_alone(ranks: Ranks) -> None:
+    for kept in ranks.run(kept_after_a_bad_loss, 2):
+        assert kept
+        assert all(kept)
+
+
+def test_a_parameter_frozen_after_a_step_has_no_gradient_after_the_next(ranks: Ranks) -> None:
+    assert [gone for rank in ranks.run(frozen_between_steps, 2) for gone in rank] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("max_norm", "0.weight is changed by forwards (max_norm), and several devices hold it"),
+        ("frozen", "is frozen on some ranks that hold it, and trained on others"),
+        ("replaced", "the parameter 0.weight was replaced after the pipeline was made"),
+    ],
+)
+def test_copies_that_would_drift_apart_are_refused(ranks: Ranks, what: str, reason: str) -> None:
+    said = ranks.run(on_two_devices, 2, what, timeout=60)
+    assert all(said), said
+    assert any(reason in one for one in said), said
