@@ -260,7 +260,7 @@ REFUSED = {
     "too few microbatches": "the plan has 4 microbatches, but inputs has 3",
     "no layer count": "layer_count is needed",
     "too few layers": "1 layers on 2 stages need 2 shares of at least 1 that add up",
-    "float16": "float16 needs its gradients scaled, which a pipeline does not do; use bfloat16",
+    "float16": "0.table.weight is float16, whose gradients need scaling, which a pipeline does not do; use bfloat16",
     "senseless tie": "'head.weight' is no parameter to tie: names begin with a layer's number",
     "unknown site": "no module is called '*.nrom', so it cannot be recomputed",
     "both": "checkpoint=True recomputes whole layers; give that or modules to recompute, not both",

@@ -1,9 +1,12 @@
 """Real processes that run jobs together over gloo on loopback, with deadlines; nothing is left behind."""
 
+import faulthandler
 import multiprocessing
 import os
 import queue
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +52,7 @@ class Ranks:
             try:
                 rank, failed, result = self._results.get(timeout=timeout)
             except queue.Empty:
+                self._tell_where()
                 self._restart()
                 missing = sorted(set(range(count)) - set(results))
                 raise TimeoutError(f"{job.__name__}: ranks {missing} were not done after {timeout} s") from None
@@ -62,6 +66,13 @@ class Ranks:
         self._kill()
         self._folder.cleanup()
 
+    def _tell_where(self) -> None:
+        """Let all print where they are."""
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+
     def _restart(self) -> None:
         self._kill()
         self._start()
@@ -74,6 +85,7 @@ class Ranks:
 
 def _serve(rank: int, jobs: Any, results: Any, backend: str, device: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     import torch
 
     if backend != "gloo":

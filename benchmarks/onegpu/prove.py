@@ -29,6 +29,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import stretto
 import stretto.onegpu
+from stretto.runtime.gradients import Gradients
 from stretto.runtime.losses import Losses
 from stretto.runtime.rng import RngKey
 from stretto.runtime.stage import Stage
@@ -149,9 +150,12 @@ def bitwise(mesh: DeviceMesh) -> None:
         shares = stretto.cut_layers(range(count), stages=plan.stages)
         anatomy = stretto.lower(plan).anatomy
         device = torch.device("cuda")
+        gradients = Gradients()
         stages = [
-            Stage({k: given[k] for k in share}, anatomy, index, device=device) for index, share in enumerate(shares)
+            Stage({k: given[k] for k in share}, anatomy, index, gradients=gradients, device=device)
+            for index, share in enumerate(shares)
         ]
+        gradients.begin({index: stage.parameters() for index, stage in enumerate(stages)})
         losses = Losses(loss, list(targets.chunk(plan.microbatches)), plan.microbatches, device)
         with ExitStack() as running:
             for stage in stages:
@@ -166,6 +170,7 @@ def bitwise(mesh: DeviceMesh) -> None:
                 for stage in reversed(stages):
                     grads = stage.backward(k, 0, grads)
                     stage.weight(k, 0)
+        gradients.give_out()
         expected: dict[str, Any] = dict(given.named_parameters())
         found: dict[str, Any] = dict(pipe.named_parameters())
         different = [key for key, p in found.items() if not torch.equal(p.grad, expected[key].grad)]

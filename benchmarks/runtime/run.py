@@ -24,6 +24,7 @@ import stretto
 from stretto.execute.supervise import Supervisor
 from stretto.program.task import COMPUTE, Kind
 from stretto.runtime.descriptions import describe
+from stretto.runtime.gradients import Gradients
 from stretto.runtime.links import Links
 from stretto.runtime.losses import Losses
 from stretto.runtime.passes import Passes, list_of
@@ -81,8 +82,9 @@ def ours(plan: stretto.Plan, inputs: Tensor, targets: Tensor) -> tuple[Callable[
     program = stretto.lower(plan)
     supervisor = Supervisor(0, timeout=300)
     here = sorted({stage for device, stage in plan.placement.homes if device == 0})
+    gradients = Gradients()
     stages = {
-        stage: Stage({stage: nn.Linear(WIDTH, WIDTH)}, program.anatomy, stage, checkpointed=False) for stage in here
+        stage: Stage({stage: nn.Linear(WIDTH, WIDTH)}, program.anatomy, stage, gradients=gradients) for stage in here
     }
     links = Links(FakeGroups(), program, supervisor, torch.device("cpu"))  # type: ignore[arg-type]
     device, example = torch.device("cpu"), take_apart(inputs[:ROWS].clone().requires_grad_())
@@ -95,8 +97,10 @@ def ours(plan: stretto.Plan, inputs: Tensor, targets: Tensor) -> tuple[Callable[
     wanted = list(targets.chunk(plan.microbatches))
 
     def run() -> None:
+        gradients.begin({number: stage.parameters() for number, stage in stages.items()})
         walk.run(microbatches, Losses(loss, wanted, plan.microbatches, device))
         links.settle()
+        gradients.give_out()
 
     counted = [kind for kind in COMPUTE if kind is not Kind.WGRAD]
     actions = sum(

@@ -99,7 +99,7 @@ def test_a_parameter_frozen_after_a_step_has_no_gradient_after_the_next(ranks: R
     ("what", "reason"),
     [
         ("max_norm", "0.weight is changed by forwards (max_norm), and several devices hold it"),
-        ("frozen", "is frozen on some ranks that hold it, and trained on others"),
+        ("frozen", "the copies of 0.bias on several ranks are frozen in one place, and trained in the other"),
         ("replaced", "the parameter 0.weight was replaced after the pipeline was made"),
     ],
 )

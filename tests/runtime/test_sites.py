@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from alive import Alive
 from stretto.ir.errors import PipelineError
+from stretto.runtime.gradients import Gradients
 from stretto.runtime.recompute import Sites
 from stretto.runtime.rng import Generators
 from stretto.runtime.segments import run_segment
@@ -68,18 +69,19 @@ def twins(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> 
 
 
 def forward(module: nn.Module, sites: dict[str, nn.Module], x: Tensor, closures: list[Closure]) -> tuple[Any, Any, Any]:
-    deferral, made = Deferral(module), Sites(sites, Generators(x.device))
+    deferral, made = Deferral(module, gradients := Gradients()), Sites(sites, Generators(x.device))
     with deferral.overrides, made.overrides, deferral.into(closures), made.into({}):
         out, segment = run_segment(module, Tree([x], LEAF, [True]), torch.zeros((), requires_grad=True))
-    return out.value(), segment, (deferral, made)
+    return out.value(), segment, (deferral, made, gradients)
 
 
 def backward(segment: Any, overriding: Any, grad: Tensor, closures: list[Closure]) -> Tensor:
-    deferral, made = overriding
+    deferral, made, gradients = overriding
     with deferral.overrides, made.overrides, deferral.into(closures), made.into({}):
         (arrived,) = segment.backward([grad])
     while closures:
         closures.pop(0)()
+    gradients.give_out()
     assert arrived is not None
     return arrived  # type: ignore[no-any-return]
 

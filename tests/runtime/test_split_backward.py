@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from alive import Alive
+from stretto.runtime.gradients import Gradients
 from stretto.runtime.grouped import GroupedLinear
 from stretto.runtime.segments import Segment, run_segment
 from stretto.runtime.split_backward import Closure, Deferral
@@ -106,12 +107,13 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 def split(module: nn.Module, x: Tensor, grad: Tensor, *, differentiable: bool = True) -> tuple[Any, list[Closure], Any]:
     """Forward and input part: the output, the closures that are owed, and the input's gradient."""
-    deferral = Deferral(module)
+    deferral = Deferral(module, gradients := Gradients())
     closures: list[Closure] = []
     with deferral.overrides, deferral.into(closures):
         anchor = torch.zeros((), requires_grad=True)
         out, segment = run_segment(module, tree(x, differentiable=differentiable), anchor)
         (arrived,) = segment.backward([grad])
+    closures.append(gradients.give_out)
     return out.value(), closures, arrived
 
 
@@ -175,7 +177,7 @@ def test_under_autocast(name: str) -> None:
     leaf = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         expected = plain(leaf)
-        deferral, closures = Deferral(ours), list[Closure]()
+        deferral, closures = Deferral(ours, gradients := Gradients()), list[Closure]()
         with deferral.overrides:
             out = (made := run_segment(ours, tree(x), torch.zeros((), requires_grad=True)))[0].value()
             segment = made[1]
@@ -183,7 +185,7 @@ def test_under_autocast(name: str) -> None:
     expected.backward(grad.to(expected.dtype))
     with deferral.into(closures):
         (arrived,) = segment.backward([grad.to(out.dtype)])
-    settle(closures)
+    settle([*closures, gradients.give_out])
     torch.testing.assert_close(arrived, leaf.grad, rtol=0.02, atol=0.02)
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0.03, atol=0.06)
@@ -199,7 +201,7 @@ def test_other_parameters_get_their_gradients_in_the_backward() -> None:
 
 def test_attention_that_is_asked_for_its_weights_runs_as_ever() -> None:
     attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-    deferral = Deferral(attention)
+    deferral = Deferral(attention, Gradients())
     x = torch.randn(2, 3, WIDTH)
     expected = attention(x, x, x)
     with deferral.overrides, deferral.into([]):
@@ -219,7 +221,7 @@ def test_attention_with_masks(masks: tuple[str, ...]) -> None:
     }
     given = {name: made[name] for name in masks}
     expected = attention(x, y, y, need_weights=False, **given)[0]
-    deferral = Deferral(attention)
+    deferral = Deferral(attention, Gradients())
     with deferral.overrides, deferral.into([]):
         out = attention(x, y, y, need_weights=False, **given)[0]
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
@@ -324,7 +326,7 @@ def test_segments_keep_no_tensor_alive() -> None:
 def test_a_segment_keeps_its_graph_though_its_output_is_gone() -> None:
     """An output made by a function written in Python owns its node; the segment must outlive it."""
     layer = nn.Linear(WIDTH, WIDTH)
-    deferral, closures = Deferral(layer), list[Closure]()
+    deferral, closures = Deferral(layer, Gradients()), list[Closure]()
     with deferral.overrides, deferral.into(closures):
         segment = run_segment(layer, tree(torch.randn(2, WIDTH)), torch.zeros((), requires_grad=True))[1]
         gc.collect()

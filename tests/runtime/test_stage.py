@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
+from stretto.runtime.gradients import Gradients
 from stretto.runtime.rng import RngKey
 from stretto.runtime.stage import Stage
 from stretto.runtime.structure import LEAF, Tree
@@ -27,7 +28,9 @@ def test_gradients_that_parameters_took_are_not_those_that_weights_are_still_owe
     layer, plain = Projected().double(), Projected().double()
     layer.load_state_dict(plain.state_dict())
     anatomy = stretto.lower(stretto.gpipe(devices=2, microbatches=2)).anatomy
-    stage = Stage({0: layer}, anatomy, 1)
+    gradients = Gradients()
+    stage = Stage({0: layer}, anatomy, 1, gradients=gradients)
+    gradients.begin({1: stage.parameters()})
     inputs, grads = torch.randn(2, 1, TOKENS, WIDTH).double(), torch.randn(2, 1, TOKENS, WIDTH).double()
     with stage.running(RngKey(), training=True):
         for k in range(2):
@@ -36,6 +39,7 @@ def test_gradients_that_parameters_took_are_not_those_that_weights_are_still_owe
         kept = [grad.clone() for grad in returned if grad is not None]
         for k in range(2):
             stage.weight(k, 0)
+    gradients.give_out()
     plain(inputs.flatten(0, 1)).backward(grads.flatten(0, 1))
     for mine, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)

@@ -1,47 +1,332 @@
-"""The gradients of a step: summed in their own type, given out at its end, or put back as they were."""
+"""The gradients of a step: summed in buffers of ours, given out once at its end, or put back as they were."""
 
-from collections.abc import Sequence
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from stretto.ir.errors import PipelineError
+from stretto.runtime.gradient_buffers import Block, Buffer, Sum
+
+Kind = Literal["cast", "parameter", "float32"]
+"""What gradients are summed in, and given out as: in float32, and cast to the parameter's type; in that type; or in
+float32, as `main_grads`.
+"""
+Message = tuple[tuple[int, ...], str]
+"""What is summed over ranks at once: the ranks, and a name."""
+
+KINDS: tuple[str, ...] = get_args(Kind)
 
 
-class StepGradients:
-    """Those of all parameters, from a step's beginning to its end."""
+@dataclass(slots=True)
+class _Kept:
+    """What a parameter had before the step."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Begins the step: no parameter has a gradient, and bfloat16 ones are summed in float32."""
-        self._before = [(parameter, parameter.grad, _dtype(parameter)) for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-            if parameter.dtype == torch.bfloat16:
-                _set_dtype(parameter, torch.float32)
+    parameter: Tensor
+    grad: Tensor | None
+    hooks: dict[int, Callable[[Tensor], Any]]
+    """Those on its gradient."""
+    after: dict[int, Callable[[Tensor], None]]
+    """Those that run once the gradient is there."""
+    adds: bool
+    """Whether the step's gradient is added to the one before, or replaces it."""
 
-    def give_out(self, count: Tensor | None, *, accumulate: bool) -> None:
-        """Divide the sums by a count, if by anything, give them the parameters' type, and add what was there before."""
-        for parameter, before, dtype in self._before:
-            grad = parameter.grad
-            if grad is not None and count is not None:
-                grad /= count
-            if dtype is not None and dtype != _dtype(parameter):
-                parameter.grad = None
-                _set_dtype(parameter, dtype)
-                parameter.grad = None if grad is None else grad.to(parameter.dtype)
-            if accumulate and before is not None:
-                parameter.grad = before if parameter.grad is None else before + parameter.grad
+
+class Gradients:
+    """Those of a rank's parameters: each is added to a `Sum`, and `.grad` is set when the step ends."""
+
+    def __init__(
+        self,
+        kind: Kind = "cast",
+        *,
+        is_loose: Callable[[Tensor], bool] = lambda _: False,
+        shared_as: Callable[[Tensor], tuple[Message, str] | None] = lambda _: None,
+    ) -> None:
+        """`is_loose` says which parameters' gradients are not dense; `shared_as` gives the message by which a
+        parameter's gradient is summed with other ranks', if it is, and its name there.
+        """
+        self._kind, self._is_loose, self._shared_as = kind, is_loose, shared_as
+        self._sums: dict[int, Sum] = {}
+        self._adopted: dict[int, Sum] = {}
+        self._buffers: list[Buffer] = []
+        self._signature: list[Any] | None = None
+        self._kept: list[_Kept] = []
+        self._exact: dict[int, Tensor] = {}  # the sums of the steps before, that gradients are added to
+        self._accumulates = False
+        self._blocks: dict[tuple[Message, str, str], Block] = {}  # what is summed over ranks
+        self._loose: dict[tuple[Message, str], Sum] = {}
+        self._names: list[tuple[Message, str]] = []
+        self._digests: dict[tuple[int, ...], int] = {}
+        self.several_streams = False
+        """Whether gradients are added on several streams of a device."""
+
+    def begin(self, stages: Mapping[int, Sequence[nn.Parameter]], *, accumulate: bool = False) -> None:
+        """Begin a step: no parameter has a gradient or a hook until it has ended."""
+        every = {id(parameter): parameter for parameters in stages.values() for parameter in parameters}
+        if self._kind == "float32" and any(parameter._post_accumulate_grad_hooks for parameter in every.values()):
+            raise PipelineError('hooks that run after .grad is there cannot with gradients="float32", which gives none')
+        self._accumulates = accumulate
+        self._exact = self._exact_sums() if accumulate else {}
+        self._lay_out(stages)
+        self._kept = [self._take(parameter, adds=accumulate) for parameter in every.values()]
+        for buffer in self._buffers:
+            if accumulate or buffer.flat is None:
+                buffer.renew()
+            buffer.divisor = None
+        for sum_ in self._sums.values():
+            sum_.value = sum_.stream = None
+
+    def of(self, parameter: Tensor) -> Sum:
+        """The sum to add a parameter's gradient to."""
+        sum_ = self._sums.get(id(parameter)) or self._adopted.get(id(parameter)) or self.adopt(parameter)
+        if self.several_streams:
+            now = torch.cuda.current_stream()
+            if sum_.stream is not None and sum_.stream != now:
+                now.wait_stream(sum_.stream)
+            sum_.stream = now
+        return sum_
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether this is a parameter of this rank's layers, or was adopted."""
+        return id(tensor) in self._sums or id(tensor) in self._adopted
+
+    def adopt(self, tensor: Tensor) -> Sum:
+        """Take a tensor in that is nobody's parameter, for this step. Its gradient is added to the one it has."""
+        self._kept.append(self._take(tensor, adds=True))
+        sum_ = self._adopted[id(tensor)] = Sum(tensor, self._summed_in(tensor), _given_as(tensor))
+        return sum_
+
+    def collect(self, tensors: Iterable[Tensor]) -> None:
+        """Add what autograd has put into `.grad`: at once, as others may hold it, to send it, or to make weight
+        gradients of it.
+        """
+        if self._adopted:
+            tensors = [*tensors, *(sum_.parameter for sum_ in self._adopted.values())]
+        for tensor in tensors:
+            if (grad := tensor.grad) is not None:
+                tensor.grad = None
+                self.of(tensor).add(grad.detach())
+
+    def demand_no_new_hooks(self) -> None:
+        """Refuse hooks that a layer has put on a parameter meanwhile: they would not see what is deferred."""
+        for kept in self._kept:
+            if kept.parameter._backward_hooks or kept.parameter._post_accumulate_grad_hooks:
+                raise PipelineError("a hook was put on a parameter while a step ran; do that before the step")
+
+    @torch.no_grad()
+    def give_out(self, count: Tensor | None = None) -> None:
+        """Divide the sums by a count, if by anything, run the parameters' hooks, and set `.grad`."""
+        for buffer in self._buffers:
+            buffer.divisor = count
+        for sum_ in self._all():
+            if count is not None and sum_.value is not None and sum_.value is not sum_.place:
+                sum_.value = sum_.value / count
+        for kept in self._kept:
+            _put_back(kept)
+        used = {id(sum_.parameter): sum_ for sum_ in self._all() if sum_.value is not None}
+        hooked = [kept for kept in self._kept if kept.hooks and id(kept.parameter) in used]
+        if hooked or self._accumulates or self._kind == "float32":
+            for buffer in self._buffers:
+                buffer.divide()
+        for kept in hooked:
+            _run_hooks(used[id(kept.parameter)], kept.hooks)
+        for kept in self._kept:
+            if kept.adds:
+                self._add_before(kept)
+        self._set_grads()
+        for kept in self._kept:
+            if id(kept.parameter) in used:
+                for hook in kept.after.values():
+                    hook(kept.parameter)
+        self._end()
 
     def restore(self) -> None:
         """As if there had been no step."""
-        for parameter, before, dtype in self._before:
-            parameter.grad = None
-            _set_dtype(parameter, dtype)
-            parameter.grad = before
+        for kept in self._kept:
+            kept.parameter.grad = kept.grad
+            _put_back(kept)
+        self._end()
+
+    def main_grad(self, parameter: Tensor) -> Tensor | None:
+        """The sum itself, with `gradients="float32"`."""
+        sum_ = self._sums.get(id(parameter))
+        return None if sum_ is None else sum_.value
+
+    def blocks(self, ranks: tuple[int, ...]) -> list[Block]:
+        """What is summed over these ranks, in an order that they agree on."""
+        return [self._blocks[key] for key in sorted(self._blocks) if key[0][0] == ranks]
+
+    def loose(self, ranks: tuple[int, ...]) -> list[Sum]:
+        """The same, of what does not lie in blocks."""
+        return [self._loose[key] for key in sorted(self._loose) if key[0][0] == ranks]
+
+    def digest(self, ranks: tuple[int, ...]) -> int:
+        """Of what is summed over these ranks: it must be the same on all."""
+        if ranks not in self._digests:
+            text = "".join(
+                f"{key} {[(*sum_.parameter.shape, *sum_.parameter.stride()) for sum_ in block.sums]}"
+                for key, block in sorted(self._blocks.items())
+                if key[0][0] == ranks
+            )
+            names = [name for message, name in self._names if message[0] == ranks]
+            made = hashlib.blake2b(f"{text} {sorted(names)}".encode(), digest_size=7).digest()
+            self._digests[ranks] = int.from_bytes(made)
+        return self._digests[ranks]
+
+    def _all(self) -> Iterable[Sum]:
+        return (*self._sums.values(), *self._adopted.values())
+
+    def _take(self, tensor: Tensor, *, adds: bool) -> _Kept:
+        """What a tensor has, which it has not until the step has ended."""
+        made = []
+        for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
+            made.append(dict(hooks) if hooks else {})
+            if hooks:
+                hooks.clear()
+        kept = _Kept(tensor, tensor.grad, made[0], made[1], adds)
+        tensor.grad = None
+        return kept
+
+    def _lay_out(self, stages: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        """Find places for the sums of all parameters that are trained, if they are other ones than before."""
+        trained = [(stage, p) for stage, parameters in stages.items() for p in parameters if p.requires_grad]
+        signature = [(stage, id(p), _shape_of(p), p.dtype, _given_as(p)) for stage, p in trained]
+        if signature == self._signature:
+            return
+        self._signature, self._sums, self._blocks, self._loose = signature, {}, {}, {}
+        self._names, self._digests = [], {}
+        groups: dict[Any, dict[Message | None, dict[str, Sum]]] = defaultdict(lambda: defaultdict(dict))
+        for stage, parameter in trained:
+            if id(parameter) in self._sums:
+                continue
+            _demand_no_node_hooks(parameter)
+            sum_ = self._sums[id(parameter)] = Sum(parameter, self._summed_in(parameter), _given_as(parameter))
+            message, name = self._shared_as(parameter) or (None, f"{len(self._sums):08}")
+            if message is not None:
+                self._names.append((message, name))
+            if type(parameter) is nn.Parameter and not self._is_loose(parameter):
+                groups[stage, sum_.dtype, sum_.given_as, parameter.device][message][name] = sum_
+            elif message is not None:
+                self._loose[message, name] = sum_
+        self._buffers = []
+        for (_, dtype, given_as, _), messages in groups.items():
+            blocks = {
+                message: Block([sums[name] for name in sorted(sums)], shared=message is not None)
+                for message, sums in messages.items()
+            }
+            self._buffers.append(Buffer(list(blocks.values())))
+            for message, block in blocks.items():
+                if message is not None:
+                    self._blocks[message, str(dtype), str(given_as)] = block
+
+    def _summed_in(self, tensor: Tensor) -> torch.dtype:
+        given = _given_as(tensor)
+        short = given.is_floating_point and given.itemsize < 4
+        return torch.float32 if short and self._kind != "parameter" else given
+
+    def _exact_sums(self) -> dict[int, Tensor]:
+        """Those that the parameters' gradients were made of, where these have another type."""
+        for buffer in self._buffers:
+            buffer.divide()
+        return {
+            id(sum_.parameter): sum_.value
+            for sum_ in self._sums.values()
+            if sum_.value is not None and (sum_.dtype != sum_.given_as or self._kind == "float32")
+        }
+
+    def _add_before(self, kept: _Kept) -> None:
+        """Add the gradient of the steps before: the sum it was made of, except where somebody has changed it since."""
+        parameter, before = kept.parameter, kept.grad
+        exact = self._exact.get(id(parameter))
+        if self._kind == "float32" and id(parameter) not in self._adopted:
+            before = exact
+        elif exact is not None and before is not None:
+            before = _refined(exact, before)
+        if before is not None and self.knows(parameter):
+            self.of(parameter).add(before)
+        elif before is not None:
+            parameter.grad = kept.grad  # it is frozen now
+
+    def _set_grads(self) -> None:
+        main = self._kind == "float32"
+        for buffer in self._buffers if not main else ():
+            same = buffer.dtype == buffer.given_as
+            if same:
+                buffer.divide()
+            given = [sum_.place for sum_ in buffer.sums] if same else buffer.cast()
+            for sum_, grad in zip(buffer.sums, given, strict=True):
+                if sum_.value is sum_.place:
+                    sum_.parameter.grad = grad
+            if same:
+                buffer.flat = None  # it is the user's now
+        for sum_ in self._all():
+            adopted = id(sum_.parameter) in self._adopted
+            if sum_.value is not None and sum_.value is not sum_.place and (adopted or not main):
+                sum_.parameter.grad = sum_.value.to(sum_.given_as)
+            if sum_.dtype == sum_.given_as and not main:
+                sum_.value = sum_.place = None
+
+    def _end(self) -> None:
+        self._kept = []
+        self._adopted.clear()
+        self._exact = {}
 
 
-def _dtype(parameter: nn.Parameter) -> torch.dtype | None:
-    return getattr(parameter, "grad_dtype", None)
+def _put_back(kept: _Kept) -> None:
+    """Give a parameter its hooks again."""
+    tensor = kept.parameter
+    for hooks, before in ((tensor._backward_hooks, kept.hooks), (tensor._post_accumulate_grad_hooks, kept.after)):
+        if hooks is not None:
+            hooks.update(before)
 
 
-def _set_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:
-    if hasattr(parameter, "grad_dtype") and parameter.grad_dtype != dtype:
-        parameter.grad_dtype = dtype
+def _run_hooks(sum_: Sum, hooks: Mapping[int, Callable[[Tensor], Any]]) -> None:
+    """As autograd does it: each may return another gradient."""
+    assert sum_.value is not None
+    first = grad = sum_.value.to(sum_.given_as, copy=True)
+    for hook in hooks.values():
+        made = hook(grad)
+        if made is not None:
+            grad = made
+        if not isinstance(grad, Tensor) or grad.shape != first.shape:
+            said = tuple(grad.shape) if isinstance(grad, Tensor) else type(grad).__name__
+            raise PipelineError(f"a hook on a parameter of shape {tuple(first.shape)} returned {said}")
+    if grad.layout is torch.strided and sum_.value is sum_.place:
+        sum_.value.copy_(_refined(sum_.value, grad))
+    else:
+        sum_.value = grad.to(sum_.dtype)
+
+
+def _refined(exact: Tensor, rounded: Tensor) -> Tensor:
+    """What was rounded, as exact as it is known: where it is still the rounding of a sum, that sum."""
+    if exact.layout is not torch.strided or rounded.layout is not torch.strided or exact.shape != rounded.shape:
+        return rounded
+    return torch.where(exact.to(rounded.dtype) == rounded, exact, rounded.to(exact.dtype))
+
+
+def _given_as(tensor: Tensor) -> torch.dtype:
+    """The type of a tensor's `.grad`."""
+    return getattr(tensor, "grad_dtype", None) or tensor.dtype
+
+
+def _shape_of(parameter: nn.Parameter) -> Any:
+    return None if isinstance(parameter, nn.parameter.UninitializedParameter) else (parameter.shape, parameter.stride())
+
+
+def _demand_no_node_hooks(parameter: nn.Parameter) -> None:
+    """Refuse hooks on the node that accumulates a parameter's gradient: weight gradients do not come by there."""
+    node = get_gradient_edge(parameter).node
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            raise PipelineError(
+                f"the node that accumulates the gradient of a parameter of shape {tuple(parameter.shape)} has a hook; "
+                "use register_hook or register_post_accumulate_grad_hook on the parameter"
+            )

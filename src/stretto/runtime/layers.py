@@ -1,12 +1,14 @@
 """The layers that a pipeline is given: lists of them or a function, what they share, their names and phases."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import TypeAlias
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 
 from stretto.costs import Costs, PhaseTimes
 from stretto.ir.errors import PipelineError, PlanError
@@ -37,15 +39,6 @@ def builder(layers: Layers | Callable[[int], nn.Module], count: int | None) -> t
     return layers, count
 
 
-def ties_of(layers: Layers) -> list[list[str]]:
-    """The names of parameters that several layers share."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for number, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters(prefix=str(number), remove_duplicate=False):
-            names[id(parameter)].append(name)
-    return [same for same in names.values() if len(same) > 1]
-
-
 def demand_own_statistics(layers: Layers, shares: Sequence[Sequence[int]]) -> None:
     """Refuse a norm with running statistics that layers of several stages share: each would keep its own."""
     seen: dict[int, tuple[int, str]] = {}
@@ -58,6 +51,29 @@ def demand_own_statistics(layers: Layers, shares: Sequence[Sequence[int]]) -> No
                         raise PipelineError(
                             f"{other} and {name} are one module, which keeps running statistics, in two stages"
                         )
+
+
+_SHARDED = {
+    FSDPModule: "is sharded by FSDP (fully_shard)",
+    FullyShardedDataParallel: "is wrapped in FSDP (FullyShardedDataParallel)",
+    DistributedDataParallel: "is wrapped in DDP (DistributedDataParallel)",
+}
+
+
+def unfit(layers: Mapping[int, nn.Module]) -> str | None:
+    """Why these layers cannot be trained by a pipeline."""
+    for number, layer in layers.items():
+        for name, module in layer.named_modules(prefix=str(number)):
+            for kind, how in _SHARDED.items():
+                if isinstance(module, kind):
+                    return (
+                        f"{name} {how}, which reduces gradients by itself, in the middle of a step; give the plain "
+                        "module, and sum gradients over data-parallel ranks after the step, as docs/training.md shows"
+                    )
+        for name, parameter in layer.named_parameters(prefix=str(number)):
+            if parameter.requires_grad and parameter.dtype == torch.float16:
+                return f"{name} is float16, whose gradients need scaling, which a pipeline does not do; use bfloat16"
+    return None
 
 
 def modules_named(layers: Mapping[int, nn.Module], patterns: Sequence[str]) -> dict[str, nn.Module]:

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from stretto.runtime.rng import RngKey
 from stretto.runtime.rooms import Lent, Rooms, share_rooms
 from stretto.runtime.segments import Grads
 from stretto.runtime.stage import Stage
-from stretto.runtime.structure import LEAF, Tree, Value, demand_unchanged
+from stretto.runtime.structure import LEAF, Tree, Value, demand_unchanged, entering
 
 T = TypeVar("T")
 
@@ -39,6 +40,8 @@ class Passes:
         self._inputs: list[Value] | None = None
         self._rows = 0  # of the whole batch of inputs, 0 if nobody has told
         self._losses: Losses | None = None
+        self._differentiated: dict[int, list[Any]] = {}  # the leaves of inputs that require gradients
+        self._input_grads: list[tuple[Tensor, Tensor]] = []
         self._values: dict[tuple[int, int], Tree | Arrival] = {}
         self._versions: dict[tuple[int, int], list[int]] = {}  # of values that wait here for the next stage
         self._grads: dict[tuple[int, int], Grads | Arrival] = {}
@@ -50,6 +53,8 @@ class Passes:
         on_device = links.device.type == "cuda"
         self._streams = Streams(program, self.tasks, self._walk.places, after) if on_device else None
         self._used: list[object] | None = [] if self._streams is not None and self._streams.keeps else None
+        self.several_streams = self._used is not None
+        """Whether several streams of a device compute."""
         self._runs = self._walk.compile(self._compiled)
 
     def run(
@@ -63,6 +68,7 @@ class Passes:
     ) -> None:
         """`rows` are those of inputs that were given whole."""
         self._inputs, self._losses, self._rows = inputs, losses, rows
+        self._input_grads = []
         started: Tickets | None = [] if recorder is not None else None
         self._links.started = started
         with ExitStack() as opened:
@@ -80,6 +86,14 @@ class Passes:
                 self._versions.clear()
                 self._grads.clear()
                 self._outputs.clear()
+                self._differentiated.clear()
+
+    def give_input_gradients(self, count: Tensor | None) -> None:
+        """Inputs that require gradients get theirs, divided by a count if by anything, in one backward."""
+        given, self._input_grads = self._input_grads, []
+        if given:
+            inputs, grads = zip(*given, strict=True)
+            torch.autograd.backward(inputs, [grad if count is None else grad / count for grad in grads])
 
     def _there(self, waited: T | Arrival, what: Callable[[], str]) -> tuple[T | Tree, Lent | None]:
         """Waits for what was asked for. What came from another device is lent."""
@@ -135,7 +149,9 @@ class Passes:
                     demand_unchanged(waited, self._versions.pop(here))
             else:
                 assert self._inputs is not None
-                given = Tree.whole(self._inputs[microbatch])
+                given, leaves = entering(self._inputs[microbatch])
+                if leaves and self._training:
+                    self._differentiated[microbatch] = leaves
             if ends and stage == self._last:
                 losses = self._losses
                 assert losses is not None
@@ -175,6 +191,9 @@ class Passes:
                 self._grads[here] = out
             elif stage:
                 self._grads[stage - 1, microbatch] = out  # for that stage, or to be sent
+            elif microbatch in self._differentiated:
+                leaves = self._differentiated.pop(microbatch)
+                self._input_grads += [(x, grad) for x, grad in zip(leaves, out, strict=True) if grad is not None]
 
         return backward
 

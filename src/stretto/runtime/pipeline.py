@@ -2,10 +2,11 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from stretto.ir.plan import Plan
 from stretto.program.lower import lower
 from stretto.program.phases import Layer, cut_layers
 from stretto.program.program import Program
-from stretto.runtime.gradients import StepGradients
+from stretto.runtime.gradients import KINDS, Gradients, Kind
 from stretto.runtime.groups import Groups
 from stretto.runtime.layers import (
     Layers,
@@ -34,17 +35,18 @@ from stretto.runtime.layers import (
     is_sparse,
     modules_named,
     outermost,
-    ties_of,
+    unfit,
 )
 from stretto.runtime.links import Links, check_group
 from stretto.runtime.losses import NOTHING_COUNTED, Losses, Total
 from stretto.runtime.microbatches import cut
 from stretto.runtime.modes import evaluating
 from stretto.runtime.passes import Passes
-from stretto.runtime.replicas import BufferPlace, Replicas
+from stretto.runtime.replicas import Held, Replicas
 from stretto.runtime.rng import RngKey
 from stretto.runtime.stage import Stage, anatomy_of, is_phased
 from stretto.runtime.structure import Value
+from stretto.runtime.ties import Place, demand_names, joined, layer_of, tie, ties_of, wrong_ties
 from stretto.schedules.forward_only import forward_only
 from stretto.timeline import Timeline
 
@@ -80,6 +82,8 @@ class Pipeline:
     (norms and activation functions, say: cheap to run, and their outputs are then not kept).
     A pair's phases are woven by their `costs`; without, compute phases are taken to be alike and hide communication.
     `loss(output, target)` returns its microbatch's mean, or a sum and the count to divide it by.
+    `gradients` says how they are summed and given out: "cast" sums those of bfloat16 parameters in float32 and casts
+    the sums, "parameter" sums in the parameter's type, "float32" gives the float32 sums as `main_grads()`.
 
     Nothing is run that `check` has not proved sound, and all ranks must have been given the same.
     """
@@ -95,55 +99,65 @@ class Pipeline:
         costs: Costs | None = None,
         balance: Sequence[int] | None = None,
         tied: Sequence[Sequence[str]] = (),
+        gradients: Kind = "cast",
         checkpoint: bool = False,
         recompute: Sequence[str] = (),
         seed: int = 0,
         timeout: float = 300.0,
     ) -> None:
-        _demand(plan, loss, mesh, seed)
-        self.plan, self._loss = plan, loss
+        _demand(plan, loss, mesh, seed, gradients)
+        self.plan, self._loss, self._gradient_kind = plan, loss, gradients
         self._group, self.rank = mesh.get_group(), mesh.get_local_rank()
         self._device = torch.device(mesh.device_type)
         build, count = builder(layers, layer_count)
+        demand_names(tied, count)
         shares = cut_layers(range(count), stages=plan.stages, balance=balance)
         if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
             demand_own_statistics(layers, shares)
         here = sorted({stage for device, stage in plan.placement.homes if device == self.rank})
         self._layers = {number: build(number).to(self._device) for stage in here for number in shares[stage]}
         self._module = nn.ModuleDict({str(number): layer for number, layer in self._layers.items()})
-        if any(parameter.dtype == torch.float16 for parameter in self._trained()):
-            raise PipelineError("float16 needs its gradients scaled, which a pipeline does not do; use bfloat16")
+        self._all_or_none(unfit(self._layers))
         self._anatomy = self._phases(build, shares)
         self._costs = costs if costs is not None or self._anatomy is None else even_costs(self._anatomy)
         self.program = self._lowered(plan)
-        self._agree(f"{[tuple(share) for share in shares]} {checkpoint} {recompute} {tied} {seed}")
+        self._agree(f"{[tuple(share) for share in shares]} {checkpoint} {recompute} {tied} {seed} {gradients}")
         if checkpoint and recompute:
             raise PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
         recomputed = self._recomputed(recompute)
+        given = layers if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else []
+        together = self._tied([*tied, *ties_of(given)])
+        self._groups = Groups(self._group, self._device)
+        self._replicas = self._shared(shares, together)
+        self._all_or_none(self._replicas.wrong(self._device))
+        self._replicas.start_equal(self._device)
+        sparse = {id(parameter) for module in self.modules() if is_sparse(module) for parameter in module.parameters()}
+        shared = self._replicas
+        self._gradients = Gradients(
+            gradients,
+            is_loose=lambda parameter: id(parameter) in sparse or shared.is_sparse(parameter),
+            shared_as=shared.shared_as,
+        )
         self._stages = {
             stage: Stage(
                 {number: self._layers[number] for number in shares[stage]},
                 self.program.anatomy,
                 stage,
+                gradients=self._gradients,
                 device=self._device,
                 checkpointed=checkpoint,
+                not_by_the_loss=partial(_not_by_the_loss, plan=plan, layers=given),
                 recomputed={name: it for name, it in recomputed.items() if int(name.split(".")[0]) in shares[stage]},
             )
             for stage in here
         }
-        self._groups = Groups(self._group, self._device)
         self._supervisor = supervised(self._group, self._device, timeout=timeout)
         self._collectives = HostLane("collectives")
         self._links = Links(self._groups, self.program, self._supervisor, self._device)
-        ties = [*tied, *(ties_of(layers) if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else [])]
-        self._replicas = self._shared(shares, ties)
-        wrong = self._replicas.wrong(self._device)
-        if self._any(wrong is not None):
-            raise PipelineError(wrong or "what another rank holds cannot be held by several; that rank says why")
-        self._replicas.start_equal(self._device)
         if self._device.type == "cuda":  # autograd's thread would find no context for its first matrix product
             torch.autograd.backward(torch.zeros(1, device=self._device, requires_grad=True).sum())
         self._passes = Passes(self.program, self._supervisor, self._stages, self._links)
+        self._gradients.several_streams = self._passes.several_streams
         self._evaluation: Passes | None = None
         self._counted: bool | None = None  # whether the loss gives a sum and a count, once a step has shown it
         self._key = RngKey(seed=seed, replica=self._groups.number)
@@ -165,7 +179,7 @@ class Pipeline:
         `record`, on all ranks alike, the result has the measured timeline. A loss that is not finite is an error, named
         with its microbatch; without `check_finite` only once the loss is asked for, and until then nobody waits for it.
         """
-        gradients = None
+        begun = False
         try:
             with self._guarding():
                 if not torch.is_grad_enabled():
@@ -174,17 +188,26 @@ class Pipeline:
                     )
                 losses, microbatches, rows = self._batch(inputs, targets)
                 check_buffers = self._replicas.watch_buffers()
-                gradients = StepGradients(list(dict.fromkeys(parameter for _, parameter in self.named_parameters())))
+                begun = True
+                self._gradients.begin(
+                    {number: stage.parameters() for number, stage in self._stages.items()}, accumulate=accumulate
+                )
+                compared = self._replicas.compare(self._gradients)
                 recorder = Recorder(len(self._passes.tasks)) if record else None
                 self._passes.run(microbatches, losses, recorder, key=self._key, rows=rows)
                 self._links.settle()
                 self._catch_up(recorder is not None)
                 check_buffers()
+                self._gradients.demand_no_new_hooks()
                 losses.demand_graph()
                 timeline = (
                     recorder.gathered(self.program, self._groups.host, self._settle) if recorder is not None else None
                 )
-                self._replicas.sum_gradients(self._together)
+                if compared is not None:
+                    work, table, check_same = compared
+                    self._settle(work, table)
+                    check_same()
+                self._replicas.sum_gradients(self._gradients, self._together)
                 total = self._total(losses)
                 if check_finite or self._counted is None:
                     total.wait()
@@ -192,10 +215,11 @@ class Pipeline:
             if check_finite:
                 _ = total.mean
         except BaseException:
-            if gradients is not None:
-                gradients.restore()
+            if begun:
+                self._gradients.restore()
             raise
-        gradients.give_out(count, accumulate=accumulate)
+        self._gradients.give_out(count)
+        self._passes.give_input_gradients(count)
         self._key = replace(self._key, step=self._key.step + 1)
         return StepResult(total, timeline)
 
@@ -228,6 +252,19 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self._trained())
+
+    def main_grads(self) -> dict[str, Tensor | None]:
+        """With `gradients="float32"`, the gradients of this rank's trained parameters as they were summed, by name; a
+        tied parameter has its first. They are there until the next step, which may write into them.
+        """
+        if self._gradient_kind != "float32":
+            raise PipelineError('main_grads() is for pipelines that were made with gradients="float32"')
+        found: dict[int, str] = {}
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                found.setdefault(id(parameter), name)
+        of = dict(self.named_parameters())
+        return {name: self._gradients.main_grad(of[name]) for name in found.values()}
 
     def modules(self) -> Iterator[nn.Module]:
         """This rank's layers and all modules in them."""
@@ -333,41 +370,63 @@ class Pipeline:
         if different:
             raise PipelineError(f"rank {different[0]} was given another plan, cut or option than rank 0")
 
-    def _shared(self, shares: Sequence[Sequence[int]], ties: Sequence[Sequence[str]]) -> Replicas:
+    def _all_or_none(self, wrong: str | None) -> None:
+        """Refuse what is wrong on any rank, on all."""
+        if self._any(wrong is not None):
+            raise PipelineError(wrong or "what another rank holds cannot be trained; that rank says why")
+
+    def _places(self) -> dict[str, Place]:
+        """Where this rank's parameters are."""
+        return {
+            f"{prefix}.{key}": (module, key)
+            for prefix, module in self._module.named_modules(remove_duplicate=False)
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
+    def _tied(self, ties: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
+        """For each name that is tied, all that it is tied to. Here, they are one parameter from now on."""
+
+        def most(table: Tensor) -> Tensor:
+            there = table.to(self._device)
+            dist.all_reduce(there, op=dist.ReduceOp.MAX, group=self._group)
+            return there.cpu()
+
+        together = joined(ties)
+        if (wrong := wrong_ties(together, dict(self.named_parameters()), most)) is not None:
+            raise PipelineError(wrong)
+        tie(together, self._places())
+        return together
+
+    def _shared(self, shares: Sequence[Sequence[int]], together: Mapping[str, tuple[str, ...]]) -> Replicas:
         """What several ranks hold: stages on two devices, and parameters that layers on different devices share."""
         ranks: dict[int, set[int]] = defaultdict(set)
         for device, stage in self.plan.placement.homes:
             for number in shares[stage]:
                 ranks[number].add(device)
-        together: dict[str, set[str]] = {}
-        for names in ties:
-            for name in names:
-                first = name.split(".")[0]
-                if not first.isdecimal() or int(first) not in ranks:
-                    raise PipelineError(f"{name!r:.60} is no parameter to tie: names begin with a layer's number")
-            joined = set(names).union(*(together.get(name, set()) for name in names))
-            together.update(dict.fromkeys(joined, joined))
+        stage_of = {number: stage for stage, share in enumerate(shares) for number in share}
 
-        def held_by(names: Iterable[str]) -> tuple[int, ...]:
-            return tuple(sorted(set().union(*(ranks[int(name.split(".")[0])] for name in names))))
+        def held(names: Sequence[str]) -> Held:
+            every = tuple(sorted(set().union(*(ranks[layer_of(name)] for name in names))))
+            first = layer_of(names[0])
+            message = f"stage {stage_of[first]}" if names[0] not in together else f"tie {names[0]}"
+            return Held(every, min(ranks[first]), message)
 
-        holders, mine = {}, {}
-        buffers, places = dict[str, BufferPlace](), dict[str, BufferPlace]()
-        for prefix, module in self._module.named_modules(remove_duplicate=False):
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    same = together.get(f"{prefix}.{key}", {f"{prefix}.{key}"})
-                    holders[min(same)], mine[min(same)], places[min(same)] = held_by(same), parameter, (module, key)
+        of, mine, buffers, places = dict[str, Held](), dict[str, nn.Parameter](), dict[str, Place](), {}
+        for name, (module, key) in self._places().items():
+            same = together.get(name, (name,))
+            parameter = module._parameters[key]
+            assert parameter is not None
+            of[same[0]], mine[same[0]], places[same[0]] = held(same), parameter, (module, key)
         for prefix, module in self.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:
-                    name = f"{prefix}.{key}"
-                    holders[name], buffers[name] = held_by([name]), (module, key)
-        sets = {*map(held_by, together.values()), *(tuple(sorted(of)) for of in ranks.values())}
+                    of[f"{prefix}.{key}"], buffers[f"{prefix}.{key}"] = held([f"{prefix}.{key}"]), (module, key)
+        sets = {*(held(same).ranks for same in together.values()), *(tuple(sorted(of)) for of in ranks.values())}
         sparse = {id(parameter) for module in self.modules() if is_sparse(module) for parameter in module.parameters()}
-        several = [ranks for ranks in sets if len(ranks) > 1]
+        several = [one for one in sets if len(one) > 1]
         return Replicas(
-            self._groups, holders, mine, places, buffers, several, sparse=lambda parameter: id(parameter) in sparse
+            self._groups, of, mine, places, buffers, several, sparse=lambda parameter: id(parameter) in sparse
         )
 
     def _together(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
@@ -456,8 +515,8 @@ class Pipeline:
         return Total(table, wait)
 
 
-def _demand(plan: Any, loss: Any, mesh: Any, seed: Any) -> None:
-    """Refuse what is no plan, loss, mesh or seed."""
+def _demand(plan: Any, loss: Any, mesh: Any, seed: Any, gradients: Any) -> None:
+    """Refuse what is no plan, loss, mesh, seed or kind of gradients."""
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is a Plan, such as stretto.zb_v(devices=4, microbatches=8) (got {plan!r:.60})")
     if not callable(loss):
@@ -471,3 +530,19 @@ def _demand(plan: Any, loss: Any, mesh: Any, seed: Any) -> None:
         raise PlanError(f"the plan is for {plan.devices} devices, but the mesh has {mesh.size()} ranks")
     if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise PipelineError(f"seed is a whole number of at most 63 bits (got {seed!r:.60})")
+    if gradients not in KINDS:
+        raise PipelineError(f"gradients is one of {', '.join(map(repr, KINDS))} (got {gradients!r:.60})")
+
+
+def _not_by_the_loss(parameter: nn.Parameter, plan: Plan, layers: Layers | Sequence[nn.Module]) -> str | None:
+    """Why the loss cannot have this parameter, which is none of this rank's layers'."""
+    for number, layer in enumerate(layers):
+        for name, other in layer.named_parameters(prefix=str(number)):
+            if other is parameter:
+                return f"the loss uses {name}, which another rank trains; let layers use it, and tie them"
+    if sum(stage == plan.stages - 1 for _, stage in plan.placement.homes) > 1:
+        return (
+            f"the loss has a parameter of its own, of shape {tuple(parameter.shape)}, and the last stage lives on two "
+            "devices, each of which would see half of its gradient; make it a parameter of the last layer"
+        )
+    return None

@@ -1,35 +1,52 @@
 """What lives on several devices: it starts equal, gradients are summed, and buffers must not drift apart."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
 from stretto.ir.errors import PipelineError
+from stretto.runtime.gradient_buffers import Sum
+from stretto.runtime.gradients import Gradients, Message
 from stretto.runtime.groups import Groups
-from stretto.runtime.split_backward import gradient_dtype
+from stretto.runtime.ties import Place, description, difference
 
-Reduce = Callable[[Tensor, dist.ProcessGroup, Any], None]
-"""Reduces a tensor over a group."""
 
-BufferPlace = tuple[nn.Module, str]
-"""A module, and the name of a buffer in it."""
+class Reduce(Protocol):
+    """Reduces a tensor over a group."""
+
+    def __call__(self, tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Something that several ranks hold."""
+
+    ranks: tuple[int, ...]
+    source: int
+    """The rank whose values it starts from."""
+    message: str
+    """What its gradient is summed together with: a stage's, or for a tied parameter nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
     """What a set of ranks holds together, in the same order on each."""
 
+    ranks: tuple[int, ...]
     group: dist.ProcessGroup
     parameters: dict[str, nn.Parameter]
-    places: dict[str, BufferPlace]
+    places: dict[str, Place]
     """Where the parameters are."""
-    buffers: dict[str, BufferPlace]
+    buffers: dict[str, Place]
     sparse: set[str]
     """Parameters whose gradient may be sparse, on any of the ranks."""
 
@@ -40,43 +57,57 @@ class Replicas:
     def __init__(
         self,
         groups: Groups,
-        holders: Mapping[str, tuple[int, ...]],
+        held: Mapping[str, Held],
         parameters: Mapping[str, nn.Parameter],
-        places: Mapping[str, BufferPlace],
-        buffers: Mapping[str, BufferPlace],
+        places: Mapping[str, Place],
+        buffers: Mapping[str, Place],
         sets: Iterable[tuple[int, ...]],
         *,
         sparse: Callable[[nn.Parameter], bool],
     ) -> None:
-        """`holders` says which ranks hold each parameter and buffer, by names that all ranks agree on, as they do on
+        """`held` says which ranks hold each parameter and buffer, by names that all ranks agree on, as they do on
         the sets of ranks that hold anything together.
         """
         self._shared: list[_Shared] = []
+        self._held = held
         self._watched = False  # whether a step has shown which buffers change
-        for ranks in sorted(sets):
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._sets = sorted(sets)
+        for ranks in self._sets:
             made = groups.make(ranks)
             if made is not None:
-                here = sorted(name for name, of in holders.items() if of == ranks)
+                here = sorted(name for name, of in held.items() if of.ranks == ranks)
                 mine = {name: parameters[name] for name in here if name in parameters}
                 maybe = {name for name, parameter in mine.items() if sparse(parameter)}
                 kept = {name: buffers[name] for name in here if name in buffers}
                 at = {name: places[name] for name in mine}
-                self._shared.append(_Shared(made, mine, at, kept, maybe))
+                self._shared.append(_Shared(ranks, made, mine, at, kept, maybe))
+        self._host = groups.make(groups.members, backend="gloo") if self._sets else None
+
+    def shared_as(self, parameter: Tensor) -> tuple[Message, str] | None:
+        """The ranks and the name of the message that a parameter's gradient is summed by, and its own name."""
+        name = self._names.get(id(parameter), "")
+        held = self._held.get(name)
+        return None if held is None or len(held.ranks) < 2 else ((held.ranks, held.message), name)
+
+    def is_sparse(self, parameter: Tensor) -> bool:
+        """Whether its gradient may be sparse on any rank that holds it."""
+        return any(self._names.get(id(parameter)) in shared.sparse for shared in self._shared)
 
     def start_equal(self, device: torch.device) -> None:
         for shared in self._shared:
-            source = dist.get_global_rank(shared.group, 0)
+            ranks = dict(zip(shared.ranks, dist.get_process_group_ranks(shared.group), strict=True))
             flags = torch.tensor([name in shared.sparse for name in shared.parameters], device=device).int()
             if len(flags):
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=shared.group)
             shared.sparse.update(name for name, flag in zip(shared.parameters, flags.tolist(), strict=True) if flag)
-            for parameter in shared.parameters.values():
-                _broadcast(parameter.data, source, shared.group)
-            for module, key in shared.buffers.values():
+            for name, parameter in shared.parameters.items():
+                _broadcast(parameter.data, ranks[self._held[name].source], shared.group)
+            for name, (module, key) in shared.buffers.items():
                 buffer = module._buffers[key]
                 assert buffer is not None
                 copy = buffer.clone(memory_format=torch.contiguous_format)
-                _broadcast(copy, source, shared.group)
+                _broadcast(copy, ranks[self._held[name].source], shared.group)
                 if not torch.equal(copy, buffer):  # which may be one number, expanded: then it is replaced
                     module._buffers[key] = copy
 
@@ -84,15 +115,46 @@ class Replicas:
         """Why what is here cannot be held by several ranks; all of them ask together."""
         found = self.statistics()
         for shared in self._shared:
-            trained = torch.tensor([p.requires_grad for p in shared.parameters.values()], device=device).int()
-            some, all_of = trained.clone(), trained.clone()
-            if len(trained):
-                dist.all_reduce(some, op=dist.ReduceOp.MAX, group=shared.group)
-                dist.all_reduce(all_of, op=dist.ReduceOp.MIN, group=shared.group)
-            for name, one, every in zip(shared.parameters, some.tolist(), all_of.tolist(), strict=True):
-                if one != every:
-                    found = found or f"{name} is frozen on some ranks that hold it, and trained on others"
+            names = hashlib.blake2b(" ".join(shared.parameters).encode(), digest_size=7).digest()
+            most, least = self._extremes(torch.tensor([int.from_bytes(names)], device=device), shared.group)
+            if most != least:
+                others = "rank " + " and rank ".join(map(str, shared.ranks))
+                return found or f"{others} hold the same layers, which have other parameters on one than on the other"
+            rows = torch.tensor([description(p) for p in shared.parameters.values()], device=device)
+            if len(rows):
+                for name, one, other in zip(shared.parameters, *self._extremes(rows, shared.group), strict=True):
+                    if (how := difference(one, other)) is not None:
+                        found = found or f"the copies of {name} on several ranks {how}"
         return found
+
+    @staticmethod
+    def _extremes(numbers: Tensor, group: dist.ProcessGroup) -> tuple[list[Any], list[Any]]:
+        """The largest and the smallest of all ranks' numbers."""
+        most, least = numbers.clone(), numbers.clone()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        return most.tolist(), least.tolist()
+
+    def compare(self, gradients: Gradients) -> tuple[dist.Work, Tensor, Callable[[], None]] | None:
+        """Begin to compare what is about to be summed. Once the work has ended, the function raises if ranks differ."""
+        if self._host is None:
+            return None
+        nothing = -(2**62)
+        mine = {shared.ranks: gradients.digest(shared.ranks) for shared in self._shared}
+        digests = [(mine[ranks], -mine[ranks]) if ranks in mine else (nothing, nothing) for ranks in self._sets]
+        most = torch.tensor(digests)
+        work = dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._host, async_op=True)
+
+        def check() -> None:
+            for ranks, (one, other) in zip(self._sets, most.tolist(), strict=True):
+                if one != -other:
+                    raise PipelineError(
+                        f"ranks {', '.join(map(str, ranks))} hold the same parameters, but not the same of them are "
+                        "trained; freeze and unfreeze parameters alike on all ranks"
+                    )
+
+        assert work is not None
+        return work, most, check
 
     def statistics(self) -> str | None:
         """What is wrong if a layer keeps running statistics: each copy of its stage would see half of the
@@ -144,17 +206,12 @@ class Replicas:
 
         return check
 
-    def sum_gradients(self, reduce: Reduce) -> None:
+    def sum_gradients(self, gradients: Gradients, reduce: Reduce) -> None:
         for shared in self._shared:
-            trained = {name: parameter for name, parameter in shared.parameters.items() if parameter.requires_grad}
-            for name in sorted(shared.sparse & trained.keys()):
-                _sum_sparse(trained.pop(name), shared.group, reduce)
-            for parameter in trained.values():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-            grads = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
-            for dtype in sorted({str(grad.dtype) for grad in grads}):
-                _sum([grad for grad in grads if str(grad.dtype) == dtype], shared.group, reduce)
+            for block in gradients.blocks(shared.ranks):
+                block.reduce(partial(reduce, group=shared.group, op=dist.ReduceOp.SUM))
+            for sum_ in gradients.loose(shared.ranks):
+                _sum_loose(sum_, shared.group, reduce)
 
 
 def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
@@ -166,28 +223,21 @@ def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
             tensor.copy_(whole)
 
 
-def _sum(grads: list[Tensor], group: dist.ProcessGroup, reduce: Reduce) -> None:
-    """All in one message."""
-    flat = torch.cat([_real(grad).reshape(-1) for grad in grads])
-    reduce(flat, group, dist.ReduceOp.SUM)
-    for grad, part in zip(grads, torch.split(flat, [_real(grad).numel() for grad in grads]), strict=True):
-        _real(grad).copy_(part.view_as(_real(grad)))
-
-
-def _real(grad: Tensor) -> Tensor:
-    return torch.view_as_real(grad) if grad.is_complex() else grad
-
-
-def _sum_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, reduce: Reduce) -> None:
-    """Sum gradients that are sparse on some ranks. As in autograd, the sum is sparse if all are."""
-    grad = parameter.grad
-    plain = torch.tensor([grad is not None and not grad.is_sparse], device=parameter.device).int()
-    reduce(plain, group, dist.ReduceOp.MAX)
-    if plain.item():
-        parameter.grad = torch.zeros_like(parameter) if grad is None else grad.to_dense()
-        _sum([parameter.grad], group, reduce)
+def _sum_loose(sum_: Sum, group: dist.ProcessGroup, reduce: Reduce) -> None:
+    """Sum gradients that may be sparse on some ranks. As in autograd, the sum is sparse if all are."""
+    parameter, grad = sum_.parameter, sum_.value
+    some, dense = grad is not None, grad is not None and not grad.is_sparse
+    found = torch.tensor([some, dense], device=parameter.device).int()
+    reduce(found, group, dist.ReduceOp.MAX)
+    if not found[0]:
         return
-    mine = torch.zeros_like(parameter).to_sparse(1) if grad is None else grad.coalesce()
+    if found[1]:
+        whole = torch.zeros_like(parameter, dtype=sum_.dtype) if grad is None else grad if dense else grad.to_dense()
+        local = whole.to_local() if isinstance(whole, DTensor) else whole
+        reduce(_real(local), group, dist.ReduceOp.SUM)
+        sum_.value = whole
+        return
+    mine = torch.zeros_like(parameter, dtype=sum_.dtype).to_sparse(1) if grad is None else grad.coalesce()
     indices, values = mine.indices(), mine.values()
     counts = torch.zeros(group.size(), dtype=torch.int64, device=parameter.device)
     counts[group.rank()] = values.shape[0]
@@ -202,4 +252,8 @@ def _sum_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, reduce: Reduc
         reduce(_real(all_values), group, dist.ReduceOp.SUM)
     parts = [(all_indices[k, :, :count], all_values[k, :count]) for k, count in enumerate(counts.tolist())]
     joined = torch.cat([part for part, _ in parts], 1), torch.cat([part for _, part in parts])
-    parameter.grad = torch.sparse_coo_tensor(*joined, parameter.shape, check_invariants=False).coalesce()
+    sum_.value = torch.sparse_coo_tensor(*joined, parameter.shape, check_invariants=False).coalesce()
+
+
+def _real(grad: Tensor) -> Tensor:
+    return torch.view_as_real(grad) if grad.is_complex() else grad

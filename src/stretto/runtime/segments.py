@@ -1,11 +1,11 @@
 """A piece of a forward whose backward is run by itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from stretto.ir.errors import PipelineError
 from stretto.runtime.structure import LEAF, Tree, Value, take_apart
@@ -65,6 +65,25 @@ class Segment:
         if not keep:
             self._edges = []
         return self._arrived.grads
+
+    def leaves(self) -> list[Tensor]:
+        """The leaves of the graph that get gradients by it."""
+        return leaves_of([edge.node for edge in self._edges if edge is not None], ())
+
+
+def leaves_of(roots: Iterable[Node], ends: Collection[Node]) -> list[Tensor]:
+    """The leaves of a graph, from these nodes as far as some others."""
+    found: list[Tensor] = []
+    seen, open_ = set(ends), list(roots)
+    while open_:
+        node = open_.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        open_ += [following for following, _ in node.next_functions if following is not None]
+    return found
 
 
 def run_segment(

@@ -14,24 +14,30 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from stretto.ir.errors import PipelineError
+from stretto.runtime.gradient_buffers import Sum
+from stretto.runtime.gradients import Gradients
 from stretto.runtime.grouped import GroupedLinear, grouped_linear, grouped_outer
 from stretto.runtime.overrides import Forward, Overrides
 
 Closure = Callable[[], None]
+SumOf = Callable[[nn.Parameter], Sum]
+"""Where a parameter's gradient is added."""
 
 
 class Deferral:
-    """Makes the layers of a module put their weight gradients off, into the list that `into` names.
+    """Makes the layers of a module put their weight gradients off, into the list that `into` names. Run from there,
+    they are added to `gradients`.
 
     While `overrides` are in place, each layer that is known runs through a function of ours, which is a usual one of
     its input and its parameters: differentiated in any way it yields all gradients. Only the backward within `into`
     that gives every parameter its gradient puts the weights' off, so that `torch.autograd.grad` in a layer does not.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, gradients: Gradients) -> None:
+        self._gradients = gradients
         self._closures: list[Closure] | None = None
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._anchored = get_gradient_edge(self._anchor).node
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._anchored = get_gradient_edge(self.anchor).node
         self.overrides = Overrides()
         self._known: dict[int, nn.Module] = {}
         inside: set[int] = set()
@@ -52,14 +58,14 @@ class Deferral:
         return _Into(self, closures)
 
     def put_off(self, add: Callable[..., None], given: Tensor, grad: Tensor, more: Sequence[Any]) -> None:
-        """Leave a weight gradient, of a layer's input and its output's gradient, for later."""
+        """Leave a weight gradient, of a layer's input and its output's gradient, for later. `add` adds it to sums."""
         assert self._closures is not None
-        versions = given._version, grad._version
+        versions, sum_of = (given._version, grad._version), self._gradients.of
 
         def run() -> None:
             if (given._version, grad._version) != versions:  # autograd looks only until the backward
                 raise PipelineError("a tensor was changed in place before the weight gradient that it is needed for")
-            add(given, grad, *more)
+            add(sum_of, given, grad, *more)
 
         self._closures.append(run)
 
@@ -112,7 +118,7 @@ class Deferral:
             x, w, b = _autocast(x), _autocast(w), None if b is None else _autocast(b)
         if not weight.requires_grad and (bias is None or not bias.requires_grad):
             return F.linear(x, w, b)
-        return _linear(self._anchor, x, w, b, (self, weight, bias, rows))
+        return _linear(self.anchor, x, w, b, (self, weight, bias, rows))
 
     def _linear(self) -> Forward:
         def forward(layer: nn.Linear, input: Tensor) -> Tensor:
@@ -135,7 +141,7 @@ class Deferral:
             if not weight.requires_grad:
                 return type(layer).forward(layer, input)
             padding = -1 if layer.padding_idx is None else layer.padding_idx
-            return _embedding(self._anchor, input, weight, padding, self)
+            return _embedding(self.anchor, input, weight, padding, self)
 
         return forward
 
@@ -147,7 +153,7 @@ class Deferral:
             w: Tensor = weight
             if torch.is_autocast_enabled(x.device.type):
                 x, w = _autocast(x), _autocast(w)
-            return _grouped(self._anchor, x, w, counts, self, weight)
+            return _grouped(self.anchor, x, w, counts, self, weight)
 
         return forward
 
@@ -239,19 +245,30 @@ class _Linear(torch.autograd.Function):
         back = grad @ weight if x_needs else None
         deferral, *owed = ctx.owed
         if deferral.puts_off:
-            deferral.put_off(_add_linear, grad if x is None else x.detach(), grad, owed)
+            needs = weight_needs, bias_needs
+            deferral.put_off(_add_linear, grad if x is None else x.detach(), grad, (*owed, *needs))
             return None, back, None, None, None
         flat = _flat(grad)
         of_weight = flat.T @ _flat(x) if weight_needs else None
         return None, back, of_weight, flat.sum(0) if bias_needs else None, None
 
 
-def _add_linear(x: Tensor, grad: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, rows: slice | None) -> None:
+def _add_linear(
+    sum_of: SumOf,
+    x: Tensor,
+    grad: Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    rows: slice | None,
+    weight_needs: bool,
+    bias_needs: bool,
+) -> None:
     flat = _flat(grad)
-    if weight.requires_grad:
-        accumulate(weight, flat.T @ _flat(x), rows)
-    if bias is not None and bias.requires_grad:
-        accumulate(bias, flat.sum(0), rows)
+    if weight_needs:
+        sum_of(weight).add_product(flat.T, _flat(x), rows)
+    if bias is not None and bias_needs:
+        into = sum_of(bias)
+        into.add(flat.sum(0, dtype=into.dtype), rows)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -284,8 +301,8 @@ class _Grouped(torch.autograd.Function):
         return None, back, grouped_outer(grad, x, counts) if weight_needs else None, None, None, None
 
 
-def _add_grouped(x: Tensor, grad: Tensor, weight: nn.Parameter, counts: Tensor) -> None:
-    accumulate(weight, grouped_outer(grad, x, counts))
+def _add_grouped(sum_of: SumOf, x: Tensor, grad: Tensor, weight: nn.Parameter, counts: Tensor) -> None:
+    sum_of(weight).add(grouped_outer(grad, x, counts))
 
 
 class _Embedding(torch.autograd.Function):
@@ -311,9 +328,9 @@ class _Embedding(torch.autograd.Function):
         return None, None, _embedding_backward(grad, rows, ctx.weight.shape[0], ctx.padding, False), None, None
 
 
-def _add_embedding(rows: Tensor, grad: Tensor, weight: nn.Parameter, padding: int) -> None:
+def _add_embedding(sum_of: SumOf, rows: Tensor, grad: Tensor, weight: nn.Parameter, padding: int) -> None:
     # autograd's own: the same bits every time, which index_add_ on CUDA does not give
-    accumulate(weight, _embedding_backward(grad, rows, weight.shape[0], padding, False))
+    sum_of(weight).add(_embedding_backward(grad, rows, weight.shape[0], padding, False))
 
 
 def _unless_changed(layer: nn.Module, usual: Forward, forward: Forward, before: Forward | None) -> Forward | None:
@@ -342,25 +359,6 @@ _embedding_backward = torch.ops.aten.embedding_dense_backward
 _linear: Callable[..., Tensor] = _Linear.apply
 _grouped: Callable[..., Tensor] = _Grouped.apply
 _embedding: Callable[..., Tensor] = _Embedding.apply
-
-
-def accumulate(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> None:
-    """Add to a parameter's gradient, or to some rows of it."""
-    held = parameter.grad
-    if held is not None and held.is_sparse:
-        parameter.grad = grad + held
-    elif held is not None:
-        (held if rows is None else held[rows]).add_(grad)
-    elif rows is None:
-        parameter.grad = grad.to(gradient_dtype(parameter))
-    else:
-        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-        parameter.grad[rows].add_(grad)
-
-
-def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The type that a parameter's gradient is summed in."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def _own(parameter: Tensor | None) -> TypeGuard[nn.Parameter]:

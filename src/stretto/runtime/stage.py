@@ -1,5 +1,6 @@
 """A slice of the model on one device: the forwards, backwards and weight gradients of its microbatches."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.ir.errors import PipelineError
 from stretto.program.phases import Anatomy, Layer, Phase
+from stretto.runtime.gradients import Gradients
 from stretto.runtime.module_buffers import ModuleBuffers, Snapshot
 from stretto.runtime.recompute import Sites, Table
 from stretto.runtime.rng import Generators, RngKey
-from stretto.runtime.segments import Grads, Segment, call, run_segment
+from stretto.runtime.segments import Grads, Segment, call, leaves_of, run_segment
 from stretto.runtime.split_backward import Closure, Deferral
-from stretto.runtime.structure import Tree, Value, flatten_once, take_apart
+from stretto.runtime.structure import Tree, Value, flatten_once, take_apart, tensors_of
 
 CPU = torch.device("cpu")
 Function = Callable[[Value, int], Value]
@@ -63,17 +65,21 @@ class Stage:
         anatomy: Anatomy,
         index: int,
         *,
+        gradients: Gradients,
         device: torch.device = CPU,
         checkpointed: bool = False,
         recomputed: Mapping[str, nn.Module] | None = None,
+        not_by_the_loss: Callable[[nn.Parameter], str | None] = lambda _: None,
     ) -> None:
+        """`not_by_the_loss` says why a parameter cannot be trained by the loss, if it cannot."""
         self.index = index
         self.layers = dict(layers)
         self._checkpointed = checkpointed
         self._module = nn.ModuleList(layers.values())
         self._buffered: list[nn.Module] = []
         self._generators = Generators(device)
-        self.deferral = Deferral(self._module)
+        self._gradients = gradients
+        self.deferral = Deferral(self._module, gradients)
         self._device = device
         self._sites = Sites(recomputed, self._generators) if recomputed else None
         self.anchor = torch.zeros((), requires_grad=True)
@@ -85,8 +91,16 @@ class Stage:
         self._passes: dict[int, _Pass] = {}
         self.used: list[object] | None = None
         """If given, what backwards and weight gradients have used is put there, and not let go of."""
-        self._without: list[nn.Parameter] = []  # parameters that autograd is to give a gradient, and has not yet
+        self._parameters: list[nn.Parameter] = []
+        self._searched: set[int] = set()  # parts of which a graph was looked at
+        self._others: list[weakref.ref[Tensor]] = []  # leaves that are no parameters
+        self._not_by_the_loss = not_by_the_loss
         self._key = RngKey()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All of its layers' parameters, as they are now."""
+        found = (p for module in self._module.modules() for p in module._parameters.values() if p is not None)
+        return list(dict.fromkeys(found))
 
     @contextmanager
     def running(self, key: RngKey, *, training: bool) -> Iterator[None]:
@@ -102,11 +116,15 @@ class Stage:
             with self._generators.kept():
                 yield
             return
-        self._without = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        self._parameters = self.parameters()
+        for leaf in [leaf for leaf in (other() for other in self._others) if leaf is not None]:
+            if leaf.requires_grad and not self._gradients.knows(leaf):
+                self._gradients.adopt(leaf)
         sites = nullcontext() if self._sites is None else self._sites.overrides
         with self._generators.kept(), self.deferral.overrides, sites:
             try:
                 yield
+                self._gradients.collect(self._parameters)  # what a layer's own backward() has left
             finally:
                 self._passes.clear()
 
@@ -120,9 +138,13 @@ class Stage:
             self._passes[microbatch] = _Pass([None] * len(self._functions), closures, {})
         going = self._passes[microbatch]
         with self._discarding(going):
-            out, going.segments[part] = run_segment(
+            out, segment = run_segment(
                 self._function(part, microbatch, loss), given, self.anchor, self._last_layers[part]
             )
+        going.segments[part] = segment
+        if part not in self._searched:
+            self._searched.add(part)
+            self._find_others(segment.leaves(), self._last_layers[part])
         if part == len(self._functions) - 1:
             going.sites.clear()
         return self._own(out)
@@ -147,8 +169,7 @@ class Stage:
         going.sites.clear()
         if self.used is not None:
             self.used.append(segment)
-        if self._without:
-            self._own_gradients()
+        self._gradients.collect(self._parameters)
         return out
 
     def weight(self, microbatch: int, part: int) -> None:
@@ -158,11 +179,9 @@ class Stage:
         closures.reverse()
         if self.used is not None:
             self.used.append(closures.copy())
-        with self._as_computed():
-            while closures:  # nothing in them needs a gradient, so nothing is recorded
+        with self._as_computed(), torch.no_grad():
+            while closures:
                 closures.pop()()  # each is dropped, with what it holds, once it has run
-        if self._without:  # those that have one now have it from us
-            self._without = [parameter for parameter in self._without if parameter.grad is None]
         if part == len(going.closures) - 1 and all(segment is None for segment in going.segments):
             del self._passes[microbatch]
 
@@ -186,16 +205,32 @@ class Stage:
         }
         return out.copied(lambda tensor: tensor.untyped_storage()._cdata in mine)
 
-    def _own_gradients(self) -> None:
-        """Copy parameters' first gradients: autograd may take one for its own that others still hold, to send it, say,
-        or to make a weight gradient of, and would then add to it in place.
-        """
-        first = [parameter for parameter in self._without if parameter.grad is not None]
-        for parameter in first:
-            assert parameter.grad is not None
-            parameter.grad = parameter.grad.clone()
-        if first:
-            self._without = [parameter for parameter in self._without if parameter.grad is None]
+    def _adopt(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Take in what the loss has of its own that gets gradients."""
+        assert loss.grad_fn is not None
+        ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        for leaf in leaves_of([loss.grad_fn], ends):
+            if self._gradients.knows(leaf) or self._is_anchor(leaf):
+                continue
+            if isinstance(leaf, nn.Parameter) and (why := self._not_by_the_loss(leaf)) is not None:
+                raise PipelineError(why)
+            self._gradients.adopt(leaf)
+
+    def _find_others(self, leaves: Sequence[Tensor], last: str) -> None:
+        """Look at what a part differentiates, once: a parameter must be some layer's; other leaves are taken in."""
+        for leaf in leaves:
+            if self._gradients.knows(leaf) or self._is_anchor(leaf):
+                continue
+            if isinstance(leaf, nn.Parameter):
+                raise PipelineError(
+                    f"{last}, or one before it, uses a parameter of shape {tuple(leaf.shape)} that it has not "
+                    "registered, so its gradient could not be summed over ranks; make it an attribute of the layer"
+                )
+            self._gradients.adopt(leaf)
+            self._others.append(weakref.ref(leaf))
+
+    def _is_anchor(self, leaf: Tensor) -> bool:
+        return leaf is self.anchor or leaf is self.deferral.anchor
 
     def _function(self, part: int, microbatch: int, loss: Callable[[Value], Value] | None) -> Callable[[Value], Value]:
         function = self._functions[part]
@@ -205,7 +240,10 @@ class Stage:
         def and_loss(value: Value) -> Value:
             out = function(value, microbatch)
             self._generators.seed(self._key.seed_of(_LOSS, 0, microbatch))
-            return loss(out)
+            made = loss(out)
+            if isinstance(made, Tensor) and made.grad_fn is not None:
+                self._adopt(made, tensors_of(out))
+            return made
 
         return and_loss
 

@@ -55,6 +55,18 @@ class Tree:
         return Tree([copies.get(id(leaf), leaf) for leaf in self.leaves], self.spec, self.needs, self.shared)
 
 
+def entering(value: Value) -> tuple[Tree, list[Any]]:
+    """A user's own input, taken apart and cut off from its graph if some of it requires gradients; and its leaves, if
+    so.
+    """
+    leaves, spec = ([value], LEAF) if isinstance(value, Tensor) else pytree.tree_flatten(value)
+    needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    if not any(needs):
+        return Tree.whole(value), []
+    cut = {id(leaf): leaf.detach() for leaf, need in zip(leaves, needs, strict=True) if need}
+    return Tree([cut.get(id(leaf), leaf) for leaf in leaves], LEAF if spec == LEAF else spec, needs), leaves
+
+
 def demand_unchanged(tree: Tree, versions: list[int]) -> None:
     """Raise if a tensor that was handed on has other versions now."""
     if tree.versions() != versions:

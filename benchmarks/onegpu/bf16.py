@@ -1,0 +1,238 @@
+"""bfloat16 blocks of a realistic size: ours with each kind of sum, PyTorch's pipelines, and DeepSeek's DualPipe.
+
+    stretto onegpu run --devices 4 benchmarks/onegpu/bf16.py [TOKENS …] [--only PART-OF-A-NAME] [--profile]
+
+8 blocks of RMSNorm + Linear(4096 → 8192) + SiLU + Linear(8192 → 4096), 16 microbatches of so many tokens (512 and
+2048), the same groups for all. The least of 6 steps, all ranks together; and the most that a rank held beyond the
+weights, sums that stay between steps included. DeepSeek's is run if `dualpipe` can be imported. With --profile, what
+the GPU did for rank 0 in a step.
+"""
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+import stretto
+import stretto.onegpu
+
+WIDTH, LAYERS, MICROBATCHES, WARM_UP, STEPS = 4096, 8, 16, 2, 6
+PLANS: dict[str, Callable[..., stretto.Plan]] = {
+    "1F1B": stretto.one_f_one_b,
+    "interleaved, overlap": lambda **sizes: stretto.interleaved(**sizes, overlap=True),
+    "ZB-V": stretto.zb_v,
+    "DualPipe": stretto.dualpipe,
+    "DualPipeV": stretto.dualpipev,
+}
+PEERS: dict[str, tuple[type[Any], int]] = {
+    "1F1B": (torch_schedules.Schedule1F1B, 1),
+    "interleaved": (torch_schedules.ScheduleInterleaved1F1B, 2),
+    "ZB-V": (torch_schedules.ScheduleZBVZeroBubble, 2),
+    "DualPipeV": (torch_schedules.ScheduleDualPipeV, 2),
+}
+Made = tuple[Callable[[], None], list[nn.Parameter], Callable[[], None]]
+"""A step, the parameters that it trains, and what ends it."""
+
+
+class Block(nn.Module):
+    def __init__(self, linear: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.down = linear(WIDTH, 2 * WIDTH, bias=False), linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.up(self.norm(x))))
+        return x + y
+
+
+def block(linear: type[nn.Linear] = nn.Linear) -> Block:
+    return Block(linear).to("cuda", torch.bfloat16)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output.float(), target.float())
+
+
+def ours(mesh: DeviceMesh, plan: stretto.Plan, gradients: Any, x: Tensor, y: Tensor) -> Made:
+    pipe = stretto.Pipeline(
+        lambda _: block(), layer_count=LAYERS, plan=plan, loss=loss, mesh=mesh, gradients=gradients, timeout=60
+    )
+    return lambda: _ignore(pipe.step(x, y, check_finite=False)), list(pipe.parameters()), pipe.close
+
+
+def torchs(mesh: DeviceMesh, schedule: type[Any], per_rank: int, x: Tensor, y: Tensor) -> Made:
+    rank, count = mesh.get_local_rank(), mesh.size() * per_rank
+    turns = schedule in (torch_schedules.ScheduleZBVZeroBubble, torch_schedules.ScheduleDualPipeV)
+    here = [rank, count - 1 - rank] if turns else [rank + mesh.size() * k for k in range(per_rank)]
+    stages = [
+        PipelineStage(nn.Sequential(*(block() for _ in range(LAYERS // count))), k, count, torch.device("cuda", 0))
+        for k in here
+    ]
+    runner = schedule(stages if per_rank > 1 else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss)
+    given = (x,) if 0 in here else ()
+    wanted = {"target": y, "losses": []} if count - 1 in here else {}
+    return (
+        lambda: _ignore(runner.step(*given, **wanted)),
+        [parameter for stage in stages for parameter in stage.submod.parameters()],
+        lambda: None,
+    )
+
+
+def deepseeks(mesh: DeviceMesh, x: Tensor, y: Tensor) -> Made:
+    import dualpipe  # type: ignore[import-not-found]
+    from dualpipe.utils import run_backward  # type: ignore[import-not-found]
+
+    class Product(torch.autograd.Function):
+        """A linear layer that leaves its weight gradient to DualPipe's store, summed in the weight's type."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return F.linear(x, weight)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+
+            def later() -> None:
+                made = grad.flatten(0, -2).T @ x.flatten(0, -2)
+                weight.grad = made if weight.grad is None else weight.grad.add_(made)
+
+            if dualpipe.WeightGradStore.enabled:
+                dualpipe.WeightGradStore.put(later)
+            else:
+                later()
+            return grad @ weight, None
+
+    class Deferred(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
+            return made
+
+    class Chunk(nn.Sequential):
+        @classmethod
+        def overlapped_forward_backward(
+            cls, module: Any, given: Any, loss_of: Any, wanted: Any, _: Any, loss: Any, outputs: Any, grads: Any
+        ) -> Any:
+            made = module(*given)
+            of = None if loss_of is None else loss_of(made, *wanted)
+            if loss is None:
+                run_backward(outputs, grads)
+            else:
+                loss.backward()
+                loss.detach_()
+            return [made], of
+
+    per_stage = LAYERS // mesh.size()
+    chunks = nn.Sequential(*(Chunk(*(block(Deferred) for _ in range(per_stage))) for _ in range(2)))
+    dualpipe.set_p2p_tensor_shapes([(1, *x.shape[1:])])
+    dualpipe.set_p2p_tensor_dtype(torch.bfloat16)
+    runner = dualpipe.DualPipe(chunks)
+    half = {0: 0, mesh.size() - 1: 1}.get(mesh.get_local_rank())
+
+    def step() -> None:
+        if half is None:
+            runner.step(num_chunks=MICROBATCHES, criterion=loss, return_outputs=False)
+        else:
+            labels = [y.chunk(2)[1 - half]]
+            runner.step(x.chunk(2)[half], num_chunks=MICROBATCHES, criterion=loss, labels=labels, return_outputs=False)
+
+    return step, list(chunks.parameters()), lambda: None
+
+
+def cases(mesh: DeviceMesh, x: Tensor, y: Tensor) -> Iterator[tuple[str, Callable[[], Made]]]:
+    for name, plan in PLANS.items():
+        made = plan(devices=mesh.size(), microbatches=MICROBATCHES)
+        for kind in ("cast", "parameter", "float32"):
+            yield f"ours, {name}, {kind}", partial(ours, mesh, made, kind, x, y)
+    for name, (schedule, per_rank) in PEERS.items():
+        yield f"PyTorch, {name}", partial(torchs, mesh, schedule, per_rank, x, y)
+    yield "DeepSeek, DualPipe", partial(deepseeks, mesh, x, y)
+
+
+def measure(make: Callable[[], Made]) -> tuple[float, float, Made]:
+    """Milliseconds, and GiB beyond the weights."""
+    before = torch.cuda.memory_allocated()
+    step, parameters, close = make()
+    weights = sum(parameter.nbytes for parameter in parameters)
+    least, most = float("inf"), 0.0
+    for k in range(WARM_UP + STEPS):
+        for parameter in parameters:
+            parameter.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        took, held = time.perf_counter() - start, torch.cuda.max_memory_allocated() - before - weights
+        worst = torch.tensor([took, float(held)], dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        if k >= WARM_UP:
+            least, most = min(least, float(worst[0])), max(most, float(worst[1]))
+    return least * 1e3, most / 2**30, (step, parameters, close)
+
+
+def profile(step: Callable[[], None]) -> str:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recorded
+
+    with recorded(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        step()
+        torch.cuda.synchronize()
+    return str(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=14, max_name_column_width=60))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tokens", nargs="*", type=int, default=[512, 2048])
+    parser.add_argument("--only", action="append", help="cases with this in their name; may be given several times")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    torch.cuda.set_device(0)
+    dist.init_process_group("onegpu")
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("pp",))
+
+    def say(text: str) -> None:
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+
+    for tokens in options.tokens:
+        say(f"\n{tokens} tokens, {mesh.size()} devices, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
+        say("| | ms | GiB |\n|---|---|---|")
+        torch.manual_seed(1)
+        x, y = torch.randn(2, MICROBATCHES, tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
+        for name, make in cases(mesh, x, y):
+            if options.only and not any(part in name for part in options.only):
+                continue
+            try:
+                milliseconds, gib, (step, parameters, close) = measure(make)
+            except ImportError as error:
+                say(f"| {name} | {error} | |")
+                continue
+            say(f"| {name} | {milliseconds:.1f} | {gib:.2f} |")
+            if options.profile:
+                say(profile(step))
+            close()
+            del step, parameters, make, close
+            gc.collect()
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+def _ignore(_: object) -> None:
+    """What a step returns is not asked for."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Parameters that are one, though several layers hold them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from stretto.ir.errors import PipelineError
+from stretto.runtime.layers import Layers
+
+Place = tuple[nn.Module, str]
+"""A module, and the name of a parameter or buffer in it."""
+
+_DTYPES = sorted((it for it in vars(torch).values() if isinstance(it, torch.dtype)), key=str)
+_SIZES = 8  # of a shape, that are compared
+
+
+def ties_of(layers: Layers) -> list[list[str]]:
+    """The names of parameters that several layers share."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters(prefix=str(number), remove_duplicate=False):
+            names[id(parameter)].append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def layer_of(name: str) -> int:
+    return int(name.split(".")[0])
+
+
+def demand_names(tied: Any, layer_count: int) -> None:
+    """Refuse what cannot be names of parameters to tie."""
+    for names in (tied,) if isinstance(tied, str) else tied:
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise PipelineError(
+                f'tied is a list of names that are one, such as [("0.weight", "9.weight")] (got {tied!r:.60})'
+            )
+        for name in names:
+            first = name.split(".")[0]
+            if not first.isdecimal() or int(first) >= layer_count:
+                raise PipelineError(f"{name!r:.60} is no parameter to tie: names begin with a layer's number")
+
+
+def joined(ties: Iterable[Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """For each name, all that it is tied to, itself included, the earliest layer's first."""
+    together: dict[str, set[str]] = {}
+    for names in ties:
+        every = set(names).union(*(together.get(name, set()) for name in names))
+        together.update(dict.fromkeys(every, every))
+    return {name: tuple(sorted(every, key=lambda it: (layer_of(it), it))) for name, every in together.items()}
+
+
+def description(parameter: nn.Parameter) -> list[int]:
+    """What must be the same of parameters that are one, as numbers."""
+    if isinstance(parameter, UninitializedParameter):
+        return [1, int(parameter.requires_grad), _DTYPES.index(parameter.dtype), -1] + [0] * _SIZES
+    shape = [*parameter.shape, *[0] * _SIZES][:_SIZES]
+    return [1, int(parameter.requires_grad), _DTYPES.index(parameter.dtype), parameter.dim(), *shape]
+
+
+def difference(one: Sequence[int], other: Sequence[int]) -> str | None:
+    """How two described parameters differ, in words."""
+    if one[2:] != other[2:]:
+        return f"have {_said(one)} and {_said(other)}"
+    return None if one == other else "are frozen in one place, and trained in the other"
+
+
+def _said(described: Sequence[int]) -> str:
+    _, _, dtype, dimensions, *sizes = described
+    shape = "no shape yet" if dimensions < 0 else f"shape {tuple(sizes[:dimensions])}"
+    return f"{shape} ({str(_DTYPES[dtype]).removeprefix('torch.')})"
+
+
+def wrong_ties(
+    together: Mapping[str, tuple[str, ...]], mine: Mapping[str, nn.Parameter], most: Callable[[Tensor], Tensor]
+) -> str | None:
+    """What is wrong with ties, the same on all ranks; `most` gives the largest of all ranks' numbers."""
+    names = sorted(together)
+    if not names:
+        return None
+    nobody = [-1] * (4 + _SIZES)
+    table = most(torch.tensor([description(mine[name]) if name in mine else nobody for name in names])).tolist()
+    rows = dict(zip(names, table, strict=True))
+    for name in names:
+        if rows[name][0] < 0:
+            return f"{name!r:.60} is no parameter to tie: layer {layer_of(name)} has none of that name"
+    for name, every in together.items():
+        if (how := difference(rows[every[0]], rows[name])) is not None:
+            return f"{every[0]} and {name} cannot be tied: they {how}"
+    return None
+
+
+def tie(together: Mapping[str, tuple[str, ...]], places: Mapping[str, Place]) -> None:
+    """Make parameters of these names one, where several are here: the earliest layer's."""
+    for every in set(together.values()):
+        here = [places[name] for name in every if name in places]
+        for module, key in here[1:]:
+            first, other = here[0][0]._parameters[here[0][1]], module._parameters[key]
+            if first is not other:
+                for at, name in places.values():
+                    if at._parameters.get(name) is other:
+                        setattr(at, name, first)

@@ -1,0 +1,582 @@
+"""What ranks do to find out whether gradients are those of one whole-batch backward: hooks, ties, kinds of sums."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import stretto
+from strategies import SCHEDULES
+
+WIDTH, TOKENS, MICROBATCHES = 6, 3, 6
+Layers = list[nn.Module]
+
+
+class Mixer(nn.Module):
+    """Every kind of parameter: deferred, not deferred, both, and never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.position = nn.Parameter(torch.randn(TOKENS, WIDTH))
+        self.unused, self.lone = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x) + self.position
+        y = y + self.attention(y, y, y, need_weights=False)[0]
+        return x + torch.tanh(self.linear(y)) + self.linear.bias + y @ self.linear.weight[:1].T
+
+
+def layers(stages: int, *, dtype: torch.dtype = torch.float64) -> Layers:
+    torch.manual_seed(1)
+    return [Mixer().to(dtype) for _ in range(max(stages, 2))]
+
+
+def batch(rows: int = 1) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    x, y = torch.randn(2, rows * MICROBATCHES, TOKENS, WIDTH, dtype=torch.float64)
+    return x, y
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)
+
+
+def counted(output: Tensor, target: Tensor) -> Any:
+    chosen = target[..., 0] > 0
+    return (output[chosen] - target[chosen]).square().sum(), chosen.sum()
+
+
+def plan_of(schedule: str, devices: int = 2) -> stretto.Plan:
+    return SCHEDULES[schedule](devices=devices, microbatches=MICROBATCHES)
+
+
+def whole(loss: Any, output: Tensor, target: Tensor) -> Tensor:
+    made = loss(output, target)
+    return made[0] / made[1] if isinstance(made, tuple) else made
+
+
+def differing(pipe: Any, model: nn.Module, bound: float = 1e-11) -> list[str]:
+    """The parameters whose gradients are not those of the model; one has none where the other has none."""
+    of = dict(model.named_parameters(remove_duplicate=False))
+    return [name for name, p in pipe.named_parameters() if not same(p.grad, of[name].grad, bound)]
+
+
+def same(mine: Tensor | None, theirs: Tensor | None, bound: float = 1e-11) -> bool:
+    if mine is None or theirs is None:
+        return mine is theirs
+    return bool((mine - theirs).abs().max() <= bound * theirs.abs().max().clamp_min(1e-30))
+
+
+# What is done to both, a pipeline's layers and a plain model's, before and between steps.
+
+
+def _frozen_bias(model: nn.Sequential) -> None:
+    for mixer in model:
+        mixer.linear.bias.requires_grad_(False)
+        mixer.attention.in_proj_bias.requires_grad_(False)
+
+
+def _frozen_weights(model: nn.Sequential) -> None:
+    for mixer in model:
+        mixer.linear.weight.requires_grad_(False)
+        mixer.attention.in_proj_weight.requires_grad_(False)
+        mixer.attention.out_proj.weight.requires_grad_(False)
+
+
+def _all_frozen(model: nn.Sequential) -> None:
+    model.requires_grad_(False)
+
+
+def _scaled(model: nn.Sequential) -> None:
+    """Hooks that return another gradient, two on one of them."""
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad * grad.abs().max())
+    for mixer in model:
+        mixer.linear.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+
+def _seen(model: nn.Sequential) -> None:
+    """Hooks that only look; how often, and at what, is in `seen`."""
+    for parameter in model.parameters():
+        parameter.seen = []  # type: ignore[attr-defined]
+        parameter.register_hook(lambda grad, to=parameter.seen: to.append(grad.clone()))  # type: ignore[attr-defined]
+
+
+def _optimizer_in_backward(model: nn.Sequential) -> None:
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.01, momentum=0.9)
+
+        def step(parameter: Tensor, optimizer: torch.optim.SGD = optimizer) -> None:
+            optimizer.step()
+            parameter.grad = None
+
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def _after(model: nn.Sequential) -> None:
+    for parameter in model.parameters():
+        parameter.seen = []  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(lambda it: it.seen.append(it.grad.clone()))
+
+
+SETUPS: dict[str, Callable[[nn.Sequential], None]] = {
+    "nothing": lambda _: None,
+    "frozen bias": _frozen_bias,
+    "frozen weights": _frozen_weights,
+    "unfrozen": _all_frozen,
+    "scaled": _scaled,
+    "seen": _seen,
+    "after": _after,
+    "optimizer in backward": _optimizer_in_backward,
+}
+
+
+def as_plain(mesh: DeviceMesh, setup: str, schedule: str, loss: str, accumulate: bool) -> list[str]:
+    """What differs from whole-batch backwards on this rank, over three steps."""
+    plan = plan_of(schedule, mesh.size())
+    losses = {"mean": mean, "counted": counted}
+    given, model = layers(plan.stages), nn.Sequential(*layers(plan.stages))
+    SETUPS[setup](nn.Sequential(*given))
+    SETUPS[setup](model)
+    pipe = stretto.Pipeline(given, plan=plan, loss=losses[loss], mesh=mesh, timeout=30)
+    if setup == "unfrozen":
+        for trained in (nn.Sequential(*given), model):
+            trained.requires_grad_(True)
+    wrong = []
+    for step in range(3):
+        x, y = batch()
+        pipe.step(x + step, y, accumulate=accumulate and step > 0)
+        if not accumulate:
+            model.zero_grad()
+        whole(losses[loss], model(x + step), y).backward()  # type: ignore[no-untyped-call]
+        wrong += [f"step {step}: {name}" for name in differing(pipe, model)]
+    of = dict(model.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        if not torch.allclose(parameter, of[name], rtol=1e-7, atol=1e-9):
+            wrong.append(f"{name} itself")
+        mine, theirs = getattr(parameter, "seen", []), getattr(of[name], "seen", [])
+        if len(mine) != len(theirs) or not all(map(same, mine, theirs)):
+            wrong.append(f"what hooks saw of {name}: {len(mine)} for {len(theirs)}")
+    return wrong
+
+
+# Ties.
+
+
+class Out(nn.Module):
+    def __init__(self, rows: int = 7, columns: int = WIDTH) -> None:
+        super().__init__()
+        self.out = nn.Linear(columns, rows, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x)  # type: ignore[no-any-return]
+
+
+def _built(number: int, count: int) -> nn.Module:
+    torch.manual_seed(number)
+    first, last = number == 0, number == count - 1
+    return (nn.Embedding(7, WIDTH) if first else Out() if last else nn.Linear(WIDTH, WIDTH)).double()
+
+
+def tied_builder(mesh: DeviceMesh, schedule: str, loss: str) -> list[str]:
+    """Layers that ranks build for themselves, the first and the last tied: what differs from one model."""
+    plan = plan_of(schedule, mesh.size())
+    count = max(plan.stages, 3)
+    tied = ("0.weight", f"{count - 1}.out.weight")
+
+    def ce(output: Tensor, target: Tensor) -> Any:
+        made = F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum")
+        return (made, target.numel()) if loss == "counted" else made / target.numel()
+
+    pipe = stretto.Pipeline(
+        lambda k: _built(k, count), layer_count=count, plan=plan, loss=ce, mesh=mesh, tied=[tied], timeout=30
+    )
+    model = nn.Sequential(*(_built(k, count) for k in range(count)))
+    model[-1].out.weight = model[0].weight  # type: ignore[union-attr,assignment]
+    optimizers = [torch.optim.Adam(it.parameters(), lr=0.1) for it in (pipe, model)]
+    wrong = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        x, y = torch.randint(7, (2, 2 * MICROBATCHES, TOKENS))
+        pipe.step(x, y)
+        model.zero_grad()
+        whole(ce, model(x), y).backward()  # type: ignore[no-untyped-call]
+        wrong += differing(pipe, model)
+        for optimizer in optimizers:
+            optimizer.step()
+    named = dict(pipe.named_parameters())
+    here = [named[name] for name in tied if name in named]
+    if any(one is not here[0] for one in here):
+        wrong.append("not one parameter")
+    return wrong
+
+
+REFUSED = {
+    "fsdp2": "0 is sharded by FSDP (fully_shard), which reduces gradients by itself",
+    "ddp": "0 is wrapped in DDP (DistributedDataParallel), which reduces gradients by itself",
+    "an unknown name": "'1.wieght' is no parameter to tie: layer 1 has none of that name",
+    "a layer that is not": "'9.weight' is no parameter to tie: names begin with a layer's number",
+    "no tuples": 'tied is a list of names that are one, such as [("0.weight", "9.weight")] (got',
+    "other shapes": "1.out.weight cannot be tied: they have shape (7, 6) (float64) and shape (8, 6) (float64)",
+    "other types": "1.out.weight cannot be tied: they have shape (7, 6) (float64) and shape (7, 6) (float32)",
+    "one frozen": "0.weight and 1.out.weight cannot be tied: they are frozen in one place, and trained in the other",
+    "no kind": "gradients is one of 'cast', 'parameter', 'float32' (got 'bf16')",
+    "other kinds": "rank 1 was given another plan, cut or option than rank 0",
+    "no main gradients": 'main_grads() is for pipelines that were made with gradients="float32"',
+    "hooks after no gradient": 'hooks that run after .grad is there cannot with gradients="float32", which gives none',
+    "a hook on a node": "the node that accumulates the gradient of a parameter of shape (6, 6) has a hook",
+    "a hook in a step": "a hook was put on a parameter while a step ran",
+    "a hook that returns a part": "a hook on a parameter of shape (6,) returned (1,)",
+    "not registered": "uses a parameter of shape (6,) that it has not registered",
+    "frozen on one rank": "not the same of them are trained; freeze and unfreeze parameters alike on all ranks",
+    "a loss that trains, twice": "the loss has a parameter of its own, of shape (), and the last stage lives on two",
+    "another rank's weight in the loss": "the loss uses 0.linear.weight, which another rank trains",
+}
+
+
+class Held(nn.Module):
+    """Has a parameter, in a list that no module knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(WIDTH, WIDTH), [nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.hidden[0]  # type: ignore[no-any-return]
+
+
+class Hooking(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.register_hook(lambda grad: grad * 2)
+        return super().forward(x)
+
+
+def refused(mesh: DeviceMesh, what: str) -> str:
+    rank, plan = mesh.get_local_rank(), plan_of("gpipe")
+    given: dict[str, Any] = {"plan": plan, "loss": mean, "mesh": mesh, "timeout": 20}
+    pair: Layers = [nn.Embedding(7, WIDTH).double(), Out().double()]
+    mixers = layers(2)
+    try:
+        match what:
+            case "fsdp2" | "ddp":
+                alone = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+                line = nn.Linear(WIDTH, WIDTH).double()
+                wrapped = fully_shard(line, mesh=alone) if what == "fsdp2" else DistributedDataParallel(line)
+                stretto.Pipeline([wrapped, mixers[1]], **given)
+            case "an unknown name":
+                stretto.Pipeline(pair, **given, tied=[("0.weight", "1.wieght")])
+            case "a layer that is not":
+                stretto.Pipeline(pair, **given, tied=[("0.weight", "9.weight")])
+            case "no tuples":
+                stretto.Pipeline(pair, **given, tied=["0.weight", "1.out.weight"])
+            case "other shapes" | "other types" | "one frozen":
+                last = Out(8).double() if what == "other shapes" else Out().to(torch.float64)
+                last = last.float() if what == "other types" else last
+                last.requires_grad_(what != "one frozen")
+                stretto.Pipeline([pair[0], last], **given, tied=[("0.weight", "1.out.weight")])
+            case "no kind":
+                stretto.Pipeline(mixers, **given, gradients="bf16")  # type: ignore[arg-type]
+            case "other kinds":
+                stretto.Pipeline(mixers, **given, gradients=("cast", "parameter")[rank])  # type: ignore[arg-type]
+            case "no main gradients":
+                stretto.Pipeline(mixers, **given).main_grads()
+            case "hooks after no gradient":
+                for mixer in mixers:
+                    mixer.linear.weight.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[union-attr,operator]
+                stretto.Pipeline(mixers, **given, gradients="float32").step(*batch())
+            case "a hook on a node":
+                weight: Any = mixers[rank].linear.weight  # type: ignore[union-attr]
+                node = torch.autograd.graph.get_gradient_edge(weight).node
+                node.register_hook(lambda *_: None)
+                stretto.Pipeline(mixers, **given).step(*batch())
+            case "a hook in a step":
+                stretto.Pipeline([Hooking(WIDTH, WIDTH).double() for _ in range(2)], **given).step(*batch())
+            case "a hook that returns a part":
+                mixers[rank].linear.bias.register_hook(lambda grad: grad[:1])  # type: ignore[union-attr,operator]
+                stretto.Pipeline(mixers, **given).step(*batch())
+            case "not registered":
+                stretto.Pipeline([mixers[0], Held().double()], **given).step(*batch())
+            case "frozen on one rank":
+                pipe = stretto.Pipeline(layers(4), **{**given, "plan": plan_of("dualpipe")})
+                next(pipe.parameters()).requires_grad_(rank == 1)
+                pipe.step(*batch())
+            case "a loss that trains, twice":
+                scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+                loss = lambda output, target: mean(output * scale, target)  # noqa: E731
+                stretto.Pipeline(layers(4), **{**given, "plan": plan_of("dualpipe"), "loss": loss}).step(*batch())
+            case "another rank's weight in the loss":
+                loss = lambda output, target: mean(output @ mixers[0].linear.weight, target)  # type: ignore[union-attr,operator]  # noqa: E731
+                stretto.Pipeline(mixers, **{**given, "loss": loss}).step(*batch())
+    except stretto.PipelineError as error:
+        return str(error)
+    return ""
+
+
+# Inputs, and what the loss has of its own.
+
+
+class Tempered(nn.Module):
+    """A loss with a parameter, which also differentiates its targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Any:
+        off = (output * self.scale - target).square()
+        return off.sum(), off[..., 0].numel() + target.numel()
+
+
+def of_inputs_and_loss(mesh: DeviceMesh, schedule: str) -> list[str]:
+    """What differs for inputs, targets and a loss's parameter, which get theirs added, as in PyTorch."""
+    plan = plan_of(schedule, mesh.size())
+    losses, results = [Tempered(), Tempered()], []
+    seen: list[list[Tensor]] = [[], []]
+    for loss, told in zip(losses, seen, strict=True):
+        loss.scale.register_hook(lambda grad, told=told: told.append(grad.clone()))
+    pipe = stretto.Pipeline(layers(plan.stages), plan=plan, loss=losses[0], mesh=mesh, timeout=30)
+    model = nn.Sequential(*layers(plan.stages))
+    before = nn.Linear(WIDTH, WIDTH).double()
+    for run in range(2):
+        before.zero_grad()
+        x, y = (part.requires_grad_() for part in batch())
+        for _ in range(2):
+            made = before(x) * 2  # a graph before the pipeline's, with tensors saved in it
+            if run == 0:
+                pipe.step(made, y)
+            else:
+                model.zero_grad()
+                output = model(made)
+                total, count = losses[1](output, y)
+                (total / count).backward()
+        results.append([x.grad, y.grad, losses[run].scale.grad, before.weight.grad])
+    wrong = differing(pipe, model)
+    first, last = 0 in pipe._stages, plan.stages - 1 in pipe._stages
+    here = {"x": first, "y": last, "scale": last, "before": first}
+    for (name, trained), mine, theirs in zip(here.items(), *results, strict=True):
+        if not (same(mine, theirs) if trained else mine is None):
+            wrong.append(name)
+    if last and not all(map(same, *seen)):
+        wrong.append("what the hook saw")
+    return wrong
+
+
+# Kinds of sums.
+
+
+def kinds(mesh: DeviceMesh, kind: str, schedule: str) -> dict[str, Any]:
+    """bfloat16 gradients of a kind, against float32 ones: their relative errors, and what they are."""
+    plan = plan_of(schedule, mesh.size())
+    pipe = stretto.Pipeline(
+        layers(plan.stages, dtype=torch.bfloat16), plan=plan, loss=mean, mesh=mesh, gradients=kind, timeout=30
+    )
+    model = nn.Sequential(*layers(plan.stages, dtype=torch.bfloat16)).float()
+    x, y = (part.bfloat16() for part in batch(4))
+    pipe.step(x, y)
+    mean(model(x.float()), y.float()).backward()
+    of = {name: p.grad for name, p in model.named_parameters()}
+    found = pipe.main_grads() if kind == "float32" else {name: p.grad for name, p in pipe.named_parameters()}
+    errors = [
+        float((grad.float() - of[name]).norm() / of[name].norm())  # type: ignore[operator,union-attr]
+        for name, grad in found.items()
+        if grad is not None
+    ]
+    return {
+        "worst": max(errors),
+        "types": {grad.dtype for grad in found.values() if grad is not None},
+        "unused": {name.split(".", 1)[1] for name, grad in found.items() if grad is None},
+        "grads": sum(p.grad is not None for p in pipe.parameters()),
+    }
+
+
+def drift(mesh: DeviceMesh, kind: str, calls: int) -> float:
+    """How far many accumulated steps are off from as many times one, relative to it."""
+    plan = plan_of("one_f_one_b", mesh.size())
+    pipe = stretto.Pipeline(
+        layers(plan.stages, dtype=torch.bfloat16), plan=plan, loss=mean, mesh=mesh, gradients=kind, timeout=30
+    )
+    x, y = (part.bfloat16() for part in batch())
+
+    def found() -> dict[str, Tensor]:
+        of = pipe.main_grads() if kind == "float32" else {name: p.grad for name, p in pipe.named_parameters()}
+        return {name: grad.double().clone() for name, grad in of.items() if grad is not None}
+
+    pipe.step(x, y)
+    once = {name: p.grad for name, p in pipe.named_parameters()} if kind != "float32" else found()
+    exact = stretto.Pipeline(
+        layers(plan.stages, dtype=torch.bfloat16), plan=plan, loss=mean, mesh=mesh, gradients="float32", timeout=30
+    )
+    exact.step(x, y)
+    expected = {name: grad.double() * calls for name, grad in exact.main_grads().items() if grad is not None}
+    del once
+    for _ in range(calls - 1):
+        pipe.step(x, y, accumulate=True)
+    return max(float((grad - expected[name]).norm() / expected[name].norm()) for name, grad in found().items())
+
+
+def held(mesh: DeviceMesh, dtype: str, how: str) -> list[str]:
+    """What the user still holds is not written to, and what was done to `.grad` between steps counts."""
+    kind = getattr(torch, dtype)
+    plan = plan_of("zb_h1", mesh.size())
+    pipe = stretto.Pipeline(layers(plan.stages, dtype=kind), plan=plan, loss=mean, mesh=mesh, timeout=30)
+    x, y = (part.to(kind) for part in batch())
+    pipe.step(x, y)
+    first = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    copies = {name: grad.clone() for name, grad in first.items()}
+    expected: dict[str, Tensor | float] = dict.fromkeys(first, 0.0)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
+    match how:
+        case "replaced":
+            pipe.step(x * 2, y)
+        case "none":
+            optimizer.zero_grad(set_to_none=True)
+            pipe.step(x * 2, y, accumulate=True)
+        case "zeroed":
+            first = {}
+            optimizer.zero_grad(set_to_none=False)
+            pipe.step(x * 2, y, accumulate=True)
+        case "halved":
+            expected = {name: grad.clone() / 2 for name, grad in first.items()}
+            first = {}
+            for p in pipe.parameters():
+                if p.grad is not None:
+                    p.grad.data.mul_(0.5)  # which has no new version
+            pipe.step(x * 2, y, accumulate=True)
+        case "assigned":
+            for p in pipe.parameters():
+                p.grad = torch.full_like(p, 0.25)
+            expected = dict.fromkeys(copies, 0.25)
+            pipe.step(x * 2, y, accumulate=True)
+            lone = [p.grad for name, p in pipe.named_parameters() if name not in copies]
+            if not all(grad is not None and bool((grad == 0.25).all()) for grad in lone):
+                return ["what has no gradient in a step keeps the one it was given"]
+    wrong = [f"{name} was overwritten" for name, grad in first.items() if not torch.equal(grad, copies[name])]
+    second = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None and name in copies}
+    pipe.step(x * 2, y)
+    bound = 1e-12 if kind == torch.float64 else 2e-2
+    for name, p in pipe.named_parameters():
+        if name in second and p.grad is not None:
+            total = p.grad.double() + torch.as_tensor(expected[name]).double()
+            if not same(second[name].double(), total, bound):
+                wrong.append(name)
+    return wrong
+
+
+def masters(mesh: DeviceMesh) -> list[str]:
+    """Training with master weights, as docs/training.md has it, against the same in one process."""
+    plan = plan_of("one_f_one_b", mesh.size())
+    pipe = stretto.Pipeline(
+        layers(plan.stages, dtype=torch.bfloat16), plan=plan, loss=mean, mesh=mesh, gradients="float32", timeout=30
+    )
+    master = {name: p.detach().float().requires_grad_() for name, p in pipe.named_parameters()}
+    optimizer = torch.optim.AdamW(master.values(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        x, y = (part.bfloat16() for part in batch(2))
+        losses.append(pipe.step(x, y).loss)
+        for name, grad in pipe.main_grads().items():
+            master[name].grad = grad
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in pipe.named_parameters():
+                p.copy_(master[name])
+    wrong = [] if losses[-1] < 0.7 * losses[0] else [f"loss {losses[0]} -> {losses[-1]}"]
+    return wrong + [name for name, p in pipe.named_parameters() if p.grad is not None]
+
+
+# Data and tensor parallelism.
+
+
+def data_parallel(mesh: DeviceMesh, schedule: str) -> list[str]:
+    """Two pipelines side by side, each with half of the rows; gradients averaged as docs/training.md shows."""
+    del mesh
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    plan = plan_of(schedule)
+    pipe = stretto.Pipeline(layers(plan.stages), plan=plan, loss=mean, mesh=mesh["pp"], timeout=30)
+    x, y = batch(2)
+    mine = slice(mesh["dp"].get_local_rank() * MICROBATCHES, (mesh["dp"].get_local_rank() + 1) * MICROBATCHES)
+    pipe.step(x[mine], y[mine])
+    average_gradients(pipe, mesh["dp"])
+    model = nn.Sequential(*layers(plan.stages))
+    mean(model(x), y).backward()
+    return differing(pipe, model)
+
+
+def average_gradients(pipe: stretto.Pipeline, dp: DeviceMesh) -> None:
+    """The recipe of docs/training.md."""
+    for parameter in pipe.parameters():
+        used = torch.tensor(float(parameter.grad is not None), device=parameter.device)
+        dist.all_reduce(used, group=dp.get_group())
+        if used:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad, group=dp.get_group())
+            parameter.grad /= dp.size()
+
+
+class Parallel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+def tensor_parallel(mesh: DeviceMesh, schedule: str) -> list[str]:
+    """Two stages, each of two tensor-parallel ranks: gradients are DTensors, and right."""
+    del mesh
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+
+    def plain(number: int) -> nn.Module:
+        torch.manual_seed(number)
+        return Parallel().double()
+
+    def build(number: int) -> nn.Module:
+        return parallelize_module(plain(number), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    plan = plan_of(schedule)
+    pipe = stretto.Pipeline(build, layer_count=plan.stages, plan=plan, loss=mean, mesh=mesh["pp"], timeout=30)
+    model = nn.Sequential(*map(plain, range(plan.stages)))
+    x, y = batch()
+    for k in range(2):
+        pipe.step(x, y, accumulate=k > 0)
+        mean(model(x), y).backward()
+    of = dict(model.named_parameters())
+    return [
+        name
+        for name, p in pipe.named_parameters()
+        if not same(p.grad.full_tensor(), of[name].grad)  # type: ignore[union-attr]
+    ]
+
+
+def half_used(mesh: DeviceMesh) -> list[str]:
+    """Experts of which some see only the microbatches of one direction, and one sees none."""
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.experts[int(x[0, 0, 0] > 0)](x)  # type: ignore[no-any-return]
+
+    def made() -> Layers:
+        torch.manual_seed(1)
+        return [Chosen().double() for _ in range(2)]
+
+    pipe = stretto.Pipeline(made(), plan=plan_of("dualpipe"), loss=mean, mesh=mesh, timeout=30)
+    x, y = batch()
+    x[:, 0, 0] = 40.0 * torch.tensor([1, 1, 1, -1, -1, -1])
+    pipe.step(x, y)
+    model = nn.Sequential(*made())
+    sum(mean(model(a), b) / MICROBATCHES for a, b in zip(x.split(1), y.split(1), strict=True)).backward()  # type: ignore[union-attr]
+    return differing(pipe, model)
