@@ -46,7 +46,9 @@ class _Link:
     steady: set[Channel] = field(default_factory=set)
     """Channels whose last message had tensors like those of the one before."""
     last: Ticket | None = None
-    """The last message that was asked for."""
+    """The last message that was asked for, on a host."""
+    unheard: "Arrival | None" = None
+    """The last one that was asked for on a device, until its word is heard."""
 
     def learn(self, channel: Channel, what: Description) -> None:
         """The last message of a channel was this."""
@@ -78,11 +80,12 @@ class _Link:
 
 
 class Arrival:
-    """A message that was asked for: there once its tickets are done."""
+    """A message that was asked for: there once its word is heard and its tickets are done."""
 
-    __slots__ = ("lent", "tickets", "what")
+    __slots__ = ("channel", "lent", "link", "room", "tickets", "what")
 
-    def __init__(self) -> None:
+    def __init__(self, link: _Link, channel: Channel, room: Callable[[Description], Lent]) -> None:
+        self.link, self.channel, self.room = link, channel, room
         self.tickets: list[Ticket | StreamTicket] = []
         self.what: Description | None = None
         self.lent: Lent | None = None
@@ -97,10 +100,10 @@ class Links:
     """This rank's ends of all links that a program uses.
 
     Ahead of every message goes a word: that it looks like the one before of its channel, or how long the description
-    is that follows. So what arrives is never taken for anything but what was sent. On a host, where messages of a
-    channel look alike, the next one's room is made ready before its word has come; if it looks otherwise then, its
-    sender knows, and fills that room with anything first. On a device the host waits for the word, and not for the
-    tensors.
+    is that follows. So what arrives is never taken for anything but what was sent. Where messages of a channel look
+    alike, the next one's room is made ready before its word has come; if it looks otherwise then, its sender knows, and
+    fills that room with anything first. On a device the host waits for the word when the message is used, and not for
+    the tensors.
     """
 
     def __init__(self, groups: Groups, program: Program, supervisor: Supervisor, device: torch.device) -> None:
@@ -138,7 +141,7 @@ class Links:
     def send(self, peer: int, channel: Channel, tree: Tree, rows: int = 0) -> None:
         """Send a message; `rows` are those of the batch that it comes from."""
         link = self._sends[peer]
-        guess = link.guess(channel) if self.device.type == "cpu" else None
+        guess = link.guess(channel)
         lone = _lone(tree, rows)
         if lone is not None and link.lone.get(channel) == lone:
             said, tensors = None, tree.leaves
@@ -169,29 +172,51 @@ class Links:
 
     def receive(self, peer: int, channel: Channel, room: Callable[[Description], Lent]) -> Arrival:
         """Ask for a message, which comes into the room that is made for it."""
-        link, arrival = self._receives[peer], Arrival()
+        link = self._receives[peer]
+        arrival = Arrival(link, channel, room)
         if self._instant:
             arrival.what = link.known[channel]
             arrival.lent = room(arrival.what)
         elif self.device.type == "cuda":
-            assert link.wire is not None
             what = f"word from rank {peer} of what is to come"
-            self._supervisor.wait(link.wire, lambda: what)
-            with self.explaining(what):
-                arrival.what = link.hear(channel, self._supervisor.check)
-                link.learn(channel, arrival.what)
-                arrival.lent = room(arrival.what)
-                arrival.tickets = [
-                    self._begun(StreamTicket(link.group.recv([raw], link.peer, 0), raw)) for raw in arrival.lent.raws
-                ]
+            if link.unheard is not None:
+                self.hear(link.unheard, lambda: what)  # only then it is known what this one is taken to be
+            link.unheard = arrival
+            guess = link.guess(channel)
+            if guess is None:
+                self.hear(arrival, lambda: what)
+            else:
+                self._fill(arrival, guess)
         else:
-            coming = _Coming(link, channel, room, arrival, self._supervisor.check)
+            coming = _Coming(arrival, self._supervisor.check)
             if link.last is None or link.last.done:
                 with self.explaining(f"rank {peer}"):
                     coming.begin()  # or else on the lane, when what comes before is known
             link.last = link.lane.follow(coming)
             arrival.tickets = [self._begun(link.last)]
         return arrival
+
+    def hear(self, arrival: Arrival, what: Callable[[], str]) -> None:
+        """Wait for the word of a message to a device, if it was not heard yet; `what` says what is waited for."""
+        link = arrival.link
+        if link.unheard is not arrival:
+            return
+        assert link.wire is not None
+        self._supervisor.wait(link.wire, what)
+        with self.explaining(what()):
+            arrival.what = link.hear(arrival.channel, self._supervisor.check)
+        if arrival.lent is None or arrival.lent.metas != arrival.what.metas:
+            self._fill(arrival, arrival.what)
+        link.learn(arrival.channel, arrival.what)
+        link.unheard = None
+
+    def _fill(self, arrival: Arrival, what: Description) -> None:
+        """Ask for the tensors of a message to a device."""
+        link, arrival.lent = arrival.link, arrival.room(what)
+        with self.explaining("what is to come"):
+            arrival.tickets += [
+                self._begun(StreamTicket(link.group.recv([raw], link.peer, 0), raw)) for raw in arrival.lent.raws
+            ]
 
     @contextmanager
     def explaining(self, what: str) -> Iterator[None]:
@@ -264,15 +289,8 @@ class _Sent:
 class _Coming:
     """A message of the host, which a lane waits for, one after the other."""
 
-    def __init__(
-        self,
-        link: _Link,
-        channel: Channel,
-        room: Callable[[Description], Lent],
-        arrival: Arrival,
-        check: Callable[[], None],
-    ) -> None:
-        self._link, self._channel, self._room, self._arrival = link, channel, room, arrival
+    def __init__(self, arrival: Arrival, check: Callable[[], None]) -> None:
+        self._link, self._channel, self._room, self._arrival = arrival.link, arrival.channel, arrival.room, arrival
         self._check = check
         self._works: list[dist.Work] | None = None
 

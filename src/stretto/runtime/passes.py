@@ -99,6 +99,7 @@ class Passes:
         """Waits for what was asked for. What came from another device is lent."""
         if not isinstance(waited, Arrival):
             return waited, None
+        self._links.hear(waited, what)
         for ticket in waited.tickets:
             if isinstance(ticket, StreamTicket):
                 with self._links.explaining(what()):
