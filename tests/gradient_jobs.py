@@ -1,5 +1,6 @@
 """What ranks do to find out whether gradients are those of one whole-batch backward: hooks, ties, kinds of sums."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import stretto
 from strategies import SCHEDULES
 
 WIDTH, TOKENS, MICROBATCHES = 6, 3, 6
+DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))  # "cuda" runs most of this on a GPU, under MPS
 Layers = list[nn.Module]
 
 
@@ -37,12 +39,12 @@ class Mixer(nn.Module):
 
 def layers(stages: int, *, dtype: torch.dtype = torch.float64) -> Layers:
     torch.manual_seed(1)
-    return [Mixer().to(dtype) for _ in range(max(stages, 2))]
+    return [Mixer().to(DEVICE, dtype) for _ in range(max(stages, 2))]
 
 
 def batch(rows: int = 1) -> tuple[Tensor, Tensor]:
     torch.manual_seed(2)
-    x, y = torch.randn(2, rows * MICROBATCHES, TOKENS, WIDTH, dtype=torch.float64)
+    x, y = torch.randn(2, rows * MICROBATCHES, TOKENS, WIDTH, dtype=torch.float64).to(DEVICE)
     return x, y
 
 
@@ -184,7 +186,7 @@ class Out(nn.Module):
 def _built(number: int, count: int) -> nn.Module:
     torch.manual_seed(number)
     first, last = number == 0, number == count - 1
-    return (nn.Embedding(7, WIDTH) if first else Out() if last else nn.Linear(WIDTH, WIDTH)).double()
+    return (nn.Embedding(7, WIDTH) if first else Out() if last else nn.Linear(WIDTH, WIDTH)).to(DEVICE, torch.float64)
 
 
 def tied_builder(mesh: DeviceMesh, schedule: str, loss: str) -> list[str]:
@@ -206,7 +208,7 @@ def tied_builder(mesh: DeviceMesh, schedule: str, loss: str) -> list[str]:
     wrong = []
     for _ in range(2):
         torch.manual_seed(5)
-        x, y = torch.randint(7, (2, 2 * MICROBATCHES, TOKENS))
+        x, y = torch.randint(7, (2, 2 * MICROBATCHES, TOKENS)).to(DEVICE)
         pipe.step(x, y)
         model.zero_grad()
         whole(ce, model(x), y).backward()  # type: ignore[no-untyped-call]
@@ -329,7 +331,7 @@ class Tempered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5, dtype=torch.float64, device=DEVICE))
 
     def forward(self, output: Tensor, target: Tensor) -> Any:
         off = (output * self.scale - target).square()
@@ -345,7 +347,7 @@ def of_inputs_and_loss(mesh: DeviceMesh, schedule: str) -> list[str]:
         loss.scale.register_hook(lambda grad, told=told: told.append(grad.clone()))
     pipe = stretto.Pipeline(layers(plan.stages), plan=plan, loss=losses[0], mesh=mesh, timeout=30)
     model = nn.Sequential(*layers(plan.stages))
-    before = nn.Linear(WIDTH, WIDTH).double()
+    before = nn.Linear(WIDTH, WIDTH).to(DEVICE, torch.float64)
     for run in range(2):
         before.zero_grad()
         x, y = (part.requires_grad_() for part in batch())
@@ -571,12 +573,51 @@ def half_used(mesh: DeviceMesh) -> list[str]:
 
     def made() -> Layers:
         torch.manual_seed(1)
-        return [Chosen().double() for _ in range(2)]
+        return [Chosen().to(DEVICE, torch.float64) for _ in range(2)]
 
     pipe = stretto.Pipeline(made(), plan=plan_of("dualpipe"), loss=mean, mesh=mesh, timeout=30)
     x, y = batch()
-    x[:, 0, 0] = 40.0 * torch.tensor([1, 1, 1, -1, -1, -1])
+    x[:, 0, 0] = 40.0 * torch.tensor([1, 1, 1, -1, -1, -1], device=DEVICE)
     pipe.step(x, y)
     model = nn.Sequential(*made())
     sum(mean(model(a), b) / MICROBATCHES for a, b in zip(x.split(1), y.split(1), strict=True)).backward()  # type: ignore[union-attr]
     return differing(pipe, model)
+
+
+class Gated(nn.Module):
+    """In phases, with parameters that phases of both lanes use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+
+    def phases(self) -> list[tuple[stretto.Phase, Callable[[Tensor], Tensor]]]:
+        return [
+            (stretto.Phase("attn"), lambda x: x + torch.tanh(self.linear(x)) * self.gate),
+            (stretto.Phase("dispatch", "comm"), lambda x: x.flip(1) * self.gate + x @ self.linear.weight),
+            (stretto.Phase("mlp"), lambda x: x + torch.tanh(self.linear(x) * self.gate)),
+            (stretto.Phase("combine", "comm"), lambda x: x * self.gate.sin() + self.linear(x)),
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _, phase in self.phases():
+            x = phase(x)
+        return x
+
+
+def on_two_lanes(mesh: DeviceMesh, schedule: str) -> list[str]:
+    """What differs where compute and communication lanes add to the same sums."""
+
+    def made() -> Layers:
+        torch.manual_seed(1)
+        return [Gated().to(DEVICE, torch.float64) for _ in range(4)]
+
+    pipe = stretto.Pipeline(made(), plan=plan_of(schedule, mesh.size()), loss=mean, mesh=mesh, timeout=30)
+    model, wrong = nn.Sequential(*made()), []
+    for step in range(3):
+        x, y = batch()
+        pipe.step(x + step, y)
+        model.zero_grad()
+        mean(model(x + step), y).backward()  # type: ignore[no-untyped-call]
+        wrong += [f"step {step}: {name}" for name in differing(pipe, model)]
+    return wrong

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradient_jobs import (
+    DEVICE,
     REFUSED,
     SETUPS,
     as_plain,
@@ -16,6 +17,7 @@ from gradient_jobs import (
     kinds,
     masters,
     of_inputs_and_loss,
+    on_two_lanes,
     refused,
     tensor_parallel,
     tied_builder,
@@ -26,7 +28,7 @@ from strategies import SCHEDULES
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    made = Ranks(4)
+    made = Ranks(4, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
     yield made
     made.stop()
 
@@ -46,6 +48,11 @@ def test_so_they_are_where_steps_are_added_up(ranks: Ranks, setup: str, schedule
 
 def test_a_replica_need_not_use_what_the_other_does(ranks: Ranks) -> None:
     assert ranks.run(half_used, 2) == [[], []]
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "dualpipe", "dualpipev"])
+def test_lanes_may_add_to_the_same_sums(ranks: Ranks, schedule: str) -> None:
+    assert ranks.run(on_two_lanes, 2, schedule) == [[], []]
 
 
 @pytest.mark.parametrize("loss", ["mean", "counted"])
