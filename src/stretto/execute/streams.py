@@ -69,7 +69,7 @@ class Streams:
             else:
                 run()
             if at in self._events:
-                self._events[at].record()
+                self._events[at].record(own or self._main)
 
     def keep(self, at: int, what: object, check: Callable[[], None]) -> None:
         """Hold on to what a task has used. A host that is too far ahead waits, checking that there is reason to."""

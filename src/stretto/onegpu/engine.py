@@ -165,7 +165,7 @@ class Member:
             place.handle, place.offset = driver.share(tensor.data_ptr())
         word = board.address(board.ready(move.block, move.number, sender=move.sends))
         self._engine.tell(place)
-        driver.write_value(torch.cuda.current_stream().cuda_stream, word, move.number + 1)
+        driver.write_value(torch.cuda.current_stream(tensor.device.index).cuda_stream, word, move.number + 1)
 
     def _on_host(self, move: Move, place: Place) -> None:
         with self._engine.changed:

@@ -53,8 +53,8 @@ class Deferral:
         """Those that put their weight gradients off."""
         return list(self._known.values())
 
-    def into(self, closures: list[Closure]) -> "_Into":
-        """Put the weight gradients of a backward within off into this list."""
+    def into(self, closures: list[Closure] | None) -> "_Into":
+        """Put the weight gradients of a backward within off into this list; with None, put none off."""
         return _Into(self, closures)
 
     def put_off(self, add: Callable[..., None], given: Tensor, grad: Tensor, more: Sequence[Any]) -> None:
@@ -210,7 +210,7 @@ class _Into:
 
     __slots__ = ("_before", "_closures", "_deferral")
 
-    def __init__(self, deferral: Deferral, closures: list[Closure]) -> None:
+    def __init__(self, deferral: Deferral, closures: list[Closure] | None) -> None:
         self._deferral, self._closures = deferral, closures
 
     def __enter__(self) -> None:

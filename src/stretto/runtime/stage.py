@@ -163,7 +163,7 @@ class Stage:
         segment = going.segments[at]
         assert segment is not None, "a backward that was run before"
         going.segments[at] = None
-        closures = going.closures[self._weight_of[part]] if part in self._weight_of else []
+        closures = going.closures[self._weight_of[part]] if part in self._weight_of else None
         with self.deferral.into(closures), self._discarding(going), self._as_computed():
             out = segment.backward(grads, keep=self.used is not None)
         going.sites.clear()
