@@ -621,3 +621,67 @@ def on_two_lanes(mesh: DeviceMesh, schedule: str) -> list[str]:
         mean(model(x + step), y).backward()  # type: ignore[no-untyped-call]
         wrong += [f"step {step}: {name}" for name in differing(pipe, model)]
     return wrong
+
+
+def after_failures(mesh: DeviceMesh, kind: str) -> list[str]:
+    """A loss that is not finite, and a hook that raises, leave gradients and hooks as they were."""
+    factors: list[float] = []
+    plan = plan_of("one_f_one_b", mesh.size())
+    pipe = stretto.Pipeline(
+        layers(plan.stages, dtype=torch.bfloat16),
+        plan=plan,
+        loss=lambda output, target: mean(output, target) * (factors.pop() if factors else 1.0),
+        mesh=mesh,
+        gradients=kind,  # type: ignore[arg-type]
+        timeout=30,
+    )
+    x, y = (part.bfloat16() for part in batch())
+    weight = next(p for name, p in pipe.named_parameters() if name.endswith("linear.weight"))
+    raises, calls, wrong = [False], list[int](), list[str]()
+
+    def hook(_: Tensor) -> None:
+        calls.append(1)
+        if raises[0]:
+            raise KeyError("hook")
+
+    weight.register_hook(hook)
+
+    def grads() -> list[Tensor | None]:
+        return list(pipe.main_grads().values()) if kind == "float32" else [p.grad for p in pipe.parameters()]
+
+    pipe.step(x, y)
+    before = grads()
+    first = [None if grad is None else grad.double() for grad in before]
+    for accumulate in (False, True):
+        factors[:] = [float("nan")] * MICROBATCHES
+        try:
+            pipe.step(x, y, accumulate=accumulate)
+            wrong.append("no error")
+        except stretto.PipelineError as error:
+            if "not finite" not in str(error) and "overwritten" not in str(error):
+                wrong.append(str(error))
+        if kind != "float32" and any(a is not b for a, b in zip(before, grads(), strict=True)):
+            wrong.append("gradients are others")
+        if kind == "float32":
+            return wrong + _lost(pipe)
+    raises[0] = True
+    try:
+        pipe.step(x, y)
+        wrong.append("no error of the hook")
+    except KeyError:
+        raises[0] = False
+    if any(a is not b for a, b in zip(before, grads(), strict=True)):
+        wrong.append("gradients are others after the hook")
+    pipe.step(x, y, accumulate=True)
+    for grad, once in zip(grads(), first, strict=True):
+        if not same(None if grad is None else grad.double(), None if once is None else 2 * once, 0.02):
+            wrong.append("sums")
+    return wrong if len(calls) == 3 else [*wrong, f"{len(calls)} calls"]
+
+
+def _lost(pipe: stretto.Pipeline) -> list[str]:
+    try:
+        pipe.main_grads()
+    except stretto.PipelineError as error:
+        return [] if "a step that failed has overwritten the gradients" in str(error) else [str(error)]
+    return ["main gradients of a step that failed"]

@@ -9,6 +9,7 @@ from gradient_jobs import (
     DEVICE,
     REFUSED,
     SETUPS,
+    after_failures,
     as_plain,
     data_parallel,
     drift,
@@ -97,6 +98,11 @@ def test_accumulated_steps_stay_in_the_type_that_sums_have(ranks: Ranks) -> None
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_what_the_user_does_to_gradients_counts(ranks: Ranks, dtype: str, how: str) -> None:
     assert ranks.run(held, 2, dtype, how) == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["cast", "parameter", "float32"])
+def test_failures_leave_gradients_and_hooks_as_they_were(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(after_failures, 2, kind) == [[], []]
 
 
 def test_master_weights_train(ranks: Ranks) -> None:

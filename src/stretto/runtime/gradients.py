@@ -57,7 +57,7 @@ class Gradients:
         self._signature: list[Any] | None = None
         self._kept: list[_Kept] = []
         self._exact: dict[int, Tensor] = {}  # the sums of the steps before, that gradients are added to
-        self._accumulates = False
+        self._accumulates = self._lost = False
         self._blocks: dict[tuple[Message, str, str], Block] = {}  # what is summed over ranks
         self._loose: dict[tuple[Message, str], Sum] = {}
         self._names: list[tuple[Message, str]] = []
@@ -70,6 +70,8 @@ class Gradients:
         every = {id(parameter): parameter for parameters in stages.values() for parameter in parameters}
         if self._kind == "float32" and any(parameter._post_accumulate_grad_hooks for parameter in every.values()):
             raise PipelineError('hooks that run after .grad is there cannot with gradients="float32", which gives none')
+        if accumulate:
+            self.demand_main_grads()
         self._accumulates = accumulate
         self._exact = self._exact_sums() if accumulate else {}
         self._lay_out(stages)
@@ -133,24 +135,37 @@ class Gradients:
         if hooked or self._accumulates or self._kind == "float32":
             for buffer in self._buffers:
                 buffer.divide()
-        for kept in hooked:
-            _run_hooks(used[id(kept.parameter)], kept.hooks)
+        try:
+            for kept in hooked:
+                _run_hooks(used[id(kept.parameter)], kept.hooks)
+        except BaseException:
+            self.restore()
+            raise
         for kept in self._kept:
             if kept.adds:
                 self._add_before(kept)
         self._set_grads()
-        for kept in self._kept:
-            if id(kept.parameter) in used:
-                for hook in kept.after.values():
-                    hook(kept.parameter)
+        self._lost = False
+        after = [(kept.parameter, hook) for kept in self._kept for hook in kept.after.values()]
         self._end()
+        for parameter, hook in after:
+            if id(parameter) in used:
+                hook(parameter)
 
     def restore(self) -> None:
-        """As if there had been no step."""
+        """As if there had been no step; only sums that are the gradients themselves are lost."""
         for kept in self._kept:
             kept.parameter.grad = kept.grad
             _put_back(kept)
+        self._lost = self._kind == "float32"
         self._end()
+
+    def demand_main_grads(self) -> None:
+        """Refuse to go on with sums that a step has begun to replace."""
+        if self._lost:
+            raise PipelineError(
+                'a step that failed has overwritten the gradients of gradients="float32"; run one without accumulate'
+            )
 
     def main_grad(self, parameter: Tensor) -> Tensor | None:
         """The sum itself, with `gradients="float32"`."""
@@ -195,7 +210,7 @@ class Gradients:
     def _lay_out(self, stages: Mapping[int, Sequence[nn.Parameter]]) -> None:
         """Find places for the sums of all parameters that are trained, if they are other ones than before."""
         trained = [(stage, p) for stage, parameters in stages.items() for p in parameters if p.requires_grad]
-        signature = [(stage, id(p), _shape_of(p), p.dtype, _given_as(p)) for stage, p in trained]
+        signature = [(stage, id(p), _shape_of(p), p.device, p.dtype, _given_as(p)) for stage, p in trained]
         if signature == self._signature:
             return
         self._signature, self._sums, self._blocks, self._loose = signature, {}, {}, {}
@@ -209,7 +224,8 @@ class Gradients:
             message, name = self._shared_as(parameter) or (None, f"{len(self._sums):08}")
             if message is not None:
                 self._names.append((message, name))
-            if type(parameter) is nn.Parameter and not self._is_loose(parameter):
+            dense = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+            if dense and not self._is_loose(parameter):
                 groups[stage, sum_.dtype, sum_.given_as, parameter.device][message][name] = sum_
             elif message is not None:
                 self._loose[message, name] = sum_

@@ -259,6 +259,7 @@ class Pipeline:
         """
         if self._gradient_kind != "float32":
             raise PipelineError('main_grads() is for pipelines that were made with gradients="float32"')
+        self._gradients.demand_main_grads()
         found: dict[int, str] = {}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
