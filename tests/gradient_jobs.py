@@ -1,5 +1,6 @@
 """What ranks do to find out whether gradients are those of one whole-batch backward: hooks, ties, kinds of sums."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -69,7 +71,8 @@ def whole(loss: Any, output: Tensor, target: Tensor) -> Tensor:
 def differing(pipe: Any, model: nn.Module, bound: float = 1e-11) -> list[str]:
     """The parameters whose gradients are not those of the model; one has none where the other has none."""
     of = dict(model.named_parameters(remove_duplicate=False))
-    return [name for name, p in pipe.named_parameters() if not same(p.grad, of[name].grad, bound)]
+    every = pipe.named_parameters(remove_duplicate=False)
+    return [name for name, p in every if not same(p.grad, of[name].grad, bound)]
 
 
 def same(mine: Tensor | None, theirs: Tensor | None, bound: float = 1e-11) -> bool:
@@ -215,7 +218,7 @@ def tied_builder(mesh: DeviceMesh, schedule: str, loss: str) -> list[str]:
         wrong += differing(pipe, model)
         for optimizer in optimizers:
             optimizer.step()
-    named = dict(pipe.named_parameters())
+    named = dict(pipe.named_parameters(remove_duplicate=False))
     here = [named[name] for name in tied if name in named]
     if any(one is not here[0] for one in here):
         wrong.append("not one parameter")
@@ -224,7 +227,8 @@ def tied_builder(mesh: DeviceMesh, schedule: str, loss: str) -> list[str]:
 
 REFUSED = {
     "fsdp2": "0 is sharded by FSDP (fully_shard), which reduces gradients by itself",
-    "ddp": "0 is wrapped in DDP (DistributedDataParallel), which reduces gradients by itself",
+    "ddp": "0 is replicated by DDP (DistributedDataParallel, replicate), which reduces gradients by itself",
+    "replicate": "0 is replicated by DDP (DistributedDataParallel, replicate), which reduces gradients by itself",
     "an unknown name": "'1.wieght' is no parameter to tie: layer 1 has none of that name",
     "a layer that is not": "'9.weight' is no parameter to tie: names begin with a layer's number",
     "no tuples": 'tied is a list of names that are one, such as [("0.weight", "9.weight")] (got',
@@ -237,10 +241,26 @@ REFUSED = {
     "hooks after no gradient": 'hooks that run after .grad is there cannot with gradients="float32", which gives none',
     "a hook on a node": "the node that accumulates the gradient of a parameter of shape (6, 6) has a hook",
     "a hook in a step": "a hook was put on a parameter while a step ran",
-    "a hook that returns a part": "a hook on a parameter of shape (6,) returned (1,)",
+    "a hook that returns a part": "hook '<lambda>' has changed the size of value",
     "not registered": "uses a parameter of shape (6,) that it has not registered",
-    "frozen on one rank": "not the same of them are trained; freeze and unfreeze parameters alike on all ranks",
-    "a loss that trains, twice": "the loss has a parameter of its own, of shape (), and the last stage lives on two",
+    "frozen on one rank": "not the same of them are trained, or not in the same shapes and strides",
+    "node hooks later": "the node that accumulates the gradient of a parameter of shape (6, 6) has a hook",
+    "added": "a parameter of shape (6,) was added to stage",
+    "module replaced": "0.linear.bias was replaced after the pipeline was made, and others hold it too",
+    "tie replaced": "the parameter 0.weight was replaced after the pipeline was made, and others hold it too",
+    "a tensor in a layer, twice": "uses a tensor that requires gradients of shape (6,) that it has not registered",
+    "a tensor in the loss, twice": "the loss trains a tensor of its own, of shape (), and the last stage lives on two",
+    "not registered, later": "uses a parameter of shape (6,) that it has not registered",
+    "grown": "has other parameters than before the step",
+    "unfrozen in a forward": "froze or unfroze a parameter while a step ran",
+    "a layer before, twice": "inputs or targets depend on a parameter of shape (6, 6)",
+    "other strides": "cannot be tied: they lie in memory in other ways (their strides differ)",
+    "half later": "is float16, whose gradients need scaling",
+    "sharded later": "is sharded by FSDP (fully_shard)",
+    "one name": "a tie needs two names at least",
+    "two ties of one": "0.a.weight and 0.b.weight are one parameter; give them in one tie",
+    "a hook that raises": "rank 0 stopped at",
+    "a loss that trains, twice": "the loss trains a tensor of its own, of shape (), and the last stage lives on two",
     "another rank's weight in the loss": "the loss uses 0.linear.weight, which another rank trains",
 }
 
@@ -256,6 +276,45 @@ class Held(nn.Module):
         return self.linear(x) * self.hidden[0]  # type: ignore[no-any-return]
 
 
+class Fickle(nn.Module):
+    """Changes what it trains, and when."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls, self.linear = how, 0, nn.Linear(WIDTH, WIDTH)
+        self.rest = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.hidden = [nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.linear(x)
+        if self.how == "not registered, later" and self.calls > 2:
+            y = y * self.hidden[0]
+        elif self.how == "grown" and self.calls > MICROBATCHES + 1:
+            if not hasattr(self, "more"):
+                self.more = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+            y = y * self.more
+        elif self.how == "unfrozen in a forward" and self.calls > MICROBATCHES + 1:
+            self.rest.requires_grad_(True)
+        return y * self.rest
+
+
+class Twin(nn.Module):
+    """Has one weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)))  # type: ignore[no-any-return]
+
+
+def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
 class Hooking(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.weight.register_hook(lambda grad: grad * 2)
@@ -269,10 +328,14 @@ def refused(mesh: DeviceMesh, what: str) -> str:
     mixers = layers(2)
     try:
         match what:
-            case "fsdp2" | "ddp":
+            case "fsdp2" | "ddp" | "replicate":
                 alone = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
                 line = nn.Linear(WIDTH, WIDTH).double()
-                wrapped = fully_shard(line, mesh=alone) if what == "fsdp2" else DistributedDataParallel(line)
+                if what == "fsdp2":
+                    fully_shard(line, mesh=alone)
+                wrapped = (
+                    DistributedDataParallel(line) if what == "ddp" else replicate(line) if what == "replicate" else line
+                )
                 stretto.Pipeline([wrapped, mixers[1]], **given)
             case "an unknown name":
                 stretto.Pipeline(pair, **given, tied=[("0.weight", "1.wieght")])
@@ -311,6 +374,80 @@ def refused(mesh: DeviceMesh, what: str) -> str:
                 pipe = stretto.Pipeline(layers(4), **{**given, "plan": plan_of("dualpipe")})
                 next(pipe.parameters()).requires_grad_(rank == 1)
                 pipe.step(*batch())
+            case "node hooks later":
+                pipe = stretto.Pipeline(mixers, **given)
+                pipe.step(*batch())
+                later: Any = mixers[rank].linear.weight  # type: ignore[union-attr]
+                node = torch.autograd.graph.get_gradient_edge(later).node
+                node.register_prehook(lambda grads: grads)
+                pipe.step(*batch())
+            case "added" | "module replaced":
+                four = layers(4)
+                pipe = stretto.Pipeline(four, **{**given, "plan": plan_of("dualpipe")})
+                pipe.step(*batch())
+                for mixer in four:
+                    if what == "added":
+                        mixer.extra = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+                    else:
+                        mixer.linear = nn.Linear(WIDTH, WIDTH).double()
+                pipe.step(*batch())
+            case "tie replaced":
+                pipe = stretto.Pipeline(pair, **{**given, "loss": _cross_entropy}, tied=[("0.weight", "1.out.weight")])
+                tokens = torch.randint(7, (MICROBATCHES, TOKENS))
+                pipe.step(tokens, tokens)
+                pair[0].weight = nn.Parameter(torch.ones(7, WIDTH, dtype=torch.float64))
+                pair[1].out = nn.Linear(WIDTH, 7, bias=False).double()
+                pipe.step(tokens, tokens)
+            case "a tensor in a layer, twice":
+                odd = [Held().double() for _ in range(4)]
+                for layer in odd:
+                    layer.hidden = [torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)]  # type: ignore[list-item]
+                stretto.Pipeline(odd, **{**given, "plan": plan_of("dualpipe")}).step(*batch())
+            case "a tensor in the loss, twice":
+                warm = torch.ones((), dtype=torch.float64, requires_grad=True)
+                loss = lambda output, target: mean(output * warm, target)  # noqa: E731
+                stretto.Pipeline(layers(4), **{**given, "plan": plan_of("dualpipe"), "loss": loss}).step(*batch())
+            case "not registered, later" | "grown" | "unfrozen in a forward":
+                fickle = Fickle(what).double()
+                pipe = stretto.Pipeline([mixers[0], fickle], **given)
+                for _ in range(2):
+                    pipe.step(*batch())
+            case "a layer before, twice":
+                before = nn.Linear(WIDTH, WIDTH).double()
+                x, y = batch()
+                stretto.Pipeline(layers(4), **{**given, "plan": plan_of("dualpipe")}).step(before(x), y)
+            case "other strides":
+                turned = Out(7).double()
+                turned.out.weight = nn.Parameter(torch.zeros(WIDTH, 7, dtype=torch.float64).T)
+                stretto.Pipeline([pair[0], turned], **given, tied=[("0.weight", "1.out.weight")])
+            case "half later" | "sharded later":
+                pipe = stretto.Pipeline(mixers, **given)
+                pipe.step(*batch())
+                for mixer in mixers:
+                    if what == "half later":
+                        mixer.linear.half()  # type: ignore[union-attr,operator]
+                    else:
+                        fully_shard(mixer.linear, mesh=init_device_mesh("cpu", (2,)))  # type: ignore[arg-type]
+                pipe.step(*batch())
+            case "one name":
+                stretto.Pipeline(pair, **given, tied=[("0.weight",)])
+            case "two ties of one":
+                twins = [Twin().double(), Twin().double()]
+                ties = [("0.a.weight", "1.a.weight"), ("0.b.weight", "1.b.weight")]
+                stretto.Pipeline(lambda k: twins[k], layer_count=2, **given, tied=ties)
+            case "a hook that raises":
+                pipe = stretto.Pipeline(mixers, **given)
+
+                def raising(_: Tensor) -> None:
+                    raise KeyError("hook")
+
+                if rank == 0:
+                    mixers[0].linear.weight.register_hook(raising)  # type: ignore[union-attr,operator]
+                try:
+                    pipe.step(*batch())
+                except KeyError:
+                    return "its own"
+                pipe.step(*batch())
             case "a loss that trains, twice":
                 scale = nn.Parameter(torch.ones((), dtype=torch.float64))
                 loss = lambda output, target: mean(output * scale, target)  # noqa: E731
@@ -318,7 +455,7 @@ def refused(mesh: DeviceMesh, what: str) -> str:
             case "another rank's weight in the loss":
                 loss = lambda output, target: mean(output @ mixers[0].linear.weight, target)  # type: ignore[union-attr,operator]  # noqa: E731
                 stretto.Pipeline(mixers, **{**given, "loss": loss}).step(*batch())
-    except stretto.PipelineError as error:
+    except (stretto.PipelineError, RuntimeError) as error:
         return str(error)
     return ""
 
@@ -530,7 +667,7 @@ class Parallel(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
 
 
 def tensor_parallel(mesh: DeviceMesh, schedule: str) -> list[str]:
@@ -663,20 +800,30 @@ def after_failures(mesh: DeviceMesh, kind: str) -> list[str]:
         if kind != "float32" and any(a is not b for a, b in zip(before, grads(), strict=True)):
             wrong.append("gradients are others")
         if kind == "float32":
-            return wrong + _lost(pipe)
-    raises[0] = True
-    try:
-        pipe.step(x, y)
-        wrong.append("no error of the hook")
-    except KeyError:
-        raises[0] = False
-    if any(a is not b for a, b in zip(before, grads(), strict=True)):
-        wrong.append("gradients are others after the hook")
+            wrong += _lost(pipe)
+            pipe.step(x, y)
+            sums = [None if grad is None else grad.clone() for grad in grads()]
+            factors[:] = [float("nan")] * MICROBATCHES
+            with contextlib.suppress(stretto.PipelineError):
+                pipe.step(x, y, accumulate=True)
+            if not all(map(same, grads(), sums)):
+                wrong.append("sums that a bad step was to be added to")
+            pipe.step(x, y, accumulate=True)
+            twice = [None if grad is None else 2 * grad for grad in sums]
+            return wrong if all(map(same, grads(), twice, [1e-6] * len(sums))) else [*wrong, "twice"]
     pipe.step(x, y, accumulate=True)
     for grad, once in zip(grads(), first, strict=True):
         if not same(None if grad is None else grad.double(), None if once is None else 2 * once, 0.02):
             wrong.append("sums")
-    return wrong if len(calls) == 3 else [*wrong, f"{len(calls)} calls"]
+    before, raises[0] = grads(), True
+    try:
+        pipe.step(x, y)
+        wrong.append("no error of the hook")
+    except (KeyError, stretto.PipelineError):  # its own, or the other rank's
+        pass
+    if any(a is not b for a, b in zip(before, grads(), strict=True)):
+        wrong.append("gradients are others after the hook")
+    return wrong if 2 <= len(calls) <= 3 else [*wrong, f"{len(calls)} calls"]
 
 
 def _lost(pipe: stretto.Pipeline) -> list[str]:
@@ -685,3 +832,109 @@ def _lost(pipe: stretto.Pipeline) -> list[str]:
     except stretto.PipelineError as error:
         return [] if "a step that failed has overwritten the gradients" in str(error) else [str(error)]
     return ["main gradients of a step that failed"]
+
+
+def tied_twins(mesh: DeviceMesh, schedule: str, names: tuple[str, str]) -> list[str]:
+    """What differs where parameters that are tied over ranks are shared within their layers too."""
+    plan = plan_of(schedule, mesh.size())
+    count = max(plan.stages, 3)
+
+    def build(number: int) -> nn.Module:
+        torch.manual_seed(number)
+        return (Twin() if number in (0, count - 1) else nn.Linear(WIDTH, WIDTH)).to(DEVICE, torch.float64)
+
+    tied = [(names[0], f"{count - 1}.{names[1]}")]
+    pipe = stretto.Pipeline(build, layer_count=count, plan=plan, loss=mean, mesh=mesh, tied=tied, timeout=30)
+    model = nn.Sequential(*map(build, range(count)))
+    last: Any = model[-1]
+    last.a.weight = last.b.weight = model[0].a.weight  # type: ignore[union-attr]
+    x, y = batch()
+    pipe.step(x, y)
+    mean(model(x), y).backward()
+    return differing(pipe, model)
+
+
+def through_inputs(mesh: DeviceMesh, kind: str) -> list[str]:
+    """What differs where the graph behind the inputs leads to a parameter of the pipeline, and that behind the targets
+    to one that is not; hooks run once.
+    """
+    plan = plan_of("one_f_one_b", mesh.size())
+    given, other = layers(plan.stages), layers(plan.stages)
+    calls: list[list[Tensor]] = [[], []]
+    for made, told in zip((given, other), calls, strict=True):
+        made[0].linear.weight.register_hook(lambda grad, told=told: told.append(grad.clone()))  # type: ignore[union-attr,operator]
+    pipe = stretto.Pipeline(given, plan=plan, loss=counted, mesh=mesh, gradients=kind, timeout=30)  # type: ignore[arg-type]
+    teachers = [nn.Linear(WIDTH, WIDTH).to(DEVICE, torch.float64) for _ in range(2)]
+    teachers[1].load_state_dict(teachers[0].state_dict())
+    x, y = batch()
+    if 0 in pipe._stages:
+        pipe.step(x @ given[0].linear.weight, y)  # type: ignore[union-attr,operator]
+    else:
+        pipe.step(None, torch.tanh(teachers[0](y)))
+    wanted = torch.tanh(teachers[1](y))
+    if 0 in pipe._stages:
+        wanted = torch.where(y[..., :1] > 0, wanted, wanted)
+    model = nn.Sequential(*other)
+    whole(counted, model(x @ other[0].linear.weight), wanted).backward()  # type: ignore[union-attr,operator,no-untyped-call]
+    of = dict(model.named_parameters())
+    found = pipe.main_grads() if kind == "float32" else {name: p.grad for name, p in pipe.named_parameters()}
+    wrong = [name for name, grad in found.items() if not same(grad, of[name].grad)]
+    if 0 in pipe._stages and not (len(calls[0]) == len(calls[1]) == 1 and same(calls[0][0], calls[1][0])):
+        wrong.append(f"{len(calls[0])} calls")
+    if plan.stages - 1 in pipe._stages and not same(teachers[0].weight.grad, teachers[1].weight.grad):
+        wrong.append("what is behind the targets")
+    return wrong
+
+
+def frozen_for_a_while(mesh: DeviceMesh, kind: str) -> list[str]:
+    """What differs where a parameter is frozen for one of three accumulated steps."""
+    plan = plan_of("one_f_one_b", mesh.size())
+    given, model = layers(plan.stages), nn.Sequential(*layers(plan.stages))
+    pipe = stretto.Pipeline(given, plan=plan, loss=mean, mesh=mesh, gradients=kind, timeout=30)  # type: ignore[arg-type]
+    for step in range(3):
+        for mixer in (*given, *model):
+            mixer.linear.requires_grad_(step != 1)  # type: ignore[union-attr,operator]
+        x, y = batch()
+        pipe.step(x + step, y, accumulate=step > 0)
+        mean(model(x + step), y).backward()
+    of = dict(model.named_parameters())
+    found = pipe.main_grads() if kind == "float32" else {name: p.grad for name, p in pipe.named_parameters()}
+    return [name for name, grad in found.items() if not same(grad, of[name].grad)]
+
+
+def several_at_once(mesh: DeviceMesh) -> list[Any]:
+    """What a hook on several parameters is called with."""
+    plan = plan_of("zb_h1", mesh.size())
+    pipe = stretto.Pipeline(layers(plan.stages), plan=plan, loss=mean, mesh=mesh, timeout=30)
+    calls: list[list[bool]] = []
+    torch.autograd.graph.register_multi_grad_hook(
+        list(pipe.parameters()), lambda grads: calls.append([grad is not None for grad in grads])
+    )
+    for _ in range(2):
+        pipe.step(*batch())
+    used = [parameter.grad is not None for parameter in pipe.parameters()]
+    return [] if calls == [used, used] else calls
+
+
+def lazy(mesh: DeviceMesh) -> list[str]:
+    """What differs where parameters are made by the first forward."""
+    plan = plan_of("one_f_one_b", mesh.size())
+
+    def made() -> Layers:
+        torch.manual_seed(1)
+        return [nn.LazyLinear(WIDTH, dtype=torch.float64, device=DEVICE) for _ in range(2)]
+
+    pipe = stretto.Pipeline(made(), plan=plan, loss=mean, mesh=mesh, timeout=30)
+    model, wrong = nn.Sequential(*made()), []
+    x, y = batch()
+    model(x)
+    pipe.eval_step(x, y)
+    pipe.load_state_dict(model.state_dict())
+    for _ in range(2):
+        pipe.step(x, y)
+        model.zero_grad()
+        mean(model(x), y).backward()
+        wrong += differing(pipe, model)
+    fresh = stretto.Pipeline(made(), plan=plan, loss=mean, mesh=mesh, timeout=30)
+    fresh.step(x, y)
+    return wrong + [name for name, p in fresh.named_parameters() if p.grad is None]

@@ -186,7 +186,8 @@ def train(mesh: Any, case: Case) -> tuple[float, dict[str, Any]]:
 
 
 def gradients(pipe: Any) -> dict[str, Any]:
-    return {name: p.grad.double().numpy() for name, p in pipe.named_parameters() if p.grad is not None}
+    every = pipe.named_parameters(remove_duplicate=False)
+    return {name: p.grad.double().numpy() for name, p in every if p.grad is not None}
 
 
 def order(mesh: Any, case: Case) -> tuple[list[str], list[str]]:

@@ -1,6 +1,7 @@
 """Real processes that run jobs together over gloo on loopback, with deadlines; nothing is left behind."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import queue
@@ -114,4 +115,5 @@ def _together(
         mesh = init_device_mesh(device, (count,), mesh_dim_names=("pp",))
         return job(mesh["pp"], *arguments)
     finally:
+        gc.collect()  # pipelines of which a step failed: their groups end when both ends let go of them
         dist.destroy_process_group()

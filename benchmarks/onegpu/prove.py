@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +162,7 @@ def bitwise(mesh: DeviceMesh) -> None:
             for k, x in enumerate(inputs.chunk(plan.microbatches)):
                 tree = Tree.whole(x)
                 for index, stage in enumerate(stages):
-                    tree = stage.forward(
-                        k, 0, tree, partial(losses, microbatch=k) if index == len(stages) - 1 else None
-                    )
+                    tree = stage.forward(k, 0, tree, losses.of(k) if index == len(stages) - 1 else None)
                 grads: Any = [losses.seed(tree.leaves[0])]
                 for stage in reversed(stages):
                     grads = stage.backward(k, 0, grads)

@@ -13,15 +13,20 @@ from gradient_jobs import (
     as_plain,
     data_parallel,
     drift,
+    frozen_for_a_while,
     half_used,
     held,
     kinds,
+    lazy,
     masters,
     of_inputs_and_loss,
     on_two_lanes,
     refused,
+    several_at_once,
     tensor_parallel,
+    through_inputs,
     tied_builder,
+    tied_twins,
 )
 from ranks import Ranks
 from strategies import SCHEDULES
@@ -114,6 +119,30 @@ def test_gradients_are_averaged_over_data_parallel_ranks_by_plain_all_reduces(ra
     assert ranks.run(data_parallel, 4, schedule) == [[]] * 4
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v"])
+@pytest.mark.parametrize("names", [("0.a.weight", "a.weight"), ("0.b.weight", "a.weight")])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_v", "dualpipe"])
+def test_ties_of_what_layers_share_within(ranks: Ranks, schedule: str, names: tuple[str, str]) -> None:
+    assert ranks.run(tied_twins, 2, schedule, names) == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["cast", "float32"])
+def test_graphs_behind_inputs_and_targets(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(through_inputs, 2, kind) == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["cast", "float32"])
+def test_a_parameter_may_rest_for_a_step(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(frozen_for_a_while, 2, kind) == [[], []]
+
+
+def test_a_hook_on_several_parameters(ranks: Ranks) -> None:
+    assert ranks.run(several_at_once, 2) == [[], []]
+
+
+def test_parameters_that_the_first_forward_makes(ranks: Ranks) -> None:
+    assert ranks.run(lazy, 2) == [[], []]
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "dualpipe"])
 def test_tensor_parallel_layers_train(ranks: Ranks, schedule: str) -> None:
     assert ranks.run(tensor_parallel, 4, schedule) == [[]] * 4

@@ -169,8 +169,11 @@ class Supervisor:
     def _watch(self) -> None:
         selector = selectors.DefaultSelector()
         left = dict.fromkeys(self._peers, b"")
-        for peer, connection in self._peers.items():
-            selector.register(connection, selectors.EVENT_READ, peer)
+        try:
+            for peer, connection in self._peers.items():
+                selector.register(connection, selectors.EVENT_READ, peer)
+        except (OSError, ValueError):  # closed before it has begun
+            return
         beat = 0.0
         while not self._closing:
             if time.monotonic() >= beat:

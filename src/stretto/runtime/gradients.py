@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import UninitializedParameter
 
 from stretto.ir.errors import PipelineError
 from stretto.runtime.gradient_buffers import Block, Buffer, Sum
@@ -45,18 +46,21 @@ class Gradients:
         kind: Kind = "cast",
         *,
         is_loose: Callable[[Tensor], bool] = lambda _: False,
-        shared_as: Callable[[Tensor], tuple[Message, str] | None] = lambda _: None,
+        shared_as: Callable[[Tensor, int], tuple[Message, str] | None] = lambda *_: None,
+        demand: Callable[[Sequence[Tensor]], None] = lambda _: None,
     ) -> None:
-        """`is_loose` says which parameters' gradients are not dense; `shared_as` gives the message by which a
-        parameter's gradient is summed with other ranks', if it is, and its name there.
+        """`is_loose` says which parameters' gradients are not dense; `shared_as` gives the message by which the
+        gradient of a parameter of a stage is summed with other ranks', if it is, and its name there; `demand` refuses
+        parameters that cannot be trained, whenever they are others than before.
         """
-        self._kind, self._is_loose, self._shared_as = kind, is_loose, shared_as
+        self._kind, self._is_loose, self._shared_as, self._demand = kind, is_loose, shared_as, demand
         self._sums: dict[int, Sum] = {}
         self._adopted: dict[int, Sum] = {}
         self._buffers: list[Buffer] = []
         self._signature: list[Any] | None = None
         self._kept: list[_Kept] = []
         self._exact: dict[int, Tensor] = {}  # the sums of the steps before, that gradients are added to
+        self._resting: dict[int, tuple[Tensor, Tensor]] = {}  # frozen parameters, and sums that they had before
         self._accumulates = self._lost = False
         self._blocks: dict[tuple[Message, str, str], Block] = {}  # what is summed over ranks
         self._loose: dict[tuple[Message, str], Sum] = {}
@@ -65,8 +69,10 @@ class Gradients:
         self.several_streams = False
         """Whether gradients are added on several streams of a device."""
 
-    def begin(self, stages: Mapping[int, Sequence[nn.Parameter]], *, accumulate: bool = False) -> None:
-        """Begin a step: no parameter has a gradient or a hook until it has ended."""
+    def begin(self, stages: Mapping[int, Sequence[nn.Parameter]], *, accumulate: bool = False) -> bool:
+        """Begin a step: no parameter has a gradient or a hook until it has ended. Returns whether other parameters are
+        trained than in the step before.
+        """
         every = {id(parameter): parameter for parameters in stages.values() for parameter in parameters}
         if self._kind == "float32" and any(parameter._post_accumulate_grad_hooks for parameter in every.values()):
             raise PipelineError('hooks that run after .grad is there cannot with gradients="float32", which gives none')
@@ -74,7 +80,11 @@ class Gradients:
             self.demand_main_grads()
         self._accumulates = accumulate
         self._exact = self._exact_sums() if accumulate else {}
-        self._lay_out(stages)
+        if not accumulate:
+            self._resting.clear()
+        changed = self._lay_out(stages)
+        for sum_ in self._sums.values():
+            _demand_no_node_hooks(sum_.parameter)
         self._kept = [self._take(parameter, adds=accumulate) for parameter in every.values()]
         for buffer in self._buffers:
             if accumulate or buffer.flat is None:
@@ -82,6 +92,7 @@ class Gradients:
             buffer.divisor = None
         for sum_ in self._sums.values():
             sum_.value = sum_.stream = None
+        return changed
 
     def of(self, parameter: Tensor) -> Sum:
         """The sum to add a parameter's gradient to."""
@@ -94,7 +105,7 @@ class Gradients:
         return sum_
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether this is a parameter of this rank's layers, or was adopted."""
+        """Whether this is a parameter of this rank's layers that is trained, or was adopted."""
         return id(tensor) in self._sums or id(tensor) in self._adopted
 
     def adopt(self, tensor: Tensor) -> Sum:
@@ -129,19 +140,21 @@ class Gradients:
             if count is not None and sum_.value is not None and sum_.value is not sum_.place:
                 sum_.value = sum_.value / count
         for kept in self._kept:
-            _put_back(kept)
+            if kept.hooks:
+                _hooks_of(kept)[0][0].update(kept.hooks)
         used = {id(sum_.parameter): sum_ for sum_ in self._all() if sum_.value is not None}
-        hooked = [kept for kept in self._kept if kept.hooks and id(kept.parameter) in used]
+        hooked = [used[id(kept.parameter)] for kept in self._kept if kept.hooks and id(kept.parameter) in used]
         if hooked or self._accumulates or self._kind == "float32":
             for buffer in self._buffers:
                 buffer.divide()
         try:
-            for kept in hooked:
-                _run_hooks(used[id(kept.parameter)], kept.hooks)
+            _run_hooks(hooked)
         except BaseException:
             self.restore()
             raise
         for kept in self._kept:
+            if kept.after:
+                _hooks_of(kept)[1][0].update(kept.after)
             if kept.adds:
                 self._add_before(kept)
         self._set_grads()
@@ -156,8 +169,12 @@ class Gradients:
         """As if there had been no step; only sums that are the gradients themselves are lost."""
         for kept in self._kept:
             kept.parameter.grad = kept.grad
-            _put_back(kept)
-        self._lost = self._kind == "float32"
+            for hooks, before in _hooks_of(kept):
+                hooks.update(before)
+        if self._kind == "float32":
+            self._lost = self._lost or not self._accumulates
+            for sum_ in self._sums.values():
+                sum_.value = self._exact.get(id(sum_.parameter))
         self._end()
 
     def demand_main_grads(self) -> None:
@@ -189,7 +206,7 @@ class Gradients:
                 if key[0][0] == ranks
             )
             names = [name for message, name in self._names if message[0] == ranks]
-            made = hashlib.blake2b(f"{text} {sorted(names)}".encode(), digest_size=7).digest()
+            made = hashlib.blake2b(f"{text} {sorted(names)}".encode(), digest_size=3).digest()
             self._digests[ranks] = int.from_bytes(made)
         return self._digests[ranks]
 
@@ -207,21 +224,21 @@ class Gradients:
         tensor.grad = None
         return kept
 
-    def _lay_out(self, stages: Mapping[int, Sequence[nn.Parameter]]) -> None:
+    def _lay_out(self, stages: Mapping[int, Sequence[nn.Parameter]]) -> bool:
         """Find places for the sums of all parameters that are trained, if they are other ones than before."""
         trained = [(stage, p) for stage, parameters in stages.items() for p in parameters if p.requires_grad]
         signature = [(stage, id(p), _shape_of(p), p.device, p.dtype, _given_as(p)) for stage, p in trained]
         if signature == self._signature:
-            return
+            return False
+        self._demand([p for parameters in stages.values() for p in parameters])
         self._signature, self._sums, self._blocks, self._loose = signature, {}, {}, {}
         self._names, self._digests = [], {}
         groups: dict[Any, dict[Message | None, dict[str, Sum]]] = defaultdict(lambda: defaultdict(dict))
         for stage, parameter in trained:
             if id(parameter) in self._sums:
                 continue
-            _demand_no_node_hooks(parameter)
             sum_ = self._sums[id(parameter)] = Sum(parameter, self._summed_in(parameter), _given_as(parameter))
-            message, name = self._shared_as(parameter) or (None, f"{len(self._sums):08}")
+            message, name = self._shared_as(parameter, stage) or (None, f"{len(self._sums):08}")
             if message is not None:
                 self._names.append((message, name))
             dense = type(parameter) is nn.Parameter and parameter.layout is torch.strided
@@ -239,6 +256,7 @@ class Gradients:
             for message, block in blocks.items():
                 if message is not None:
                     self._blocks[message, str(dtype), str(given_as)] = block
+        return True
 
     def _summed_in(self, tensor: Tensor) -> torch.dtype:
         given = _given_as(tensor)
@@ -249,7 +267,8 @@ class Gradients:
         """Those that the parameters' gradients were made of, where these have another type."""
         for buffer in self._buffers:
             buffer.divide()
-        return {
+        resting = {id(parameter): exact for parameter, exact in self._resting.values()}
+        return resting | {
             id(sum_.parameter): sum_.value
             for sum_ in self._sums.values()
             if sum_.value is not None and (sum_.dtype != sum_.given_as or self._kind == "float32")
@@ -265,8 +284,11 @@ class Gradients:
             before = _refined(exact, before)
         if before is not None and self.knows(parameter):
             self.of(parameter).add(before)
+            self._resting.pop(id(parameter), None)
+        elif before is not None and self._kind == "float32":
+            self._resting[id(parameter)] = parameter, before  # it is frozen now
         elif before is not None:
-            parameter.grad = kept.grad  # it is frozen now
+            parameter.grad = kept.grad
 
     def _set_grads(self) -> None:
         main = self._kind == "float32"
@@ -293,29 +315,27 @@ class Gradients:
         self._exact = {}
 
 
-def _put_back(kept: _Kept) -> None:
-    """Give a parameter its hooks again."""
+def _hooks_of(kept: _Kept) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Where a parameter has its hooks, of both kinds, and those that it had before the step."""
     tensor = kept.parameter
-    for hooks, before in ((tensor._backward_hooks, kept.hooks), (tensor._post_accumulate_grad_hooks, kept.after)):
-        if hooks is not None:
-            hooks.update(before)
+    both = ((tensor._backward_hooks, kept.hooks), (tensor._post_accumulate_grad_hooks, kept.after))
+    return [({} if hooks is None else hooks, before) for hooks, before in both]
 
 
-def _run_hooks(sum_: Sum, hooks: Mapping[int, Callable[[Tensor], Any]]) -> None:
-    """As autograd does it: each may return another gradient."""
-    assert sum_.value is not None
-    first = grad = sum_.value.to(sum_.given_as, copy=True)
-    for hook in hooks.values():
-        made = hook(grad)
-        if made is not None:
-            grad = made
-        if not isinstance(grad, Tensor) or grad.shape != first.shape:
-            said = tuple(grad.shape) if isinstance(grad, Tensor) else type(grad).__name__
-            raise PipelineError(f"a hook on a parameter of shape {tuple(first.shape)} returned {said}")
-    if grad.layout is torch.strided and sum_.value is sum_.place:
-        sum_.value.copy_(_refined(sum_.value, grad))
-    else:
-        sum_.value = grad.to(sum_.dtype)
+def _run_hooks(sums: Sequence[Sum]) -> None:
+    """Run the hooks on parameters by a backward of autograd's own, from their gradients; each may change its one."""
+    if not sums:
+        return
+    grads = [sum_.value.to(sum_.given_as, copy=True) for sum_ in sums if sum_.value is not None]
+    torch.autograd.backward([sum_.parameter for sum_ in sums], grads)
+    for sum_ in sums:
+        grad, sum_.parameter.grad = sum_.parameter.grad, None
+        if grad is None:
+            sum_.value = None
+        elif sum_.value is not None and sum_.value is sum_.place and grad.layout is torch.strided:
+            sum_.value.copy_(_refined(sum_.value, grad))
+        else:
+            sum_.value = grad.to(sum_.dtype)
 
 
 def _refined(exact: Tensor, rounded: Tensor) -> Tensor:
@@ -331,11 +351,13 @@ def _given_as(tensor: Tensor) -> torch.dtype:
 
 
 def _shape_of(parameter: nn.Parameter) -> Any:
-    return None if isinstance(parameter, nn.parameter.UninitializedParameter) else (parameter.shape, parameter.stride())
+    return None if isinstance(parameter, UninitializedParameter) else (parameter.shape, parameter.stride())
 
 
-def _demand_no_node_hooks(parameter: nn.Parameter) -> None:
+def _demand_no_node_hooks(parameter: Tensor) -> None:
     """Refuse hooks on the node that accumulates a parameter's gradient: weight gradients do not come by there."""
+    if isinstance(parameter, UninitializedParameter):
+        return
     node = get_gradient_edge(parameter).node
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *_: None)

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -56,7 +57,7 @@ def demand_own_statistics(layers: Layers, shares: Sequence[Sequence[int]]) -> No
 _SHARDED = {
     FSDPModule: "is sharded by FSDP (fully_shard)",
     FullyShardedDataParallel: "is wrapped in FSDP (FullyShardedDataParallel)",
-    DistributedDataParallel: "is wrapped in DDP (DistributedDataParallel)",
+    DistributedDataParallel: "is replicated by DDP (DistributedDataParallel, replicate)",
 }
 
 
@@ -64,8 +65,9 @@ def unfit(layers: Mapping[int, nn.Module]) -> str | None:
     """Why these layers cannot be trained by a pipeline."""
     for number, layer in layers.items():
         for name, module in layer.named_modules(prefix=str(number)):
+            registry = _get_registry(module) or {}
             for kind, how in _SHARDED.items():
-                if isinstance(module, kind):
+                if isinstance(module, kind) or (kind is DistributedDataParallel and "replicate" in registry):
                     return (
                         f"{name} {how}, which reduces gradients by itself, in the middle of a step; give the plain "
                         "module, and sum gradients over data-parallel ranks after the step, as docs/training.md shows"

@@ -6,6 +6,7 @@ from math import isfinite
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from stretto.ir.errors import PipelineError
@@ -32,13 +33,15 @@ class Losses:
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
         self._depends = False
+        self.cut: dict[int, tuple[Tensor, Tensor]] = {}
+        """Targets that require gradients, and what the loss was given for them."""
 
     def __call__(self, output: Value, microbatch: int, rows: int = 0) -> Tensor:
         """The loss of a microbatch, whose inputs come from a batch of so many rows."""
         assert self._targets is not None
         if rows and self._rows and rows != self._rows:
             raise PipelineError(f"inputs have {rows} rows, but targets have {self._rows}; give as many of both")
-        made = self._function(output, self._targets[microbatch])
+        made = self._function(output, self._cut_off(self._targets[microbatch]))
         loss, count = (made, None) if not isinstance(made, tuple) else made if len(made) == 2 else (None, None)
         if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
             raise PipelineError(
@@ -52,6 +55,22 @@ class Losses:
         if count is not None:
             self._counts[microbatch] = _number(count, microbatch, loss.device)
         return loss
+
+    def of(self, microbatch: int, rows: int = 0) -> "OneLoss":
+        return OneLoss(self, microbatch, rows)
+
+    def _cut_off(self, target: Value) -> Value:
+        """A target without the graph behind what of it requires gradients, which is run once, when the step ends."""
+        leaves, spec = ([target], None) if isinstance(target, Tensor) else pytree.tree_flatten(target)
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            return target
+        cut: dict[int, Tensor] = {}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in cut:
+                cut[id(leaf)] = given = leaf.detach().requires_grad_()
+                self.cut[id(given)] = leaf, given
+        made = [cut.get(id(leaf), leaf) for leaf in leaves]
+        return made[0] if spec is None else pytree.tree_unflatten(made, spec)
 
     @property
     def here(self) -> bool:
@@ -83,6 +102,22 @@ class Losses:
         return torch.stack([number.to(zero).reshape(()) for number in found]).view(len(rows), -1)
 
 
+class OneLoss:
+    """That of one microbatch, as a function of the output."""
+
+    __slots__ = ("_losses", "_microbatch", "_rows")
+
+    def __init__(self, losses: Losses, microbatch: int, rows: int) -> None:
+        self._losses, self._microbatch, self._rows = losses, microbatch, rows
+
+    def __call__(self, output: Value) -> Tensor:
+        return self._losses(output, self._microbatch, self._rows)
+
+    def gave(self, leaf: Tensor) -> bool:
+        """Whether a leaf of its graph is a target."""
+        return id(leaf) in self._losses.cut
+
+
 NOTHING_COUNTED = "the loss counted nothing in the whole step: all its counts are 0"
 _MIXED = "the loss of some microbatches has a count, of others none; it must have one in all or none"
 
@@ -102,16 +137,21 @@ def _number(count: Any, microbatch: int, device: torch.device) -> Tensor:
 
 
 class Total:
-    """The losses of all ranks: the sum of their tables, once `wait` has returned."""
+    """The losses of all ranks: the sum of their tables, once `wait` has returned, and of what else they told."""
 
-    def __init__(self, table: Tensor, wait: Callable[[], None]) -> None:
-        self._table, self._wait, self._known = table, wait, False
+    def __init__(self, table: Tensor, more: Tensor, wait: Callable[[], None]) -> None:
+        self._table, self._more, self._wait, self._known = table, more, wait, False
 
     def wait(self) -> None:
         """Until it is known."""
         if not self._known:
             self._wait()
             self._known = True
+
+    def more(self) -> list[float]:
+        """The sums of what else ranks have told."""
+        self.wait()
+        return self._more.tolist()
 
     @property
     def counted(self) -> bool:

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, TypeVar
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -80,6 +79,8 @@ class Passes:
                     self._walk.queue(self._runs, self._streams, self._used, recorder, started)
                 else:
                     self._walk.run(self._runs, recorder, started)
+                if self._training:
+                    self._run_behind(losses)
             finally:
                 self._links.started = None
                 self._values.clear()
@@ -88,12 +89,13 @@ class Passes:
                 self._outputs.clear()
                 self._differentiated.clear()
 
-    def give_input_gradients(self, count: Tensor | None) -> None:
-        """Inputs that require gradients get theirs, divided by a count if by anything, in one backward."""
-        given, self._input_grads = self._input_grads, []
-        if given:
-            inputs, grads = zip(*given, strict=True)
-            torch.autograd.backward(inputs, [grad if count is None else grad / count for grad in grads])
+    def _run_behind(self, losses: Losses) -> None:
+        """Run the graphs behind inputs and targets backward."""
+        inputs, self._input_grads = self._input_grads, []
+        targets = [(target, given.grad) for target, given in losses.cut.values() if given.grad is not None]
+        for stage, given in ((0, inputs), (self._last, targets)):
+            if given:
+                self._stages[stage].run_behind(given)
 
     def _there(self, waited: T | Arrival, what: Callable[[], str]) -> tuple[T | Tree, Lent | None]:
         """Waits for what was asked for. What came from another device is lent."""
@@ -156,7 +158,7 @@ class Passes:
             if ends and stage == self._last:
                 losses = self._losses
                 assert losses is not None
-                out = run(microbatch, part, given, lambda out: losses(out, microbatch, self._rows))
+                out = run(microbatch, part, given, losses.of(microbatch, self._rows))
                 if self._training:
                     self._grads[here] = [losses.seed(out.leaves[0])]
                 return

@@ -132,11 +132,18 @@ class Pipeline:
         self._all_or_none(self._replicas.wrong(self._device))
         self._replicas.start_equal(self._device)
         sparse = {id(parameter) for module in self.modules() if is_sparse(module) for parameter in module.parameters()}
-        shared = self._replicas
+        shared, here_layers = self._replicas, self._layers
+
+        def demand(parameters: Sequence[Tensor]) -> None:
+            if (wrong := unfit(here_layers)) is not None:
+                raise PipelineError(wrong)
+            shared.demand(parameters)
+
         self._gradients = Gradients(
             gradients,
             is_loose=lambda parameter: id(parameter) in sparse or shared.is_sparse(parameter),
             shared_as=shared.shared_as,
+            demand=demand,
         )
         self._stages = {
             stage: Stage(
@@ -147,6 +154,7 @@ class Pipeline:
                 device=self._device,
                 checkpointed=checkpoint,
                 not_by_the_loss=partial(_not_by_the_loss, plan=plan, layers=given),
+                replicated=sum(stage == other for _, other in plan.placement.homes) > 1,
                 recomputed={name: it for name, it in recomputed.items() if int(name.split(".")[0]) in shares[stage]},
             )
             for stage in here
@@ -189,37 +197,32 @@ class Pipeline:
                 losses, microbatches, rows = self._batch(inputs, targets)
                 check_buffers = self._replicas.watch_buffers()
                 begun = True
-                self._gradients.begin(
+                changed = self._gradients.begin(
                     {number: stage.parameters() for number, stage in self._stages.items()}, accumulate=accumulate
                 )
-                compared = self._replicas.compare(self._gradients)
                 recorder = Recorder(len(self._passes.tasks)) if record else None
                 self._passes.run(microbatches, losses, recorder, key=self._key, rows=rows)
                 self._links.settle()
                 self._catch_up(recorder is not None)
-                check_buffers()
-                self._gradients.demand_no_new_hooks()
-                losses.demand_graph()
+                wrong = self._found_wrong(check_buffers, losses)
                 timeline = (
                     recorder.gathered(self.program, self._groups.host, self._settle) if recorder is not None else None
                 )
-                if compared is not None:
-                    work, table, check_same = compared
-                    self._settle(work, table)
-                    check_same()
+                total = self._total(losses, wrong is not None)
+                if check_finite or changed or self._counted is None:
+                    self._demand_all_well(total, wrong)
+                elif wrong is not None:
+                    raise wrong
                 self._replicas.sum_gradients(self._gradients, self._together)
-                total = self._total(losses)
-                if check_finite or self._counted is None:
-                    total.wait()
             count = self._count(losses, total, wait=check_finite)
             if check_finite:
                 _ = total.mean
+            with self._guarding():
+                self._gradients.give_out(count)
         except BaseException:
             if begun:
                 self._gradients.restore()
             raise
-        self._gradients.give_out(count)
-        self._passes.give_input_gradients(count)
         self._key = replace(self._key, step=self._key.step + 1)
         return StepResult(total, timeline)
 
@@ -245,13 +248,13 @@ class Pipeline:
         self._collectives.close()
         self._groups.close()
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's, under the names that `nn.Sequential(*layers)` would give them."""
-        for number, layer in self._layers.items():
-            yield from layer.named_parameters(prefix=str(number), remove_duplicate=False)
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's, under the names that `nn.Sequential(*layers)` would give them; a tied one by its first name."""
+        return self._module.named_parameters(remove_duplicate=remove_duplicate)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        return iter(self._trained())
+        """This rank's, frozen ones too."""
+        return self._module.parameters()
 
     def main_grads(self) -> dict[str, Tensor | None]:
         """With `gradients="float32"`, the gradients of this rank's trained parameters as they were summed, by name; a
@@ -260,12 +263,8 @@ class Pipeline:
         if self._gradient_kind != "float32":
             raise PipelineError('main_grads() is for pipelines that were made with gradients="float32"')
         self._gradients.demand_main_grads()
-        found: dict[int, str] = {}
-        for name, parameter in self.named_parameters():
-            if parameter.requires_grad:
-                found.setdefault(id(parameter), name)
-        of = dict(self.named_parameters())
-        return {name: self._gradients.main_grad(of[name]) for name in found.values()}
+        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return {name: self._gradients.main_grad(parameter) for name, parameter in trained.items()}
 
     def modules(self) -> Iterator[nn.Module]:
         """This rank's layers and all modules in them."""
@@ -327,12 +326,8 @@ class Pipeline:
             for layer in stage.deferral.layers
             for parameter in layer.parameters()
         }
-        return {name: id(parameter) in late for name, parameter in self.named_parameters()}
-
-    def _trained(self) -> list[nn.Parameter]:
-        return list(
-            {id(parameter): parameter for _, parameter in self.named_parameters() if parameter.requires_grad}.values()
-        )
+        every = self.named_parameters(remove_duplicate=False)
+        return {name: id(parameter) in late for name, parameter in every}
 
     def _recomputed(self, patterns: Sequence[str]) -> dict[str, nn.Module]:
         """This rank's modules with such names. Each name must be somebody's."""
@@ -394,7 +389,7 @@ class Pipeline:
             return there.cpu()
 
         together = joined(ties)
-        if (wrong := wrong_ties(together, dict(self.named_parameters()), most)) is not None:
+        if (wrong := wrong_ties(together, dict(self.named_parameters(remove_duplicate=False)), most)) is not None:
             raise PipelineError(wrong)
         tie(together, self._places())
         return together
@@ -413,12 +408,19 @@ class Pipeline:
             message = f"stage {stage_of[first]}" if names[0] not in together else f"tie {names[0]}"
             return Held(every, min(ranks[first]), message)
 
-        of, mine, buffers, places = dict[str, Held](), dict[str, nn.Parameter](), dict[str, Place](), {}
-        for name, (module, key) in self._places().items():
-            same = together.get(name, (name,))
+        of, mine, buffers, places = dict[str, Held](), dict[str, nn.Parameter](), dict[str, Place](), self._places()
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, (module, key) in places.items():
+            names[id(module._parameters[key])].append(name)
+        for every in names.values():
+            tied = {together[name] for name in every if name in together}
+            if len(tied) > 1:
+                raise PipelineError(f"{' and '.join(every)} are one parameter; give them in one tie")
+            first = (tied.pop() if tied else tuple(every))[0]
+            module, key = places[every[0]]
             parameter = module._parameters[key]
             assert parameter is not None
-            of[same[0]], mine[same[0]], places[same[0]] = held(same), parameter, (module, key)
+            of[first], mine[first], places[first] = held(together.get(first, (first,))), parameter, (module, key)
         for prefix, module in self.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -427,7 +429,14 @@ class Pipeline:
         sparse = {id(parameter) for module in self.modules() if is_sparse(module) for parameter in module.parameters()}
         several = [one for one in sets if len(one) > 1]
         return Replicas(
-            self._groups, of, mine, places, buffers, several, sparse=lambda parameter: id(parameter) in sparse
+            self._groups,
+            of,
+            mine,
+            places,
+            buffers,
+            several,
+            stages=[stage for stage, share in enumerate(shares) if len(ranks[share[0]]) > 1],
+            sparse=lambda parameter: id(parameter) in sparse,
         )
 
     def _together(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
@@ -504,16 +513,42 @@ class Pipeline:
             raise PipelineError(NOTHING_COUNTED)
         return total.count() if counted else None
 
-    def _total(self, losses: Losses) -> Total:
+    def _found_wrong(self, check_buffers: Callable[[], None], losses: Losses) -> PipelineError | None:
+        """What a step that has run should not have done, on this rank."""
+        try:
+            check_buffers()
+            for stage in self._stages.values():
+                stage.demand_as_before()
+            self._gradients.demand_no_new_hooks()
+            losses.demand_graph()
+        except PipelineError as error:
+            return error
+        return None
+
+    def _demand_all_well(self, total: Total, wrong: PipelineError | None) -> None:
+        """Raise if a rank has found something wrong, or if ranks would sum other gradients."""
+        refusing, *digests = total.more()
+        if wrong is not None:
+            raise wrong
+        if refusing:
+            raise self._supervisor.explained(
+                RuntimeError("another rank refuses the step"), "the others to end the step"
+            )
+        self._replicas.demand_same(digests)
+
+    def _total(self, losses: Losses, refuses: bool = False) -> Total:
+        """The losses of all ranks; with them it is told whether a rank refuses the step, and what ranks will sum."""
         table = losses.table()
-        work = dist.all_reduce(table, group=self._group, async_op=True)
+        more = [float(refuses), *self._replicas.digests(self._gradients)]
+        whole = torch.cat([table.flatten(), torch.tensor(more, dtype=table.dtype, device=table.device)])
+        work = dist.all_reduce(whole, group=self._group, async_op=True)
 
         def wait() -> None:
             if work is not None:
-                self._settle(work, table)
+                self._settle(work, whole)
             self._catch_up()
 
-        return Total(table, wait)
+        return Total(whole[: table.numel()].view_as(table), whole[table.numel() :], wait)
 
 
 def _demand(plan: Any, loss: Any, mesh: Any, seed: Any, gradients: Any) -> None:
@@ -535,15 +570,15 @@ def _demand(plan: Any, loss: Any, mesh: Any, seed: Any, gradients: Any) -> None:
         raise PipelineError(f"gradients is one of {', '.join(map(repr, KINDS))} (got {gradients!r:.60})")
 
 
-def _not_by_the_loss(parameter: nn.Parameter, plan: Plan, layers: Layers | Sequence[nn.Module]) -> str | None:
-    """Why the loss cannot have this parameter, which is none of this rank's layers'."""
+def _not_by_the_loss(parameter: Tensor, plan: Plan, layers: Layers | Sequence[nn.Module]) -> str | None:
+    """Why the loss cannot differentiate this parameter or tensor, which is none of this rank's layers'."""
     for number, layer in enumerate(layers):
         for name, other in layer.named_parameters(prefix=str(number)):
             if other is parameter:
                 return f"the loss uses {name}, which another rank trains; let layers use it, and tie them"
     if sum(stage == plan.stages - 1 for _, stage in plan.placement.homes) > 1:
         return (
-            f"the loss has a parameter of its own, of shape {tuple(parameter.shape)}, and the last stage lives on two "
+            f"the loss trains a tensor of its own, of shape {tuple(parameter.shape)}, and the last stage lives on two "
             "devices, each of which would see half of its gradient; make it a parameter of the last layer"
         )
     return None

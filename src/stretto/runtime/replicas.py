@@ -1,7 +1,7 @@
 """What lives on several devices: it starts equal, gradients are summed, and buffers must not drift apart."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -63,13 +63,14 @@ class Replicas:
         buffers: Mapping[str, Place],
         sets: Iterable[tuple[int, ...]],
         *,
+        stages: Collection[int],
         sparse: Callable[[nn.Parameter], bool],
     ) -> None:
         """`held` says which ranks hold each parameter and buffer, by names that all ranks agree on, as they do on
-        the sets of ranks that hold anything together.
+        the sets of ranks that hold anything together. `stages` are those that live on several ranks.
         """
         self._shared: list[_Shared] = []
-        self._held = held
+        self._held, self._stages = held, stages
         self._watched = False  # whether a step has shown which buffers change
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._sets = sorted(sets)
@@ -82,12 +83,24 @@ class Replicas:
                 kept = {name: buffers[name] for name in here if name in buffers}
                 at = {name: places[name] for name in mine}
                 self._shared.append(_Shared(ranks, made, mine, at, kept, maybe))
-        self._host = groups.make(groups.members, backend="gloo") if self._sets else None
 
-    def shared_as(self, parameter: Tensor) -> tuple[Message, str] | None:
+    def demand(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse to go on without a parameter that other ranks hold too."""
+        here = {id(parameter) for parameter in parameters}
+        for shared in self._shared:
+            for name, parameter in shared.parameters.items():
+                if id(parameter) not in here:
+                    raise PipelineError(_REPLACED.format(name))
+
+    def shared_as(self, parameter: Tensor, stage: int) -> tuple[Message, str] | None:
         """The ranks and the name of the message that a parameter's gradient is summed by, and its own name."""
         name = self._names.get(id(parameter), "")
         held = self._held.get(name)
+        if held is None and stage in self._stages:
+            raise PipelineError(
+                f"a parameter of shape {tuple(parameter.shape)} was added to stage {stage} after the pipeline was "
+                "made, and several devices hold that stage; make the pipeline anew"
+            )
         return None if held is None or len(held.ranks) < 2 else ((held.ranks, held.message), name)
 
     def is_sparse(self, parameter: Tensor) -> bool:
@@ -135,26 +148,21 @@ class Replicas:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
         return most.tolist(), least.tolist()
 
-    def compare(self, gradients: Gradients) -> tuple[dist.Work, Tensor, Callable[[], None]] | None:
-        """Begin to compare what is about to be summed. Once the work has ended, the function raises if ranks differ."""
-        if self._host is None:
-            return None
-        nothing = -(2**62)
-        mine = {shared.ranks: gradients.digest(shared.ranks) for shared in self._shared}
-        digests = [(mine[ranks], -mine[ranks]) if ranks in mine else (nothing, nothing) for ranks in self._sets]
-        most = torch.tensor(digests)
-        work = dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._host, async_op=True)
+    def digests(self, gradients: Gradients) -> list[float]:
+        """Two numbers for each set of ranks, whose sums over all ranks show whether they are about to sum the same."""
+        mine = {shared.ranks: float(gradients.digest(shared.ranks)) for shared in self._shared}
+        return [number for ranks in self._sets for number in (mine.get(ranks, 0.0), mine.get(ranks, 0.0) ** 2)]
 
-        def check() -> None:
-            for ranks, (one, other) in zip(self._sets, most.tolist(), strict=True):
-                if one != -other:
-                    raise PipelineError(
-                        f"ranks {', '.join(map(str, ranks))} hold the same parameters, but not the same of them are "
-                        "trained; freeze and unfreeze parameters alike on all ranks"
-                    )
-
-        assert work is not None
-        return work, most, check
+    def demand_same(self, sums: Sequence[float]) -> None:
+        """Raise if the sums of all ranks' digests show that they differ: then, and only then, the mean of the squares
+        is not the square of the mean.
+        """
+        for ranks, total, squares in zip(self._sets, sums[::2], sums[1::2], strict=True):
+            if len(ranks) * squares != total**2:
+                raise PipelineError(
+                    f"ranks {', '.join(map(str, ranks))} hold the same parameters, but not the same of them are "
+                    "trained, or not in the same shapes and strides; change parameters alike on all ranks"
+                )
 
     def statistics(self) -> str | None:
         """What is wrong if a layer keeps running statistics: each copy of its stage would see half of the
@@ -182,10 +190,7 @@ class Replicas:
         for shared in self._shared:
             for name, (module, key) in shared.places.items():
                 if module._parameters.get(key) is not shared.parameters[name]:
-                    raise PipelineError(
-                        f"the parameter {name} was replaced after the pipeline was made, and others hold it too; "
-                        "make the pipeline anew"
-                    )
+                    raise PipelineError(_REPLACED.format(name))
         before = {}
         for shared in self._shared:
             for name, (module, key) in shared.buffers.items():
@@ -214,8 +219,13 @@ class Replicas:
                 _sum_loose(sum_, shared.group, reduce)
 
 
+_REPLACED = "the parameter {} was replaced after the pipeline was made, and others hold it too; make the pipeline anew"
+
+
 def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Of any type, complex and bool too."""
+    """Of any type, complex and bool too; of a DTensor this rank's part, which the others have at the same place."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     if tensor.numel():
         whole = tensor.contiguous()
         dist.broadcast(whole.reshape(-1).view(torch.uint8), source, group=group)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from stretto.ir.errors import PipelineError
 from stretto.runtime.structure import LEAF, Tree, Value, take_apart
@@ -121,15 +122,20 @@ def _cut(value: Value, arrived: _Arrived, who: str, given: Tree | None = None) -
         (leaf,) = out.leaves
         edges = [get_gradient_edge(leaf) if out.needs[0] else None]  # made by hand, it would not keep the graph
         if isinstance(leaf, Tensor):
-            out.leaves = [leaf.detach()]
+            out.leaves = [settled(leaf.detach())]
         return out, Segment(arrived, edges)
     edges, cut = [], dict[int, Any]()
     for leaf, needs in zip(out.leaves, out.needs, strict=True):
         edges.append(get_gradient_edge(leaf) if needs and id(leaf) not in cut else None)
         if id(leaf) not in cut:
-            cut[id(leaf)] = leaf.detach() if isinstance(leaf, Tensor) else leaf
+            cut[id(leaf)] = settled(leaf.detach()) if isinstance(leaf, Tensor) else leaf
     out.leaves = [cut[id(leaf)] for leaf in out.leaves]
     return out, Segment(arrived, edges)
+
+
+def settled(leaf: Any) -> Any:
+    """The same; what a collective of tensor parallelism is still to give, waited for."""
+    return leaf.trigger_wait() if isinstance(leaf, AsyncCollectiveTensor) else leaf  # type: ignore[no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):

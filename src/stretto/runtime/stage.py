@@ -9,15 +9,17 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from stretto.ir.errors import PipelineError
 from stretto.program.phases import Anatomy, Layer, Phase
 from stretto.runtime.gradients import Gradients
+from stretto.runtime.losses import OneLoss
 from stretto.runtime.module_buffers import ModuleBuffers, Snapshot
 from stretto.runtime.recompute import Sites, Table
 from stretto.runtime.rng import Generators, RngKey
-from stretto.runtime.segments import Grads, Segment, call, leaves_of, run_segment
+from stretto.runtime.segments import Grads, Segment, call, leaves_of, run_segment, settled
 from stretto.runtime.split_backward import Closure, Deferral
 from stretto.runtime.structure import Tree, Value, flatten_once, take_apart, tensors_of
 
@@ -69,9 +71,12 @@ class Stage:
         device: torch.device = CPU,
         checkpointed: bool = False,
         recomputed: Mapping[str, nn.Module] | None = None,
-        not_by_the_loss: Callable[[nn.Parameter], str | None] = lambda _: None,
+        not_by_the_loss: Callable[[Tensor], str | None] = lambda _: None,
+        replicated: bool = False,
     ) -> None:
-        """`not_by_the_loss` says why a parameter cannot be trained by the loss, if it cannot."""
+        """`not_by_the_loss` says why the loss cannot differentiate a tensor of its own, if it cannot; `replicated` says
+        whether the stage lives on several devices.
+        """
         self.index = index
         self.layers = dict(layers)
         self._checkpointed = checkpointed
@@ -92,9 +97,10 @@ class Stage:
         self.used: list[object] | None = None
         """If given, what backwards and weight gradients have used is put there, and not let go of."""
         self._parameters: list[nn.Parameter] = []
-        self._searched: set[int] = set()  # parts of which a graph was looked at
+        self._trained: list[bool] = []
+        self._searching = True  # whether graphs are looked at for what is no layer's parameter
         self._others: list[weakref.ref[Tensor]] = []  # leaves that are no parameters
-        self._not_by_the_loss = not_by_the_loss
+        self._not_by_the_loss, self._replicated = not_by_the_loss, replicated
         self._key = RngKey()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -116,7 +122,9 @@ class Stage:
             with self._generators.kept():
                 yield
             return
-        self._parameters = self.parameters()
+        before, self._parameters = self._parameters, self.parameters()
+        self._searching = self._searching or list(map(id, before)) != list(map(id, self._parameters))
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
         for leaf in [leaf for leaf in (other() for other in self._others) if leaf is not None]:
             if leaf.requires_grad and not self._gradients.knows(leaf):
                 self._gradients.adopt(leaf)
@@ -125,10 +133,11 @@ class Stage:
             try:
                 yield
                 self._gradients.collect(self._parameters)  # what a layer's own backward() has left
+                self._searching = False
             finally:
                 self._passes.clear()
 
-    def forward(self, microbatch: int, part: int, given: Tree, loss: Callable[[Value], Value] | None = None) -> Tree:
+    def forward(self, microbatch: int, part: int, given: Tree, loss: OneLoss | None = None) -> Tree:
         """A part of the forward: of what the part or stage before it returned, what the next one takes.
 
         The last one of all goes on to the loss.
@@ -142,17 +151,18 @@ class Stage:
                 self._function(part, microbatch, loss), given, self.anchor, self._last_layers[part]
             )
         going.segments[part] = segment
-        if part not in self._searched:
-            self._searched.add(part)
-            self._find_others(segment.leaves(), self._last_layers[part])
+        if self._searching:
+            self._find_others(segment.leaves(), self._last_layers[part], loss)
         if part == len(self._functions) - 1:
             going.sites.clear()
         return self._own(out)
 
-    def evaluate(self, microbatch: int, part: int, given: Tree, loss: Callable[[Value], Value] | None = None) -> Tree:
+    def evaluate(self, microbatch: int, part: int, given: Tree, loss: OneLoss | None = None) -> Tree:
         """The same, and nothing is kept for a backward."""
         out = call(self._function(part, microbatch, loss), given)
-        return self._own(take_apart(out, self._last_layers[part], given))
+        made = take_apart(out, self._last_layers[part], given)
+        made.leaves = [settled(leaf) for leaf in made.leaves]
+        return self._own(made)
 
     def backward(self, microbatch: int, part: int, grads: Grads) -> list[Tensor | None]:
         """A part of the backward, counted from the stage's end: gradients of its inputs' leaves, None where there are
@@ -205,26 +215,56 @@ class Stage:
         }
         return out.copied(lambda tensor: tensor.untyped_storage()._cdata in mine)
 
-    def _adopt(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
+    def run_behind(self, given: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Run the graph behind inputs or targets backward, from their gradients; what it leads to gets its own."""
+        tensors, grads = zip(*given, strict=True)
+        for leaf in leaves_of([get_gradient_edge(tensor).node for tensor in tensors], ()):
+            if self._gradients.knows(leaf):
+                continue
+            if isinstance(leaf, nn.Parameter) and self._replicated:
+                raise PipelineError(
+                    f"inputs or targets depend on a parameter of shape {tuple(leaf.shape)}, and the stage that takes "
+                    "them lives on two devices, each of which would see half of its gradient; use it in a layer"
+                )
+            self._gradients.adopt(leaf)
+        torch.autograd.backward(tensors, grads)
+        self._gradients.collect(self._parameters)
+
+    def demand_as_before(self) -> None:
+        """Refuse what a step cannot know of before: that a forward adds or replaces parameters, or freezes them."""
+        now = self.parameters()
+        if list(map(id, now)) != list(map(id, self._parameters)):
+            raise PipelineError(f"a layer of stage {self.index} has other parameters than before the step; {_BEFORE}")
+        if [parameter.requires_grad for parameter in now] != self._trained:
+            raise PipelineError(
+                f"a layer of stage {self.index} froze or unfroze a parameter while a step ran; {_BEFORE}"
+            )
+
+    def _adopt(self, loss: Tensor, outputs: Sequence[Tensor], of: OneLoss) -> None:
         """Take in what the loss has of its own that gets gradients."""
         assert loss.grad_fn is not None
         ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
         for leaf in leaves_of([loss.grad_fn], ends):
-            if self._gradients.knows(leaf) or self._is_anchor(leaf):
+            if self._gradients.knows(leaf) or self._is_anchor(leaf) or of.gave(leaf):
                 continue
-            if isinstance(leaf, nn.Parameter) and (why := self._not_by_the_loss(leaf)) is not None:
+            if (why := self._not_by_the_loss(leaf)) is not None:
                 raise PipelineError(why)
             self._gradients.adopt(leaf)
 
-    def _find_others(self, leaves: Sequence[Tensor], last: str) -> None:
-        """Look at what a part differentiates, once: a parameter must be some layer's; other leaves are taken in."""
+    def _find_others(self, leaves: Sequence[Tensor], last: str, loss: OneLoss | None) -> None:
+        """Look at what a part differentiates: a parameter must be some layer's; other leaves are taken in."""
         for leaf in leaves:
-            if self._gradients.knows(leaf) or self._is_anchor(leaf):
+            if self._gradients.knows(leaf) or self._is_anchor(leaf) or (loss is not None and loss.gave(leaf)):
                 continue
-            if isinstance(leaf, nn.Parameter):
+            if any(leaf is parameter for parameter in self.parameters()):
                 raise PipelineError(
-                    f"{last}, or one before it, uses a parameter of shape {tuple(leaf.shape)} that it has not "
-                    "registered, so its gradient could not be summed over ranks; make it an attribute of the layer"
+                    f"{last}, or one before it, adds or unfreezes a parameter in its forward; {_BEFORE}"
+                )
+            if isinstance(leaf, nn.Parameter) or self._replicated:
+                kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor that requires gradients"
+                raise PipelineError(
+                    f"{last}, or one before it, uses a {kind} of shape {tuple(leaf.shape)} that it has not registered, "
+                    "so its gradient could not be summed over ranks; make it a parameter of the layer"
                 )
             self._gradients.adopt(leaf)
             self._others.append(weakref.ref(leaf))
@@ -232,7 +272,7 @@ class Stage:
     def _is_anchor(self, leaf: Tensor) -> bool:
         return leaf is self.anchor or leaf is self.deferral.anchor
 
-    def _function(self, part: int, microbatch: int, loss: Callable[[Value], Value] | None) -> Callable[[Value], Value]:
+    def _function(self, part: int, microbatch: int, loss: OneLoss | None) -> Callable[[Value], Value]:
         function = self._functions[part]
         if loss is None:
             return lambda value: function(value, microbatch)
@@ -241,8 +281,8 @@ class Stage:
             out = function(value, microbatch)
             self._generators.seed(self._key.seed_of(_LOSS, 0, microbatch))
             made = loss(out)
-            if isinstance(made, Tensor) and made.grad_fn is not None:
-                self._adopt(made, tensors_of(out))
+            if made.grad_fn is not None:
+                self._adopt(made, tensors_of(out), loss)
             return made
 
         return and_loss
@@ -286,6 +326,7 @@ def _has_hooks(layer: object) -> bool:
     return any(getattr(layer, name) for name in names)
 
 
+_BEFORE = "do that before the step"
 _NOTHING = nullcontext()
 _LOSS = -1  # the number that the loss has among layers
 

@@ -38,10 +38,14 @@ def demand_names(tied: Any, layer_count: int) -> None:
             raise PipelineError(
                 f'tied is a list of names that are one, such as [("0.weight", "9.weight")] (got {tied!r:.60})'
             )
+        if len(names) < 2:
+            raise PipelineError(f"a tie needs two names at least (got {names!r:.60})")
         for name in names:
             first = name.split(".")[0]
             if not first.isdecimal() or int(first) >= layer_count:
-                raise PipelineError(f"{name!r:.60} is no parameter to tie: names begin with a layer's number")
+                raise PipelineError(
+                    f"{name!r:.60} is no parameter to tie: names begin with a layer's number, 0 to {layer_count - 1}"
+                )
 
 
 def joined(ties: Iterable[Sequence[str]]) -> dict[str, tuple[str, ...]]:
@@ -56,20 +60,22 @@ def joined(ties: Iterable[Sequence[str]]) -> dict[str, tuple[str, ...]]:
 def description(parameter: nn.Parameter) -> list[int]:
     """What must be the same of parameters that are one, as numbers."""
     if isinstance(parameter, UninitializedParameter):
-        return [1, int(parameter.requires_grad), _DTYPES.index(parameter.dtype), -1] + [0] * _SIZES
-    shape = [*parameter.shape, *[0] * _SIZES][:_SIZES]
-    return [1, int(parameter.requires_grad), _DTYPES.index(parameter.dtype), parameter.dim(), *shape]
+        return [1, int(parameter.requires_grad), _DTYPES.index(parameter.dtype), -1] + [0] * 2 * _SIZES
+    shape, strides = ([*sizes, *[0] * _SIZES][:_SIZES] for sizes in (parameter.shape, parameter.stride()))
+    return [1, int(parameter.requires_grad), _DTYPES.index(parameter.dtype), parameter.dim(), *shape, *strides]
 
 
 def difference(one: Sequence[int], other: Sequence[int]) -> str | None:
     """How two described parameters differ, in words."""
-    if one[2:] != other[2:]:
+    if one[2:-_SIZES] != other[2:-_SIZES]:
         return f"have {_said(one)} and {_said(other)}"
-    return None if one == other else "are frozen in one place, and trained in the other"
+    if one[1] != other[1]:
+        return "are frozen in one place, and trained in the other"
+    return None if one == other else "lie in memory in other ways (their strides differ)"
 
 
 def _said(described: Sequence[int]) -> str:
-    _, _, dtype, dimensions, *sizes = described
+    _, _, dtype, dimensions, *sizes = described[:-_SIZES]
     shape = "no shape yet" if dimensions < 0 else f"shape {tuple(sizes[:dimensions])}"
     return f"{shape} ({str(_DTYPES[dtype]).removeprefix('torch.')})"
 
@@ -81,7 +87,7 @@ def wrong_ties(
     names = sorted(together)
     if not names:
         return None
-    nobody = [-1] * (4 + _SIZES)
+    nobody = [-1] * (4 + 2 * _SIZES)
     table = most(torch.tensor([description(mine[name]) if name in mine else nobody for name in names])).tolist()
     rows = dict(zip(names, table, strict=True))
     for name in names:
