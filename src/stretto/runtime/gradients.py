@@ -48,12 +48,14 @@ class Gradients:
         is_loose: Callable[[Tensor], bool] = lambda _: False,
         shared_as: Callable[[Tensor, int], tuple[Message, str] | None] = lambda *_: None,
         demand: Callable[[Sequence[Tensor]], None] = lambda _: None,
+        name_of: Callable[[Tensor], str] = lambda tensor: f"a parameter of shape {tuple(tensor.shape)}",
     ) -> None:
         """`is_loose` says which parameters' gradients are not dense; `shared_as` gives the message by which the
         gradient of a parameter of a stage is summed with other ranks', if it is, and its name there; `demand` refuses
         parameters that cannot be trained, whenever they are others than before.
         """
-        self._kind, self._is_loose, self._shared_as, self._demand = kind, is_loose, shared_as, demand
+        self._kind, self._is_loose, self._shared_as = kind, is_loose, shared_as
+        self._demand, self._name_of = demand, name_of
         self._sums: dict[int, Sum] = {}
         self._adopted: dict[int, Sum] = {}
         self._buffers: list[Buffer] = []
@@ -74,8 +76,12 @@ class Gradients:
         trained than in the step before.
         """
         every = {id(parameter): parameter for parameters in stages.values() for parameter in parameters}
-        if self._kind == "float32" and any(parameter._post_accumulate_grad_hooks for parameter in every.values()):
-            raise PipelineError('hooks that run after .grad is there cannot with gradients="float32", which gives none')
+        for parameter in every.values() if self._kind == "float32" else ():
+            if parameter._post_accumulate_grad_hooks:
+                raise PipelineError(
+                    f'{self._name_of(parameter)} has a hook for when .grad is set, which gradients="float32" does not '
+                    'do; use register_hook, or gradients="cast"'
+                )
         if accumulate:
             self.demand_main_grads()
         self._accumulates = accumulate
@@ -84,7 +90,11 @@ class Gradients:
             self._resting.clear()
         changed = self._lay_out(stages)
         for sum_ in self._sums.values():
-            _demand_no_node_hooks(sum_.parameter)
+            if _has_node_hooks(sum_.parameter):
+                raise PipelineError(
+                    f"the node that accumulates the gradient of {self._name_of(sum_.parameter)} has a hook; use "
+                    "register_hook or register_post_accumulate_grad_hook on the parameter"
+                )
         self._kept = [self._take(parameter, adds=accumulate) for parameter in every.values()]
         for buffer in self._buffers:
             if accumulate or buffer.flat is None:
@@ -129,7 +139,8 @@ class Gradients:
         """Refuse hooks that a layer has put on a parameter meanwhile: they would not see what is deferred."""
         for kept in self._kept:
             if kept.parameter._backward_hooks or kept.parameter._post_accumulate_grad_hooks:
-                raise PipelineError("a hook was put on a parameter while a step ran; do that before the step")
+                name = self._name_of(kept.parameter)
+                raise PipelineError(f"a hook was put on {name} while a step ran; do that before the step")
 
     @torch.no_grad()
     def give_out(self, count: Tensor | None = None) -> None:
@@ -354,17 +365,14 @@ def _shape_of(parameter: nn.Parameter) -> Any:
     return None if isinstance(parameter, UninitializedParameter) else (parameter.shape, parameter.stride())
 
 
-def _demand_no_node_hooks(parameter: Tensor) -> None:
-    """Refuse hooks on the node that accumulates a parameter's gradient: weight gradients do not come by there."""
+def _has_node_hooks(parameter: Tensor) -> bool:
+    """Whether the node that accumulates a parameter's gradient has hooks: weight gradients do not come by there."""
     if isinstance(parameter, UninitializedParameter):
-        return
-    node = get_gradient_edge(parameter).node
+        return False
+    node, found = get_gradient_edge(parameter).node, False
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *_: None)
         hooks = handle.hooks_dict_ref()
         handle.remove()
-        if hooks:
-            raise PipelineError(
-                f"the node that accumulates the gradient of a parameter of shape {tuple(parameter.shape)} has a hook; "
-                "use register_hook or register_post_accumulate_grad_hook on the parameter"
-            )
+        found = found or bool(hooks)
+    return found

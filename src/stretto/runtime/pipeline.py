@@ -144,6 +144,7 @@ class Pipeline:
             is_loose=lambda parameter: id(parameter) in sparse or shared.is_sparse(parameter),
             shared_as=shared.shared_as,
             demand=demand,
+            name_of=partial(_name_of, self._module),
         )
         self._stages = {
             stage: Stage(
@@ -568,6 +569,11 @@ def _demand(plan: Any, loss: Any, mesh: Any, seed: Any, gradients: Any) -> None:
         raise PipelineError(f"seed is a whole number of at most 63 bits (got {seed!r:.60})")
     if gradients not in KINDS:
         raise PipelineError(f"gradients is one of {', '.join(map(repr, KINDS))} (got {gradients!r:.60})")
+
+
+def _name_of(module: nn.Module, tensor: Tensor) -> str:
+    found = (name for name, parameter in module.named_parameters() if parameter is tensor)
+    return next(found, f"a parameter of shape {tuple(tensor.shape)}")
 
 
 def _not_by_the_loss(parameter: Tensor, plan: Plan, layers: Layers | Sequence[nn.Module]) -> str | None:
