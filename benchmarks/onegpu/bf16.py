@@ -29,7 +29,7 @@ import stretto.onegpu
 WIDTH, LAYERS, MICROBATCHES, WARM_UP, STEPS = 4096, 8, 16, 2, 6
 PLANS: dict[str, Callable[..., stretto.Plan]] = {
     "1F1B": stretto.one_f_one_b,
-    "interleaved, overlap": lambda **sizes: stretto.interleaved(**sizes, overlap=True),
+    "interleaved": lambda **sizes: stretto.interleaved(**sizes, overlap=True),
     "ZB-V": stretto.zb_v,
     "DualPipe": stretto.dualpipe,
     "DualPipeV": stretto.dualpipev,
@@ -155,9 +155,10 @@ def cases(mesh: DeviceMesh, x: Tensor, y: Tensor) -> Iterator[tuple[str, Callabl
         made = plan(devices=mesh.size(), microbatches=MICROBATCHES)
         for kind in ("cast", "parameter", "float32"):
             yield f"ours, {name}, {kind}", partial(ours, mesh, made, kind, x, y)
-    for name, (schedule, per_rank) in PEERS.items():
-        yield f"PyTorch, {name}", partial(torchs, mesh, schedule, per_rank, x, y)
-    yield "DeepSeek, DualPipe", partial(deepseeks, mesh, x, y)
+        if name in PEERS:
+            yield f"PyTorch, {name}", partial(torchs, mesh, *PEERS[name], x, y)
+        else:
+            yield "DeepSeek, DualPipe", partial(deepseeks, mesh, x, y)
 
 
 def measure(make: Callable[[], Made]) -> tuple[float, float, Made]:

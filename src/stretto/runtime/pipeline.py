@@ -540,8 +540,9 @@ class Pipeline:
     def _total(self, losses: Losses, refuses: bool = False) -> Total:
         """The losses of all ranks; with them it is told whether a rank refuses the step, and what ranks will sum."""
         table = losses.table()
-        more = [float(refuses), *self._replicas.digests(self._gradients)]
-        whole = torch.cat([table.flatten(), torch.tensor(more, dtype=table.dtype, device=table.device)])
+        told = [float(refuses), *self._replicas.digests(self._gradients)]
+        more = [table.new_full((1,), number) for number in told]  # of a list, a device would be waited for
+        whole = torch.cat([table.flatten(), *more])
         work = dist.all_reduce(whole, group=self._group, async_op=True)
 
         def wait() -> None:
