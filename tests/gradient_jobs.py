@@ -550,13 +550,11 @@ def drift(mesh: DeviceMesh, kind: str, calls: int) -> float:
         return {name: grad.double().clone() for name, grad in of.items() if grad is not None}
 
     pipe.step(x, y)
-    once = {name: p.grad for name, p in pipe.named_parameters()} if kind != "float32" else found()
     exact = stretto.Pipeline(
         layers(plan.stages, dtype=torch.bfloat16), plan=plan, loss=mean, mesh=mesh, gradients="float32", timeout=30
     )
     exact.step(x, y)
     expected = {name: grad.double() * calls for name, grad in exact.main_grads().items() if grad is not None}
-    del once
     for _ in range(calls - 1):
         pipe.step(x, y, accumulate=True)
     return max(float((grad - expected[name]).norm() / expected[name].norm()) for name, grad in found().items())
@@ -610,12 +608,19 @@ def held(mesh: DeviceMesh, dtype: str, how: str) -> list[str]:
     return wrong
 
 
-def masters(mesh: DeviceMesh) -> list[str]:
-    """Training with master weights, as docs/training.md has it, against the same in one process."""
-    plan = plan_of("one_f_one_b", mesh.size())
+def masters(mesh: DeviceMesh, schedule: str) -> list[str]:
+    """Training with master weights, as docs/training.md has it: whether the loss falls, and all parameters move."""
+    plan = plan_of(schedule, mesh.size())
     pipe = stretto.Pipeline(
-        layers(plan.stages, dtype=torch.bfloat16), plan=plan, loss=mean, mesh=mesh, gradients="float32", timeout=30
+        layers(plan.stages, dtype=torch.bfloat16),
+        plan=plan,
+        loss=mean,
+        mesh=mesh,
+        tied=[("0.linear.weight", f"{max(plan.stages, 2) - 1}.linear.weight")],
+        gradients="float32",
+        timeout=30,
     )
+    start = {name: p.detach().clone() for name, p in pipe.named_parameters(remove_duplicate=False)}
     master = {name: p.detach().float().requires_grad_() for name, p in pipe.named_parameters()}
     optimizer = torch.optim.AdamW(master.values(), lr=1e-2)
     losses = []
@@ -629,6 +634,9 @@ def masters(mesh: DeviceMesh) -> list[str]:
             for name, p in pipe.named_parameters():
                 p.copy_(master[name])
     wrong = [] if losses[-1] < 0.7 * losses[0] else [f"loss {losses[0]} -> {losses[-1]}"]
+    for name, p in pipe.named_parameters(remove_duplicate=False):
+        if torch.equal(p, start[name]) != ("unused" in name or "lone" in name):
+            wrong.append(f"{name} has not moved, or should not have")
     return wrong + [name for name, p in pipe.named_parameters() if p.grad is not None]
 
 

@@ -669,7 +669,8 @@ def run_pipeline(mesh: Any, model: Model) -> Found:
             raise AssertionError("the step has drawn random numbers that others see")
         if left := [name for name, module in pipe.named_modules() if "forward" in vars(module)]:
             raise AssertionError(f"forwards are left behind on {left}")
-        gradients = {name: None if p.grad is None else p.grad.to_dense().cpu() for name, p in pipe.named_parameters()}
+        every = pipe.named_parameters(remove_duplicate=False)
+        gradients = {name: None if p.grad is None else p.grad.to_dense().cpu() for name, p in every}
         gradients = copy.deepcopy(gradients)
         buffers = {name: buffer.cpu().clone() for name, buffer in pipe._module.named_buffers()}
         evaluated = pipe.eval_step(inputs, targets).loss

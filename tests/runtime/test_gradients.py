@@ -110,8 +110,9 @@ def test_failures_leave_gradients_and_hooks_as_they_were(ranks: Ranks, kind: str
     assert ranks.run(after_failures, 2, kind) == [[], []]
 
 
-def test_master_weights_train(ranks: Ranks) -> None:
-    assert ranks.run(masters, 2) == [[], []]
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "dualpipe"])
+def test_master_weights_train(ranks: Ranks, schedule: str) -> None:
+    assert ranks.run(masters, 2, schedule) == [[], []]
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "dualpipe"])
