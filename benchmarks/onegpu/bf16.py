@@ -1,6 +1,6 @@
 """bfloat16 blocks of a realistic size: ours with each kind of sum, PyTorch's pipelines, and DeepSeek's DualPipe.
 
-    stretto onegpu run --devices 4 benchmarks/onegpu/bf16.py [TOKENS …] [--only PART-OF-A-NAME] [--profile]
+    stretto onegpu run --devices 4 benchmarks/onegpu/bf16.py [TOKENS …] [--only "ours, ZB-V, cast"] [--profile]
 
 8 blocks of RMSNorm + Linear(4096 → 8192) + SiLU + Linear(8192 → 4096), 16 microbatches of so many tokens (512 and
 2048), the same groups for all. The least of 6 steps, all ranks together; and the most that a rank held beyond the
@@ -156,9 +156,9 @@ def cases(mesh: DeviceMesh, x: Tensor, y: Tensor) -> Iterator[tuple[str, Callabl
         for kind in ("cast", "parameter", "float32"):
             yield f"ours, {name}, {kind}", partial(ours, mesh, made, kind, x, y)
         if name in PEERS:
-            yield f"PyTorch, {name}", partial(torchs, mesh, *PEERS[name], x, y)
+            yield f"peer, {name} (PyTorch)", partial(torchs, mesh, *PEERS[name], x, y)
         else:
-            yield "DeepSeek, DualPipe", partial(deepseeks, mesh, x, y)
+            yield f"peer, {name} (DeepSeek)", partial(deepseeks, mesh, x, y)
 
 
 def measure(make: Callable[[], Made]) -> tuple[float, float, Made]:
@@ -197,7 +197,7 @@ def profile(step: Callable[[], None]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tokens", nargs="*", type=int, default=[512, 2048])
-    parser.add_argument("--only", action="append", help="cases with this in their name; may be given several times")
+    parser.add_argument("--only", action="append", help="only this case; may be given several times")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     torch.cuda.set_device(0)
@@ -214,7 +214,7 @@ def main() -> None:
         torch.manual_seed(1)
         x, y = torch.randn(2, MICROBATCHES, tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
         for name, make in cases(mesh, x, y):
-            if options.only and not any(part in name for part in options.only):
+            if options.only and not any(name == part or name.startswith(f"{part} (") for part in options.only):
                 continue
             try:
                 milliseconds, gib, (step, parameters, close) = measure(make)

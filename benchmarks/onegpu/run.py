@@ -11,7 +11,8 @@ HERE = Path(__file__).parent
 RUN = [sys.executable, "-m", "stretto", "onegpu", "run"]
 SANITIZER = ["compute-sanitizer", "--target-processes", "all"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-MESSAGES, PROVE = str(HERE / "messages.py"), str(HERE / "prove.py")
+MESSAGES, PROVE, BF16 = str(HERE / "messages.py"), str(HERE / "prove.py"), str(HERE / "bf16.py")
+SCHEDULES = ("1F1B", "interleaved", "ZB-V", "DualPipe", "DualPipeV")
 PARTS: dict[str, tuple[list[str], int]] = {
     "messages-2": ([*RUN, "-d", "2", MESSAGES], 60),
     "messages-4": ([*RUN, "-d", "4", MESSAGES], 60),
@@ -25,14 +26,20 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "kill-4": ([*RUN, "-d", "4", PROVE, "kill"], 60),
     "sanitizer-2": ([*SANITIZER, *TORCHRUN, PROVE, "small"], 240),
 }
+for name in SCHEDULES:  # each in processes of its own
+    for case in (*(f"ours, {name}, {kind}" for kind in ("cast", "parameter", "float32")), f"peer, {name}"):
+        PARTS[f"bf16: {case}"] = ([*RUN, "-d", "4", BF16, "--only", case], 60)
 _NOISE = ("E1", "W1", "[W", "*****")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="those to run; all if none is named")
+    parser.add_argument(
+        "parts", nargs="*", help=f"those to run, or how they begin; all if none is named: {list(PARTS)}"
+    )
+    wanted = tuple(parser.parse_args().parts)
     print(f"{date.today()}")
-    for name in parser.parse_args().parts or PARTS:
+    for name in [part for part in PARTS if not wanted or part.startswith(wanted)]:
         command, seconds = PARTS[name]
         print(f"\n== {name}", flush=True)
         if shutil.which(command[0]) is None:
