@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import stretto
 from strategies import SCHEDULES
@@ -249,18 +250,24 @@ REFUSED = {
     "module replaced": "0.linear.bias was replaced after the pipeline was made, and others hold it too",
     "tie replaced": "the parameter 0.weight was replaced after the pipeline was made, and others hold it too",
     "a tensor in a layer, twice": "uses a tensor that requires gradients of shape (6,) that it has not registered",
-    "a tensor in the loss, twice": "the loss trains a tensor of its own, of shape (), and the last stage lives on two",
+    "a tensor in the loss, twice": "the loss trains a tensor of its own, of shape (), and the last stage lives on",
+    "another rank's weight in inputs": "inputs or targets depend on 1.linear.weight, which another rank trains",
+    "another rank's weight in targets": "inputs or targets depend on 0.linear.weight, which another rank trains",
+    "a tensor behind inputs, twice": "inputs or targets depend on a tensor of shape (6, 6), and the stage that",
+    "node hooks in a step": "has a hook; use register_hook or register_post_accumulate_grad_hook on the parameter",
+    "not registered, in a later step": "uses a parameter of shape (6,) that it has not registered",
+    "a count in later steps": "the loss gives a sum and a count in some steps only",
     "not registered, later": "uses a parameter of shape (6,) that it has not registered",
     "grown": "has other parameters than before the step",
     "unfrozen in a forward": "froze or unfroze a parameter while a step ran",
-    "a layer before, twice": "inputs or targets depend on a parameter of shape (6, 6)",
+    "a layer before, twice": "inputs or targets depend on a tensor of shape (6",
     "other strides": "cannot be tied: they lie in memory in other ways (their strides differ)",
     "half later": "is float16, whose gradients need scaling",
     "sharded later": "is sharded by FSDP (fully_shard)",
     "one name": "a tie needs two names at least",
     "two ties of one": "0.a.weight and 0.b.weight are one parameter; give them in one tie",
     "a hook that raises": "rank 0 stopped at",
-    "a loss that trains, twice": "the loss trains a tensor of its own, of shape (), and the last stage lives on two",
+    "a loss that trains, twice": "the loss trains a tensor of its own, of shape (), and the last stage lives on",
     "another rank's weight in the loss": "the loss uses 0.linear.weight, which another rank trains",
 }
 
@@ -288,8 +295,14 @@ class Fickle(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         y: Tensor = self.linear(x)
-        if self.how == "not registered, later" and self.calls > 2:
+        late = {"not registered, later": 2, "not registered, in a later step": MICROBATCHES + 2}
+        if self.calls > late.get(self.how, self.calls):
+            self.how == "not registered, in a later step" and self.calls > MICROBATCHES + 2
+        ):
             y = y * self.hidden[0]
+        elif self.how == "node hooks in a step":
+            self.node = torch.autograd.graph.get_gradient_edge(self.linear.weight).node
+            self.node.register_prehook(lambda grads: grads)
         elif self.how == "grown" and self.calls > MICROBATCHES + 1:
             if not hasattr(self, "more"):
                 self.more = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
@@ -407,6 +420,30 @@ def refused(mesh: DeviceMesh, what: str) -> str:
                 warm = torch.ones((), dtype=torch.float64, requires_grad=True)
                 loss = lambda output, target: mean(output * warm, target)  # noqa: E731
                 stretto.Pipeline(layers(4), **{**given, "plan": plan_of("dualpipe"), "loss": loss}).step(*batch())
+            case "another rank's weight in inputs" | "another rank's weight in targets":
+                x, y = batch()
+                pipe = stretto.Pipeline(mixers, **given)
+                if what.endswith("inputs"):
+                    pipe.step(x @ mixers[1].linear.weight, y)  # type: ignore[union-attr,operator]
+                else:
+                    pipe.step(x, y @ mixers[0].linear.weight)  # type: ignore[union-attr,operator]
+            case "a tensor behind inputs, twice":
+                x, y = batch()
+                turn = torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True)
+                stretto.Pipeline(layers(4), **{**given, "plan": plan_of("dualpipe")}).step(x @ turn, y)
+            case "a count in later steps":
+                kinds_of = [mean, counted]
+                loss = lambda output, target: kinds_of[pipe.step_count](output, target)  # noqa: E731
+                pipe = stretto.Pipeline(mixers, **{**given, "loss": loss})
+                for _ in range(2):
+                    pipe.step(*batch(), check_finite=False)
+                pipe.step(*batch())
+            case "node hooks in a step":
+                stretto.Pipeline([mixers[0], Fickle(what).double()], **given).step(*batch())
+            case "not registered, in a later step":
+                pipe = stretto.Pipeline([mixers[0], Fickle(what).double()], **given)
+                for _ in range(2 + MICROBATCHES):
+                    pipe.step(*batch())
             case "not registered, later" | "grown" | "unfrozen in a forward":
                 fickle = Fickle(what).double()
                 pipe = stretto.Pipeline([mixers[0], fickle], **given)
@@ -875,13 +912,15 @@ def through_inputs(mesh: DeviceMesh, kind: str) -> list[str]:
     teachers = [nn.Linear(WIDTH, WIDTH).to(DEVICE, torch.float64) for _ in range(2)]
     teachers[1].load_state_dict(teachers[0].state_dict())
     x, y = batch()
+    retained = []
     if 0 in pipe._stages:
         pipe.step(x @ given[0].linear.weight, y)  # type: ignore[union-attr,operator]
     else:
-        pipe.step(None, torch.tanh(teachers[0](y)))
+        retained.append(torch.tanh(checkpoint(teachers[0], y.clone().requires_grad_(), use_reentrant=True)))
+        retained[0].retain_grad()
+        pipe.step(None, retained[0])
     wanted = torch.tanh(teachers[1](y))
-    if 0 in pipe._stages:
-        wanted = torch.where(y[..., :1] > 0, wanted, wanted)
+    wanted.retain_grad()
     model = nn.Sequential(*other)
     whole(counted, model(x @ other[0].linear.weight), wanted).backward()  # type: ignore[union-attr,operator,no-untyped-call]
     of = dict(model.named_parameters())
@@ -891,6 +930,7 @@ def through_inputs(mesh: DeviceMesh, kind: str) -> list[str]:
         wrong.append(f"{len(calls[0])} calls")
     if plan.stages - 1 in pipe._stages and not same(teachers[0].weight.grad, teachers[1].weight.grad):
         wrong.append("what is behind the targets")
+    wrong += ["the targets" for target in retained if not same(target.grad, wanted.grad)]
     return wrong
 
 
@@ -946,3 +986,90 @@ def lazy(mesh: DeviceMesh) -> list[str]:
     fresh = stretto.Pipeline(made(), plan=plan, loss=mean, mesh=mesh, timeout=30)
     fresh.step(x, y)
     return wrong + [name for name, p in fresh.named_parameters() if p.grad is None]
+
+
+def one_graph(mesh: DeviceMesh) -> list[str]:
+    """What differs where one graph is behind inputs and targets, of which a rank has both; in bfloat16 too."""
+    plan = plan_of("zb_v", mesh.size())
+    pipe = stretto.Pipeline(layers(plan.stages), plan=plan, loss=counted, mesh=mesh, timeout=30)
+    model = nn.Sequential(*layers(plan.stages))
+    encoders = [nn.Linear(WIDTH, WIDTH).to(DEVICE, torch.float64) for _ in range(2)]
+    encoders[1].load_state_dict(encoders[0].state_dict())
+    x, _ = batch()
+    z = torch.tanh(encoders[0](x))
+    pipe.step(z, z)
+    other = torch.tanh(encoders[1](x))
+    whole(counted, model(other), other).backward()  # type: ignore[no-untyped-call]
+    wrong = differing(pipe, model)
+    if 0 in pipe._stages and not same(encoders[0].weight.grad, encoders[1].weight.grad):
+        wrong.append("the encoder")
+    return wrong
+
+
+def one_module(mesh: DeviceMesh) -> list[str]:
+    """What differs where all stages of a DualPipe share a module, and a layer differentiates in its forward."""
+
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                return x
+            at = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.tanh(self.linear(at)).sum(), at, create_graph=True)
+            return x + slope
+
+    def made() -> Layers:
+        torch.manual_seed(1)
+        slope, line = Slope().to(DEVICE, torch.float64), nn.Linear(WIDTH, WIDTH).to(DEVICE, torch.float64)
+        return [line, slope, line, line]
+
+    pipe = stretto.Pipeline(made(), plan=plan_of("dualpipe"), loss=mean, mesh=mesh, timeout=30)
+    model = nn.Sequential(*made())
+    x, y = batch()
+    pipe.step(x, y)
+    mean(model(x), y).backward()
+    return differing(pipe, model)
+
+
+def kept_main_grads(mesh: DeviceMesh, how: str) -> list[str]:
+    """Main gradients after steps that fail with `accumulate`: as before, or an error."""
+    plan = plan_of("one_f_one_b", mesh.size())
+    factors: list[float] = []
+    given = layers(plan.stages)
+    pipe = stretto.Pipeline(
+        given,
+        plan=plan,
+        loss=lambda output, target: mean(output, target) * (factors.pop() if factors else 1.0),
+        mesh=mesh,
+        gradients="float32",
+        timeout=30,
+    )
+    pipe.step(*batch())
+    sums = {name: None if grad is None else grad.clone() for name, grad in pipe.main_grads().items()}
+    if how == "hook":
+
+        def raising(_: Tensor) -> None:
+            raise KeyError("hook")
+
+        for mixer in given:
+            mixer.linear.weight.register_hook(raising)  # type: ignore[union-attr,operator]
+        with contextlib.suppress(KeyError, stretto.PipelineError):
+            pipe.step(*batch(), accumulate=True)
+        found = pipe.main_grads()
+        return [name for name, grad in sums.items() if not same(found[name], grad)]
+    for mixer in given:
+        mixer.linear.requires_grad_(False)  # type: ignore[union-attr,operator]
+    factors[:] = [float("nan")] * MICROBATCHES
+    with contextlib.suppress(stretto.PipelineError):
+        pipe.step(*batch(), accumulate=True)
+    factors.clear()
+    for mixer in given:
+        mixer.linear.requires_grad_(True)  # type: ignore[union-attr,operator]
+    found = pipe.main_grads()
+    wrong = [f"{name} at once" for name, grad in sums.items() if not same(found[name], grad)]
+    pipe.step(*batch(), accumulate=True)
+    found = pipe.main_grads()
+    return wrong + [name for name, grad in sums.items() if not same(found[name], None if grad is None else 2 * grad)]

@@ -16,11 +16,14 @@ from gradient_jobs import (
     frozen_for_a_while,
     half_used,
     held,
+    kept_main_grads,
     kinds,
     lazy,
     masters,
     of_inputs_and_loss,
     on_two_lanes,
+    one_graph,
+    one_module,
     refused,
     several_at_once,
     tensor_parallel,
@@ -129,6 +132,19 @@ def test_ties_of_what_layers_share_within(ranks: Ranks, schedule: str, names: tu
 @pytest.mark.parametrize("kind", ["cast", "float32"])
 def test_graphs_behind_inputs_and_targets(ranks: Ranks, kind: str) -> None:
     assert ranks.run(through_inputs, 2, kind) == [[], []]
+
+
+def test_one_graph_behind_inputs_and_targets(ranks: Ranks) -> None:
+    assert ranks.run(one_graph, 2) == [[], []]
+
+
+def test_one_module_in_all_stages_of_a_dualpipe(ranks: Ranks) -> None:
+    assert ranks.run(one_module, 2) == [[], []]
+
+
+@pytest.mark.parametrize("how", ["hook", "frozen"])
+def test_main_gradients_survive_steps_that_fail(ranks: Ranks, how: str) -> None:
+    assert ranks.run(kept_main_grads, 2, how) == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["cast", "float32"])

@@ -63,11 +63,12 @@ class Gradients:
         self._kept: list[_Kept] = []
         self._exact: dict[int, Tensor] = {}  # the sums of the steps before, that gradients are added to
         self._resting: dict[int, tuple[Tensor, Tensor]] = {}  # frozen parameters, and sums that they had before
-        self._accumulates = self._lost = False
+        self._ignored: dict[int, Tensor] = {}
+        self._open = self._accumulates = self._lost = False
         self._blocks: dict[tuple[Message, str, str], Block] = {}  # what is summed over ranks
         self._loose: dict[tuple[Message, str], Sum] = {}
         self._names: list[tuple[Message, str]] = []
-        self._digests: dict[tuple[int, ...], int] = {}
+        self._digests: dict[tuple[int, ...], tuple[int, int]] = {}
         self.several_streams = False
         """Whether gradients are added on several streams of a device."""
 
@@ -84,17 +85,14 @@ class Gradients:
                 )
         if accumulate:
             self.demand_main_grads()
-        self._accumulates = accumulate
+        self._open, self._accumulates = True, accumulate
         self._exact = self._exact_sums() if accumulate else {}
         if not accumulate:
             self._resting.clear()
         changed = self._lay_out(stages)
-        for sum_ in self._sums.values():
-            if _has_node_hooks(sum_.parameter):
-                raise PipelineError(
-                    f"the node that accumulates the gradient of {self._name_of(sum_.parameter)} has a hook; use "
-                    "register_hook or register_post_accumulate_grad_hook on the parameter"
-                )
+        if self._kind == "float32":
+            frozen = self._exact.keys() - self._sums.keys() & every.keys()
+            self._resting.update((key, (every[key], self._exact[key])) for key in frozen)
         self._kept = [self._take(parameter, adds=accumulate) for parameter in every.values()]
         for buffer in self._buffers:
             if accumulate or buffer.flat is None:
@@ -115,8 +113,12 @@ class Gradients:
         return sum_
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether this is a parameter of this rank's layers that is trained, or was adopted."""
-        return id(tensor) in self._sums or id(tensor) in self._adopted
+        """Whether this is a parameter of this rank's layers that is trained, or was adopted, or is to be left alone."""
+        return id(tensor) in self._sums or id(tensor) in self._adopted or id(tensor) in self._ignored
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Let a tensor alone that is in graphs for reasons of ours."""
+        self._ignored[id(tensor)] = tensor
 
     def adopt(self, tensor: Tensor) -> Sum:
         """Take a tensor in that is nobody's parameter, for this step. Its gradient is added to the one it has."""
@@ -124,19 +126,27 @@ class Gradients:
         sum_ = self._adopted[id(tensor)] = Sum(tensor, self._summed_in(tensor), _given_as(tensor))
         return sum_
 
-    def collect(self, tensors: Iterable[Tensor]) -> None:
+    def collect(self, tensors: Iterable[Tensor], times: Tensor | None = None) -> None:
         """Add what autograd has put into `.grad`: at once, as others may hold it, to send it, or to make weight
-        gradients of it.
+        gradients of it. `times` is what it was divided by before all else is.
         """
         if self._adopted:
             tensors = [*tensors, *(sum_.parameter for sum_ in self._adopted.values())]
         for tensor in tensors:
             if (grad := tensor.grad) is not None:
                 tensor.grad = None
-                self.of(tensor).add(grad.detach())
+                self.of(tensor).add(grad.detach() if times is None else grad.detach() * times)
 
-    def demand_no_new_hooks(self) -> None:
-        """Refuse hooks that a layer has put on a parameter meanwhile: they would not see what is deferred."""
+    def demand_no_hooks(self) -> None:
+        """Refuse hooks that would not see what is deferred: those that a layer has put on a parameter meanwhile, and
+        those on nodes.
+        """
+        for sum_ in self._sums.values():
+            if _has_node_hooks(sum_.parameter):
+                raise PipelineError(
+                    f"the node that accumulates the gradient of {self._name_of(sum_.parameter)} has a hook; use "
+                    "register_hook or register_post_accumulate_grad_hook on the parameter"
+                )
         for kept in self._kept:
             if kept.parameter._backward_hooks or kept.parameter._post_accumulate_grad_hooks:
                 name = self._name_of(kept.parameter)
@@ -178,6 +188,8 @@ class Gradients:
 
     def restore(self) -> None:
         """As if there had been no step; only sums that are the gradients themselves are lost."""
+        if not self._open:
+            return
         for kept in self._kept:
             kept.parameter.grad = kept.grad
             for hooks, before in _hooks_of(kept):
@@ -197,8 +209,8 @@ class Gradients:
 
     def main_grad(self, parameter: Tensor) -> Tensor | None:
         """The sum itself, with `gradients="float32"`."""
-        sum_ = self._sums.get(id(parameter))
-        return None if sum_ is None else sum_.value
+        sum_, resting = self._sums.get(id(parameter)), self._resting.get(id(parameter))
+        return sum_.value if sum_ is not None else None if resting is None else resting[1]
 
     def blocks(self, ranks: tuple[int, ...]) -> list[Block]:
         """What is summed over these ranks, in an order that they agree on."""
@@ -208,8 +220,8 @@ class Gradients:
         """The same, of what does not lie in blocks."""
         return [self._loose[key] for key in sorted(self._loose) if key[0][0] == ranks]
 
-    def digest(self, ranks: tuple[int, ...]) -> int:
-        """Of what is summed over these ranks: it must be the same on all."""
+    def digest(self, ranks: tuple[int, ...]) -> tuple[int, int]:
+        """Two numbers of 16 bits, of what is summed over these ranks: they must be the same on all."""
         if ranks not in self._digests:
             text = "".join(
                 f"{key} {[(*sum_.parameter.shape, *sum_.parameter.stride()) for sum_ in block.sums]}"
@@ -217,8 +229,8 @@ class Gradients:
                 if key[0][0] == ranks
             )
             names = [name for message, name in self._names if message[0] == ranks]
-            made = hashlib.blake2b(f"{text} {sorted(names)}".encode(), digest_size=3).digest()
-            self._digests[ranks] = int.from_bytes(made)
+            made = hashlib.blake2b(f"{text} {sorted(names)}".encode(), digest_size=4).digest()
+            self._digests[ranks] = int.from_bytes(made[:2]), int.from_bytes(made[2:])
         return self._digests[ranks]
 
     def _all(self) -> Iterable[Sum]:
@@ -296,10 +308,8 @@ class Gradients:
         if before is not None and self.knows(parameter):
             self.of(parameter).add(before)
             self._resting.pop(id(parameter), None)
-        elif before is not None and self._kind == "float32":
-            self._resting[id(parameter)] = parameter, before  # it is frozen now
-        elif before is not None:
-            parameter.grad = kept.grad
+        elif before is not None and self._kind != "float32":
+            parameter.grad = kept.grad  # it is frozen now
 
     def _set_grads(self) -> None:
         main = self._kind == "float32"
@@ -321,6 +331,7 @@ class Gradients:
                 sum_.value = sum_.place = None
 
     def _end(self) -> None:
+        self._open = False
         self._kept = []
         self._adopted.clear()
         self._exact = {}

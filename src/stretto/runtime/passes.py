@@ -1,6 +1,6 @@
 """What a rank's tasks are in a step: forwards, backwards and transfers, as callables that a walk runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -79,8 +79,6 @@ class Passes:
                     self._walk.queue(self._runs, self._streams, self._used, recorder, started)
                 else:
                     self._walk.run(self._runs, recorder, started)
-                if self._training:
-                    self._run_behind(losses)
             finally:
                 self._links.started = None
                 self._values.clear()
@@ -89,13 +87,20 @@ class Passes:
                 self._outputs.clear()
                 self._differentiated.clear()
 
-    def _run_behind(self, losses: Losses) -> None:
-        """Run the graphs behind inputs and targets backward."""
+    def has_behind(self, losses: Losses) -> bool:
+        """Whether inputs or targets require gradients."""
+        return bool(self._input_grads or losses.cut)
+
+    def behind(self, losses: Losses, own: Collection[int]) -> list[tuple[Tensor, Tensor]]:
+        """Inputs and targets that require gradients, and these; what is behind them is taken in. `own` are those that
+        the user gave.
+        """
         inputs, self._input_grads = self._input_grads, []
         targets = [(target, given.grad) for target, given in losses.cut.values() if given.grad is not None]
         for stage, given in ((0, inputs), (self._last, targets)):
             if given:
-                self._stages[stage].run_behind(given)
+                self._stages[stage].take_behind([tensor for tensor, _ in given], own)
+        return inputs + targets
 
     def _there(self, waited: T | Arrival, what: Callable[[], str]) -> tuple[T | Tree, Lent | None]:
         """Waits for what was asked for. What came from another device is lent."""

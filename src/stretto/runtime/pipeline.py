@@ -38,15 +38,15 @@ from stretto.runtime.layers import (
     unfit,
 )
 from stretto.runtime.links import Links, check_group
-from stretto.runtime.losses import NOTHING_COUNTED, Losses, Total
+from stretto.runtime.losses import Losses, Total
 from stretto.runtime.microbatches import cut
 from stretto.runtime.modes import evaluating
 from stretto.runtime.passes import Passes
 from stretto.runtime.replicas import Held, Replicas
 from stretto.runtime.rng import RngKey
 from stretto.runtime.stage import Stage, anatomy_of, is_phased
-from stretto.runtime.structure import Value
-from stretto.runtime.ties import Place, demand_names, joined, layer_of, tie, ties_of, wrong_ties
+from stretto.runtime.structure import Value, tensors_of
+from stretto.runtime.ties import Place, conflicting, demand_names, joined, layer_of, names_of, tie, ties_of, wrong_ties
 from stretto.schedules.forward_only import forward_only
 from stretto.timeline import Timeline
 
@@ -154,7 +154,7 @@ class Pipeline:
                 gradients=self._gradients,
                 device=self._device,
                 checkpointed=checkpoint,
-                not_by_the_loss=partial(_not_by_the_loss, plan=plan, layers=given),
+                elsewhere=partial(_elsewhere, layers=given),
                 replicated=sum(stage == other for _, other in plan.placement.homes) > 1,
                 recomputed={name: it for name, it in recomputed.items() if int(name.split(".")[0]) in shares[stage]},
             )
@@ -214,8 +214,9 @@ class Pipeline:
                     self._demand_all_well(total, wrong)
                 elif wrong is not None:
                     raise wrong
+                count = self._count(losses, total, wait=check_finite)
+                self._run_behind(losses, microbatches, (inputs, targets), count)
                 self._replicas.sum_gradients(self._gradients, self._together)
-            count = self._count(losses, total, wait=check_finite)
             if check_finite:
                 _ = total.mean
             with self._guarding():
@@ -393,6 +394,7 @@ class Pipeline:
         if (wrong := wrong_ties(together, dict(self.named_parameters(remove_duplicate=False)), most)) is not None:
             raise PipelineError(wrong)
         tie(together, self._places())
+        self._all_or_none(conflicting(together, self._places()))
         return together
 
     def _shared(self, shares: Sequence[Sequence[int]], together: Mapping[str, tuple[str, ...]]) -> Replicas:
@@ -410,14 +412,8 @@ class Pipeline:
             return Held(every, min(ranks[first]), message)
 
         of, mine, buffers, places = dict[str, Held](), dict[str, nn.Parameter](), dict[str, Place](), self._places()
-        names: dict[int, list[str]] = defaultdict(list)
-        for name, (module, key) in places.items():
-            names[id(module._parameters[key])].append(name)
-        for every in names.values():
-            tied = {together[name] for name in every if name in together}
-            if len(tied) > 1:
-                raise PipelineError(f"{' and '.join(every)} are one parameter; give them in one tie")
-            first = (tied.pop() if tied else tuple(every))[0]
+        for every in names_of(places).values():
+            first = next((together[name] for name in every if name in together), every)[0]
             module, key = places[every[0]]
             parameter = module._parameters[key]
             assert parameter is not None
@@ -510,9 +506,20 @@ class Pipeline:
             self._counted = counted
         elif counted != self._counted:
             raise PipelineError("the loss gives a sum and a count in some steps only; it must in all or none")
-        if wait and counted and not total.count():
-            raise PipelineError(NOTHING_COUNTED)
         return total.count() if counted else None
+
+    def _run_behind(self, losses: Losses, microbatches: Any, batch: Any, count: Tensor | None) -> None:
+        """Run the graphs behind inputs and targets backward, by one backward, from their gradients."""
+        if not self._passes.has_behind(losses):
+            return
+        own = {id(tensor) for tensor in tensors_of((batch, microbatches))}
+        found = self._passes.behind(losses, own)
+        if not found:
+            return
+        tensors, grads = zip(*found, strict=True)
+        torch.autograd.backward(tensors, grads if count is None else [grad / count for grad in grads])
+        for stage in self._stages.values():
+            self._gradients.collect(stage.parameters(), count)
 
     def _found_wrong(self, check_buffers: Callable[[], None], losses: Losses) -> PipelineError | None:
         """What a step that has run should not have done, on this rank."""
@@ -520,7 +527,7 @@ class Pipeline:
             check_buffers()
             for stage in self._stages.values():
                 stage.demand_as_before()
-            self._gradients.demand_no_new_hooks()
+            self._gradients.demand_no_hooks()
             losses.demand_graph()
         except PipelineError as error:
             return error
@@ -577,15 +584,7 @@ def _name_of(module: nn.Module, tensor: Tensor) -> str:
     return next(found, f"a parameter of shape {tuple(tensor.shape)}")
 
 
-def _not_by_the_loss(parameter: Tensor, plan: Plan, layers: Layers | Sequence[nn.Module]) -> str | None:
-    """Why the loss cannot differentiate this parameter or tensor, which is none of this rank's layers'."""
-    for number, layer in enumerate(layers):
-        for name, other in layer.named_parameters(prefix=str(number)):
-            if other is parameter:
-                return f"the loss uses {name}, which another rank trains; let layers use it, and tie them"
-    if sum(stage == plan.stages - 1 for _, stage in plan.placement.homes) > 1:
-        return (
-            f"the loss trains a tensor of its own, of shape {tuple(parameter.shape)}, and the last stage lives on two "
-            "devices, each of which would see half of its gradient; make it a parameter of the last layer"
-        )
-    return None
+def _elsewhere(tensor: Tensor, layers: Layers | Sequence[nn.Module]) -> str | None:
+    """The name that a parameter has in all layers, of which this rank has some."""
+    every = (layer.named_parameters(prefix=str(number)) for number, layer in enumerate(layers))
+    return next((name for named in every for name, other in named if other is tensor), None)

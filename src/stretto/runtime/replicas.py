@@ -149,16 +149,17 @@ class Replicas:
         return most.tolist(), least.tolist()
 
     def digests(self, gradients: Gradients) -> list[float]:
-        """Two numbers for each set of ranks, whose sums over all ranks show whether they are about to sum the same."""
-        mine = {shared.ranks: float(gradients.digest(shared.ranks)) for shared in self._shared}
-        return [number for ranks in self._sets for number in (mine.get(ranks, 0.0), mine.get(ranks, 0.0) ** 2)]
+        """Numbers for each set of ranks, whose sums over all ranks show whether they are about to sum the same."""
+        mine = {shared.ranks: gradients.digest(shared.ranks) for shared in self._shared}
+        return [float(it**power) for ranks in self._sets for it in mine.get(ranks, (0, 0)) for power in (1, 2)]
 
     def demand_same(self, sums: Sequence[float]) -> None:
         """Raise if the sums of all ranks' digests show that they differ: then, and only then, the mean of the squares
         is not the square of the mean.
         """
-        for ranks, total, squares in zip(self._sets, sums[::2], sums[1::2], strict=True):
-            if len(ranks) * squares != total**2:
+        for number, ranks in enumerate(self._sets):
+            totals, squares = sums[4 * number : 4 * number + 4 : 2], sums[4 * number + 1 : 4 * number + 4 : 2]
+            if any(len(ranks) * square != total**2 for total, square in zip(totals, squares, strict=True)):
                 raise PipelineError(
                     f"ranks {', '.join(map(str, ranks))} hold the same parameters, but not the same of them are "
                     "trained, or not in the same shapes and strides; change parameters alike on all ranks"

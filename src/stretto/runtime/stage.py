@@ -1,7 +1,7 @@
 """A slice of the model on one device: the forwards, backwards and weight gradients of its microbatches."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, runtime_checkable
@@ -71,10 +71,10 @@ class Stage:
         device: torch.device = CPU,
         checkpointed: bool = False,
         recomputed: Mapping[str, nn.Module] | None = None,
-        not_by_the_loss: Callable[[Tensor], str | None] = lambda _: None,
+        elsewhere: Callable[[Tensor], str | None] = lambda _: None,
         replicated: bool = False,
     ) -> None:
-        """`not_by_the_loss` says why the loss cannot differentiate a tensor of its own, if it cannot; `replicated` says
+        """`elsewhere` gives the name of a parameter that another rank trains, if a tensor is one; `replicated` says
         whether the stage lives on several devices.
         """
         self.index = index
@@ -98,9 +98,12 @@ class Stage:
         """If given, what backwards and weight gradients have used is put there, and not let go of."""
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
-        self._searching = True  # whether graphs are looked at for what is no layer's parameter
+        self._searching = True  # whether all graphs are looked at for what is no layer's parameter
+        self._searched, self._done = 0, 0  # the microbatch whose graph is in any case, and how many there were
         self._others: list[weakref.ref[Tensor]] = []  # leaves that are no parameters
-        self._not_by_the_loss, self._replicated = not_by_the_loss, replicated
+        self._elsewhere, self._replicated = elsewhere, replicated
+        gradients.ignore(self.anchor)
+        gradients.ignore(self.deferral.anchor)
         self._key = RngKey()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -134,6 +137,7 @@ class Stage:
                 yield
                 self._gradients.collect(self._parameters)  # what a layer's own backward() has left
                 self._searching = False
+                self._searched = key.step % max(1, self._done)
             finally:
                 self._passes.clear()
 
@@ -143,6 +147,7 @@ class Stage:
         The last one of all goes on to the loss.
         """
         if part == 0:
+            self._done = max(self._done, microbatch + 1)
             closures: list[list[Closure]] = [[] for _ in self._weight_of]
             self._passes[microbatch] = _Pass([None] * len(self._functions), closures, {})
         going = self._passes[microbatch]
@@ -151,7 +156,7 @@ class Stage:
                 self._function(part, microbatch, loss), given, self.anchor, self._last_layers[part]
             )
         going.segments[part] = segment
-        if self._searching:
+        if self._searching or microbatch == self._searched:
             self._find_others(segment.leaves(), self._last_layers[part], loss)
         if part == len(self._functions) - 1:
             going.sites.clear()
@@ -215,20 +220,19 @@ class Stage:
         }
         return out.copied(lambda tensor: tensor.untyped_storage()._cdata in mine)
 
-    def run_behind(self, given: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Run the graph behind inputs or targets backward, from their gradients; what it leads to gets its own."""
-        tensors, grads = zip(*given, strict=True)
-        for leaf in leaves_of([get_gradient_edge(tensor).node for tensor in tensors], ()):
+    def take_behind(self, given: Sequence[Tensor], own: Collection[int]) -> None:
+        """Take in what the graphs behind inputs or targets lead to; `own` are the tensors that the user gave."""
+        for leaf in leaves_of([get_gradient_edge(tensor).node for tensor in given], ()):
             if self._gradients.knows(leaf):
                 continue
-            if isinstance(leaf, nn.Parameter) and self._replicated:
+            if (name := self._elsewhere(leaf)) is not None:
+                raise PipelineError(f"inputs or targets depend on {name}, {_ELSEWHERE}")
+            if self._replicated and id(leaf) not in own:
                 raise PipelineError(
-                    f"inputs or targets depend on a parameter of shape {tuple(leaf.shape)}, and the stage that takes "
-                    "them lives on two devices, each of which would see half of its gradient; use it in a layer"
+                    f"inputs or targets depend on a tensor of shape {tuple(leaf.shape)}, and the stage that takes them "
+                    "lives on two devices, each of which would see half of its gradient; use it in a layer"
                 )
             self._gradients.adopt(leaf)
-        torch.autograd.backward(tensors, grads)
-        self._gradients.collect(self._parameters)
 
     def demand_as_before(self) -> None:
         """Refuse what a step cannot know of before: that a forward adds or replaces parameters, or freezes them."""
@@ -245,22 +249,29 @@ class Stage:
         assert loss.grad_fn is not None
         ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
         for leaf in leaves_of([loss.grad_fn], ends):
-            if self._gradients.knows(leaf) or self._is_anchor(leaf) or of.gave(leaf):
+            if self._gradients.knows(leaf) or of.gave(leaf):
                 continue
-            if (why := self._not_by_the_loss(leaf)) is not None:
-                raise PipelineError(why)
+            if (name := self._elsewhere(leaf)) is not None:
+                raise PipelineError(f"the loss uses {name}, {_ELSEWHERE}")
+            if self._replicated:
+                raise PipelineError(
+                    f"the loss trains a tensor of its own, of shape {tuple(leaf.shape)}, and the last stage lives on "
+                    "two devices, each of which would see half of its gradient; make it a parameter of the last layer"
+                )
             self._gradients.adopt(leaf)
 
     def _find_others(self, leaves: Sequence[Tensor], last: str, loss: OneLoss | None) -> None:
-        """Look at what a part differentiates: a parameter must be some layer's; other leaves are taken in."""
+        """Look at what a part differentiates: a parameter must be some layer's; other leaves are taken in, where only
+        one device has them. (A leaf that a forward makes is another one for every microbatch.)
+        """
         for leaf in leaves:
-            if self._gradients.knows(leaf) or self._is_anchor(leaf) or (loss is not None and loss.gave(leaf)):
+            known = self._gradients.knows(leaf) or (loss is not None and loss.gave(leaf))
+            again = any(other() is leaf for other in self._others)
+            if known and not (again and self._replicated):
                 continue
             if any(leaf is parameter for parameter in self.parameters()):
-                raise PipelineError(
-                    f"{last}, or one before it, adds or unfreezes a parameter in its forward; {_BEFORE}"
-                )
-            if isinstance(leaf, nn.Parameter) or self._replicated:
+                raise PipelineError(f"{last}, or one before it, adds or unfreezes a parameter in a step; {_BEFORE}")
+            if isinstance(leaf, nn.Parameter) or again:
                 kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor that requires gradients"
                 raise PipelineError(
                     f"{last}, or one before it, uses a {kind} of shape {tuple(leaf.shape)} that it has not registered, "
@@ -268,9 +279,6 @@ class Stage:
                 )
             self._gradients.adopt(leaf)
             self._others.append(weakref.ref(leaf))
-
-    def _is_anchor(self, leaf: Tensor) -> bool:
-        return leaf is self.anchor or leaf is self.deferral.anchor
 
     def _function(self, part: int, microbatch: int, loss: OneLoss | None) -> Callable[[Value], Value]:
         function = self._functions[part]
@@ -327,6 +335,7 @@ def _has_hooks(layer: object) -> bool:
 
 
 _BEFORE = "do that before the step"
+_ELSEWHERE = "which another rank trains; let layers use it, and tie them"
 _NOTHING = nullcontext()
 _LOSS = -1  # the number that the loss has among layers
 

@@ -109,3 +109,19 @@ def tie(together: Mapping[str, tuple[str, ...]], places: Mapping[str, Place]) ->
                 for at, name in places.values():
                     if at._parameters.get(name) is other:
                         setattr(at, name, first)
+
+
+def names_of(places: Mapping[str, Place]) -> dict[int, list[str]]:
+    """All names of each parameter, by its id."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, (module, key) in places.items():
+        names[id(module._parameters[key])].append(name)
+    return names
+
+
+def conflicting(together: Mapping[str, tuple[str, ...]], places: Mapping[str, Place]) -> str | None:
+    """What is wrong if names of one parameter are in several ties."""
+    for every in names_of(places).values():
+        if len({together[name] for name in every if name in together}) > 1:
+            return f"{' and '.join(every)} are one parameter; give them in one tie"
+    return None
