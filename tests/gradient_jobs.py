@@ -297,8 +297,6 @@ class Fickle(nn.Module):
         y: Tensor = self.linear(x)
         late = {"not registered, later": 2, "not registered, in a later step": MICROBATCHES + 2}
         if self.calls > late.get(self.how, self.calls):
-            self.how == "not registered, in a later step" and self.calls > MICROBATCHES + 2
-        ):
             y = y * self.hidden[0]
         elif self.how == "node hooks in a step":
             self.node = torch.autograd.graph.get_gradient_edge(self.linear.weight).node
