@@ -134,8 +134,8 @@ class Gradients:
             tensors = [*tensors, *(sum_.parameter for sum_ in self._adopted.values())]
         for tensor in tensors:
             if (grad := tensor.grad) is not None:
-                tensor.grad = None
-                self.of(tensor).add(grad.detach() if times is None else grad.detach() * times)
+                tensor.grad, sum_ = None, self.of(tensor)
+                sum_.add(grad.detach() if times is None else grad.detach().to(sum_.dtype) * times)
 
     def demand_no_hooks(self) -> None:
         """Refuse hooks that would not see what is deferred: those that a layer has put on a parameter meanwhile, and

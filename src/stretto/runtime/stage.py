@@ -128,8 +128,9 @@ class Stage:
         before, self._parameters = self._parameters, self.parameters()
         self._searching = self._searching or list(map(id, before)) != list(map(id, self._parameters))
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        for leaf in [leaf for leaf in (other() for other in self._others) if leaf is not None]:
-            if leaf.requires_grad and not self._gradients.knows(leaf):
+        self._others = [other for other in self._others if other() is not None]
+        for leaf in [other() for other in self._others]:
+            if leaf is not None and leaf.requires_grad and not self._gradients.knows(leaf):
                 self._gradients.adopt(leaf)
         sites = nullcontext() if self._sites is None else self._sites.overrides
         with self._generators.kept(), self.deferral.overrides, sites:
