@@ -68,8 +68,8 @@ def test_lanes_may_add_to_the_same_sums(ranks: Ranks, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "zb_v", "dualpipe"])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_names_that_are_tied_are_one_parameter(ranks: Ranks, devices: int, schedule: str, loss: str) -> None:
-    if schedule == "dualpipe" and (devices == 1 or devices == 4):
-        devices = 2
+    if schedule == "dualpipe" and devices != 2:
+        pytest.skip("dualpipe needs an even number of devices, and twice as many microbatches")
     assert ranks.run(tied_builder, devices, schedule, loss) == [[]] * devices
 
 

@@ -6,11 +6,10 @@ from math import isfinite
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from stretto.ir.errors import PipelineError
-from stretto.runtime.structure import Value
+from stretto.runtime.structure import Value, entering
 
 _LOSS, _COUNT, _COUNTED = range(3)  # the rows of a table
 
@@ -61,16 +60,11 @@ class Losses:
 
     def _cut_off(self, target: Value) -> Value:
         """A target without the graph behind what of it requires gradients, which is run once, when the step ends."""
-        leaves, spec = ([target], None) if isinstance(target, Tensor) else pytree.tree_flatten(target)
-        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            return target
-        cut: dict[int, Tensor] = {}
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in cut:
-                cut[id(leaf)] = given = leaf.detach().requires_grad_()
-                self.cut[id(given)] = leaf, given
-        made = [cut.get(id(leaf), leaf) for leaf in leaves]
-        return made[0] if spec is None else pytree.tree_unflatten(made, spec)
+        tree, leaves = entering(target)
+        for given, leaf, needs in zip(tree.leaves, leaves or tree.leaves, tree.needs, strict=True):
+            if needs:
+                self.cut[id(given)] = leaf, given.requires_grad_()
+        return tree.value()
 
     @property
     def here(self) -> bool:

@@ -1,7 +1,6 @@
 """A model trained by a plan: each rank runs its part of the checked program."""
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,11 +41,11 @@ from stretto.runtime.losses import Losses, Total
 from stretto.runtime.microbatches import cut
 from stretto.runtime.modes import evaluating
 from stretto.runtime.passes import Passes
-from stretto.runtime.replicas import Held, Replicas
 from stretto.runtime.rng import RngKey
+from stretto.runtime.sharing import find_shared
 from stretto.runtime.stage import Stage, anatomy_of, is_phased
 from stretto.runtime.structure import Value, tensors_of
-from stretto.runtime.ties import Place, conflicting, demand_names, joined, layer_of, names_of, tie, ties_of, wrong_ties
+from stretto.runtime.ties import conflicting, demand_names, joined, places_of, tie, ties_of, wrong_ties
 from stretto.schedules.forward_only import forward_only
 from stretto.timeline import Timeline
 
@@ -128,10 +127,11 @@ class Pipeline:
         given = layers if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else []
         together = self._tied([*tied, *ties_of(given)])
         self._groups = Groups(self._group, self._device)
-        self._replicas = self._shared(shares, together)
+        sparse = {id(parameter) for module in self.modules() if is_sparse(module) for parameter in module.parameters()}
+        homes = plan.placement.homes
+        self._replicas = find_shared(self._module, homes, shares, together, self._groups, sparse=sparse)
         self._all_or_none(self._replicas.wrong(self._device))
         self._replicas.start_equal(self._device)
-        sparse = {id(parameter) for module in self.modules() if is_sparse(module) for parameter in module.parameters()}
         shared, here_layers = self._replicas, self._layers
 
         def demand(parameters: Sequence[Tensor]) -> None:
@@ -155,7 +155,7 @@ class Pipeline:
                 device=self._device,
                 checkpointed=checkpoint,
                 elsewhere=partial(_elsewhere, layers=given),
-                replicated=sum(stage == other for _, other in plan.placement.homes) > 1,
+                replicated=sum(stage == other for _, other in homes) > 1,
                 recomputed={name: it for name, it in recomputed.items() if int(name.split(".")[0]) in shares[stage]},
             )
             for stage in here
@@ -373,15 +373,6 @@ class Pipeline:
         if self._any(wrong is not None):
             raise PipelineError(wrong or "what another rank holds cannot be trained; that rank says why")
 
-    def _places(self) -> dict[str, Place]:
-        """Where this rank's parameters are."""
-        return {
-            f"{prefix}.{key}": (module, key)
-            for prefix, module in self._module.named_modules(remove_duplicate=False)
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        }
-
     def _tied(self, ties: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
         """For each name that is tied, all that it is tied to. Here, they are one parameter from now on."""
 
@@ -393,48 +384,10 @@ class Pipeline:
         together = joined(ties)
         if (wrong := wrong_ties(together, dict(self.named_parameters(remove_duplicate=False)), most)) is not None:
             raise PipelineError(wrong)
-        tie(together, self._places())
-        self._all_or_none(conflicting(together, self._places()))
+        places = places_of(self._module)
+        tie(together, places)
+        self._all_or_none(conflicting(together, places))
         return together
-
-    def _shared(self, shares: Sequence[Sequence[int]], together: Mapping[str, tuple[str, ...]]) -> Replicas:
-        """What several ranks hold: stages on two devices, and parameters that layers on different devices share."""
-        ranks: dict[int, set[int]] = defaultdict(set)
-        for device, stage in self.plan.placement.homes:
-            for number in shares[stage]:
-                ranks[number].add(device)
-        stage_of = {number: stage for stage, share in enumerate(shares) for number in share}
-
-        def held(names: Sequence[str]) -> Held:
-            every = tuple(sorted(set().union(*(ranks[layer_of(name)] for name in names))))
-            first = layer_of(names[0])
-            message = f"stage {stage_of[first]}" if names[0] not in together else f"tie {names[0]}"
-            return Held(every, min(ranks[first]), message)
-
-        of, mine, buffers, places = dict[str, Held](), dict[str, nn.Parameter](), dict[str, Place](), self._places()
-        for every in names_of(places).values():
-            first = next((together[name] for name in every if name in together), every)[0]
-            module, key = places[every[0]]
-            parameter = module._parameters[key]
-            assert parameter is not None
-            of[first], mine[first], places[first] = held(together.get(first, (first,))), parameter, (module, key)
-        for prefix, module in self.named_modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    of[f"{prefix}.{key}"], buffers[f"{prefix}.{key}"] = held([f"{prefix}.{key}"]), (module, key)
-        sets = {*(held(same).ranks for same in together.values()), *(tuple(sorted(of)) for of in ranks.values())}
-        sparse = {id(parameter) for module in self.modules() if is_sparse(module) for parameter in module.parameters()}
-        several = [one for one in sets if len(one) > 1]
-        return Replicas(
-            self._groups,
-            of,
-            mine,
-            places,
-            buffers,
-            several,
-            stages=[stage for stage, share in enumerate(shares) if len(ranks[share[0]]) > 1],
-            sparse=lambda parameter: id(parameter) in sparse,
-        )
 
     def _together(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a tensor over a group, without waiting where nothing can wake us."""

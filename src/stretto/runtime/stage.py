@@ -99,7 +99,7 @@ class Stage:
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
         self._searching = True  # whether all graphs are looked at for what is no layer's parameter
-        self._searched, self._done = 0, 0  # the microbatch whose graph is in any case, and how many there were
+        self._searched_microbatch, self._microbatches = 0, 0  # the one whose graph is looked at in any case, of so many
         self._others: list[weakref.ref[Tensor]] = []  # leaves that are no parameters
         self._elsewhere, self._replicated = elsewhere, replicated
         gradients.ignore(self.anchor)
@@ -138,7 +138,7 @@ class Stage:
                 yield
                 self._gradients.collect(self._parameters)  # what a layer's own backward() has left
                 self._searching = False
-                self._searched = key.step % max(1, self._done)
+                self._searched_microbatch = key.step % max(1, self._microbatches)
             finally:
                 self._passes.clear()
 
@@ -148,7 +148,7 @@ class Stage:
         The last one of all goes on to the loss.
         """
         if part == 0:
-            self._done = max(self._done, microbatch + 1)
+            self._microbatches = max(self._microbatches, microbatch + 1)
             closures: list[list[Closure]] = [[] for _ in self._weight_of]
             self._passes[microbatch] = _Pass([None] * len(self._functions), closures, {})
         going = self._passes[microbatch]
@@ -157,7 +157,7 @@ class Stage:
                 self._function(part, microbatch, loss), given, self.anchor, self._last_layers[part]
             )
         going.segments[part] = segment
-        if self._searching or microbatch == self._searched:
+        if self._searching or microbatch == self._searched_microbatch:
             self._find_others(segment.leaves(), self._last_layers[part], loss)
         if part == len(self._functions) - 1:
             going.sites.clear()

@@ -56,8 +56,8 @@ class Tree:
 
 
 def entering(value: Value) -> tuple[Tree, list[Any]]:
-    """A user's own input, taken apart and cut off from its graph if some of it requires gradients; and its leaves, if
-    so.
+    """A user's own input or target, taken apart and cut off from its graph if some of it requires gradients; and its
+    leaves as they were, if so.
     """
     leaves, spec = ([value], LEAF) if isinstance(value, Tensor) else pytree.tree_flatten(value)
     needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]

@@ -111,6 +111,16 @@ def tie(together: Mapping[str, tuple[str, ...]], places: Mapping[str, Place]) ->
                         setattr(at, name, first)
 
 
+def places_of(module: nn.Module) -> dict[str, Place]:
+    """Where a module's parameters are, by all their names."""
+    return {
+        f"{prefix}.{key}": (where, key)
+        for prefix, where in module.named_modules(remove_duplicate=False)
+        for key, parameter in where._parameters.items()
+        if parameter is not None
+    }
+
+
 def names_of(places: Mapping[str, Place]) -> dict[int, list[str]]:
     """All names of each parameter, by its id."""
     names: dict[int, list[str]] = defaultdict(list)
