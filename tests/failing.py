@@ -30,7 +30,7 @@ def main() -> None:
             Trap.runs += 1
             if dist.get_rank() == int(victim) and Trap.runs == 6:  # in the second step
                 match how:
-                    case "raises" | "caught":
+                    case "raises" | "caught" | "uncaught":
                         raise RuntimeError("out of luck")
                     case "dies":
                         time.sleep(1)  # long enough for its last heartbeat to tell what it was at
@@ -49,13 +49,20 @@ def main() -> None:
     layers = [torch.nn.Sequential(layer, Trap().double()) if k == 0 else layer for k, layer in enumerate(layers)]
     pipe = stretto.Pipeline(layers, plan=case.plan(), loss=case.loss, mesh=mesh, timeout=2.0)
     try:
-        for _ in range(5):
+        for step in range(5):
+            if step == 1 and dist.get_rank() == int(victim) and how == "ends":
+                sys.exit(0)
+            if step == 1 and dist.get_rank() == int(victim) and how == "evaluates":
+                pipe.eval_step(*case.batch())
             pipe.step(*case.batch())
     except (stretto.PipelineError, RuntimeError) as error:
-        if how == "caught":
+        if how in ("caught", "evaluates"):
+            os.write(2, f"{error}\n".encode())
             pipe.close()
             dist.destroy_process_group()
             return
+        if how == "uncaught":
+            raise
         if not isinstance(error, stretto.PipelineError):
             raise
         os.write(2, f"{type(error).__name__}: {error}\n".encode())  # in one piece

@@ -237,7 +237,7 @@ REFUSED = {
     "other types": "1.out.weight cannot be tied: they have shape (7, 6) (float64) and shape (7, 6) (float32)",
     "one frozen": "0.weight and 1.out.weight cannot be tied: they are frozen in one place, and trained in the other",
     "no kind": "gradients is one of 'cast', 'parameter', 'float32' (got 'bf16')",
-    "other kinds": "rank 1 was given another plan, cut or option than rank 0",
+    "other kinds": "rank 1 was given another gradients than rank 0 (parameter and cast)",
     "no main gradients": 'main_grads() is for pipelines that were made with gradients="float32"',
     "hooks after no gradient": 'linear.weight has a hook for when .grad is set, which gradients="float32" does not',
     "a hook on a node": "the node that accumulates the gradient of 0.linear.weight has a hook",
@@ -266,7 +266,7 @@ REFUSED = {
     "sharded later": "is sharded by FSDP (fully_shard)",
     "one name": "a tie needs two names at least",
     "two ties of one": "0.a.weight and 0.b.weight are one parameter; give them in one tie",
-    "a hook that raises": "rank 0 stopped at",
+    "a hook that raises": "rank 0 failed at the end of step 1",
     "a loss that trains, twice": "the loss trains a tensor of its own, of shape (), and the last stage lives on",
     "another rank's weight in the loss": "the loss uses 0.linear.weight, which another rank trains",
 }

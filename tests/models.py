@@ -253,7 +253,7 @@ def load(mesh: Any, case: Case, folder: str) -> dict[str, Any]:
 
 
 REFUSED = {
-    "other plans": "rank 1 was given another plan, cut or option than rank 0",
+    "other plans": "rank 1 was given another plan than rank 0",
     "too few devices": "the plan is for 4 devices, but the mesh has 2 ranks",
     "unsound": "the plan is not sound: ",
     "no inputs": "rank 0 runs stage 0 and needs inputs",
@@ -286,7 +286,7 @@ REFUSED = {
     "an array": "inputs are a ndarray; give a tensor",
     "no graph": "no loss of this step depends on a parameter that requires gradients",
     "a pair": "linear(): argument 'input' (position 1) must be Tensor, not tuple",
-    "other seeds": "rank 1 was given another plan, cut or option than rank 0",
+    "other seeds": "rank 1 was given another seed than rank 0 (1 and 0)",
     "a set": "layer 0 hands on a builtins.set; layers hand on tensors, plain values, and containers",
     "a class of its own": "a layer hands on a '_hand_on.<locals>.Local', which another process cannot find",
     "sparse": "a layer hands a tensor of layout torch.sparse_coo on to another rank; only plain dense tensors travel",

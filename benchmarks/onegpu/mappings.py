@@ -5,6 +5,7 @@ dispatch and combine do), in unequal parts; sixteen microbatches, and the alloca
 """
 
 import argparse
+import time
 from typing import Any
 
 import torch
@@ -48,8 +49,13 @@ class Experts(nn.Module):
         mine = self._group.rank()
         moved = ROWS // 8 + 64 * ((7 * self._runs + self._number) % 40)  # both ranks send as many as they get
         sizes = [ROWS - moved, moved] if mine == 0 else [moved, ROWS - moved]
-        there = Exchange.apply(x, sizes, sizes, self._group)
-        return x + Exchange.apply(self.here(there), sizes, sizes, self._group)
+        there = _exchange(x, sizes, self._group)
+        return x + _exchange(self.here(there), sizes, self._group)
+
+
+def _exchange(x: Tensor, sizes: list[int], group: Any) -> Tensor:
+    moved: Tensor = Exchange.apply(x, sizes, sizes, group)  # type: ignore[no-untyped-call]
+    return moved
 
 
 def main() -> None:
@@ -76,8 +82,7 @@ def main() -> None:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             dist.barrier()
-            torch.cuda._sleep(500_000_000)  # a quarter of a second, in which the broker may let go
-            torch.cuda.synchronize()
+            time.sleep(0.3)  # in which the broker may let go
         ours = torch.tensor([torch.cuda.memory_reserved()], dtype=torch.float64)
         dist.all_reduce(ours)
         if dist.get_rank() == 0 and ((step + 1) % given.empty_every == 0 or step < 3):

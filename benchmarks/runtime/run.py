@@ -21,7 +21,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import stretto
-from stretto.execute.supervise import Supervisor
+from stretto.execute.team import Team
 from stretto.program.task import COMPUTE, Kind
 from stretto.runtime.descriptions import describe
 from stretto.runtime.gradients import Gradients
@@ -39,8 +39,8 @@ SCHEDULES: dict[str, tuple[Callable[..., stretto.Plan], type[Any]]] = {
 }
 
 
-class FakeGroups:
-    """Groups of a world that is not there."""
+class FakeTeam(Team):
+    """Of a world that is not there."""
 
     def make(self, members: Any) -> dist.ProcessGroup:  # noqa: ARG002
         return dist.group.WORLD  # type: ignore[return-value]
@@ -80,14 +80,16 @@ def bare(plan: stretto.Plan, module: nn.Module) -> Callable[[], None]:
 
 def ours(plan: stretto.Plan, inputs: Tensor, targets: Tensor) -> tuple[Callable[[], None], int]:
     program = stretto.lower(plan)
-    supervisor = Supervisor(0, timeout=300)
+    device = torch.device("cpu")
+    team = FakeTeam(None, device, timeout=300)
+    supervisor = team.supervisor
     here = sorted({stage for device, stage in plan.placement.homes if device == 0})
     gradients = Gradients()
     stages = {
         stage: Stage({stage: nn.Linear(WIDTH, WIDTH)}, program.anatomy, stage, gradients=gradients) for stage in here
     }
-    links = Links(FakeGroups(), program, supervisor, torch.device("cpu"))  # type: ignore[arg-type]
-    device, example = torch.device("cpu"), take_apart(inputs[:ROWS].clone().requires_grad_())
+    links = Links(team, program, device)
+    example = take_apart(inputs[:ROWS].clone().requires_grad_())
     value, grad = describe(example, device)[0], describe(Tree([inputs[:ROWS]], list_of(1), [False]), device)[0]
     for stage in range(plan.stages):  # what stages hand on is known: nobody is there to say it
         for link in (*links._sends.values(), *links._receives.values()):

@@ -1,6 +1,7 @@
 """The ring: ranks find their neighbours, whoever else comes to their doors."""
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -11,7 +12,7 @@ from stretto.ir.errors import PipelineError
 
 
 def _doors(stack: ExitStack, ranks: int) -> tuple[list[socket.socket], list[ring.Door]]:
-    servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(ranks)]
+    servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=200)) for _ in range(ranks)]
     return servers, [ring.Door("127.0.0.1", it.getsockname()[1], f"{k:032}") for k, it in enumerate(servers)]
 
 
@@ -20,7 +21,7 @@ def test_strangers_are_sent_away(ranks: int) -> None:
     with ExitStack() as stack:
         servers, doors = _doors(stack, ranks)
         strangers = []
-        for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 4, b"x" * 32):
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 4, b"x" * 40):
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", doors[0].port)))
             stranger.sendall(said)
             if not said:
@@ -43,6 +44,21 @@ def test_strangers_are_sent_away(ranks: int) -> None:
             stranger.settimeout(10)
             with suppress(ConnectionResetError):  # with what it had said unread
                 assert stranger.recv(100) == b""
+
+
+def test_strangers_who_say_nothing_delay_nobody() -> None:
+    with ExitStack() as stack:
+        servers, doors = _doors(stack, 3)
+        for door in doors:
+            for _ in range(100):  # more than may stand there
+                stack.enter_context(socket.create_connection(("127.0.0.1", door.port)))
+        begun = time.monotonic()
+        with ThreadPoolExecutor(3) as pool:
+            made = list(pool.map(lambda rank: ring.neighbours(rank, doors, servers[rank]), range(3)))
+        assert time.monotonic() - begun < 3
+        for peers in made:
+            for stream in peers.values():
+                stream.close()
 
 
 def test_a_neighbour_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

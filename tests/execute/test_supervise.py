@@ -1,14 +1,23 @@
-"""The supervisor by itself: what a request to end does around a failure."""
+"""The supervisor by itself: what it says of others, and what a request to end does around a failure."""
 
 import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from stretto.execute import supervise
+from stretto.execute.supervise import Supervisor
+from stretto.ir.errors import PipelineError
 
 SCRIPT = """
 import os, signal, time
 from stretto.execute.supervise import Supervisor
 try:
-    with Supervisor(0, timeout=5).guarding():
+    with Supervisor(0, timeout=5).guarding("step 1"):
         raise ValueError("a bad batch")
 except ValueError as error:
     for _ in range(2):
@@ -23,3 +32,86 @@ def test_a_request_to_end_leaves_time_to_tell_of_a_failure() -> None:
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=30)
     assert ended.stdout == "a bad batch\n"
     assert ended.returncode == -signal.SIGTERM
+
+
+class Never:
+    """Something that does not come."""
+
+    done, error = False, None
+
+    def wait(self, seconds: float) -> bool:
+        time.sleep(seconds)
+        return False
+
+
+@pytest.fixture
+def two() -> Iterator[list[Supervisor]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = [socket.create_connection(server.getsockname()), server.accept()[0]]
+    made = [Supervisor(rank, timeout=0.6) for rank in range(2)]
+    for rank, supervisor in enumerate(made):
+        supervisor.watch({1 - rank: ends[rank]})
+        supervisor.ready()
+    yield made
+    for supervisor in made:
+        supervisor.close()
+
+
+def test_a_rank_that_is_always_seen_at_the_same_task_of_another_step_is_not_blamed(two: list[Supervisor]) -> None:
+    first, second = two
+    for step in range(1, 6):
+        with first.guarding(f"step {step}"):
+            first.task = lambda: "0F0"
+            time.sleep(0.3)
+    second.check()
+    with first.guarding("step 6"):
+        first.task = lambda: "0F0"
+        time.sleep(1.2)
+    with pytest.raises(PipelineError, match=r"rank 0 has been at 0F0 of step 6 for 1 s"):
+        second.check()
+
+
+def test_a_rank_that_left_is_named_by_those_who_go_on_without_it(two: list[Supervisor]) -> None:
+    first, second = two
+    with first.guarding("step 1"), second.guarding("step 1"):
+        pass
+    first.close()
+    with second.guarding():  # more of the same step, in which nobody is missing
+        time.sleep(0.3)
+    second.check()
+    with (
+        pytest.raises(PipelineError, match=r"rank 0 left after step 1, before step 2: it was closed, or its program"),
+        second.guarding("step 2"),
+    ):
+        second.wait(Never(), lambda: "nothing")
+
+
+def test_who_has_not_begun_is_named(two: list[Supervisor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "SILENCE", 1.0)
+    with (
+        pytest.raises(
+            PipelineError, match=r"rank 0 has not begun step 1; it was last seen before its first step; rank 1 "
+        ),
+        two[1].guarding("step 1"),
+    ):
+        two[1].wait(Never(), lambda: "the value of 0F0")
+
+
+def test_ranks_that_do_different_things_are_told(two: list[Supervisor]) -> None:
+    first, second = two
+    with (
+        pytest.raises(PipelineError, match=r"runs (evaluation|step) 1 while rank . runs (step|evaluation) 1"),
+        first.guarding("evaluation 1"),
+        second.guarding("step 1"),
+    ):
+        second.wait(Never(), lambda: "the value of 0F0")
+
+
+def test_a_rank_that_was_given_up_on_is_told_so(two: list[Supervisor]) -> None:
+    first, second = two
+    second.fail("rank 0 has not been heard of for 6 s; it was last seen at 0F0 of step 1", 0)
+    time.sleep(0.5)
+    with pytest.raises(PipelineError, match=r"^the other ranks gave up on this one: rank 0 has not been heard of"):
+        first.check()
+    with pytest.raises(PipelineError, match=r"^rank 0 has not been heard of"):
+        second.check()

@@ -1,5 +1,6 @@
 """A rank that fails, dies, stops or stalls is named by every other within seconds, and nothing is left behind."""
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+import failure_jobs
+from ranks import Ranks
 
 TESTS = Path(__file__).parent.parent
 PATHS = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
@@ -36,11 +40,11 @@ def started(*arguments: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 WORDS = {
-    "raises": "rank {} stopped at {}: RuntimeError: out of luck",
-    "leaves": "rank {} stopped at {}: SystemExit: 3",
-    "dies": "rank {} died; it was last heard of at {}",
+    "raises": "rank {} failed at {} of step 2: RuntimeError: out of luck",
+    "leaves": "rank {} failed at {} of step 2: SystemExit: 3",
+    "dies": "rank {} died; it was last seen at {} of step 2",
     "stops": "rank {} has not been heard of for",
-    "stalls": "rank {} has been at {} for",
+    "stalls": "rank {} has been at {} of step 2 for",
 }
 
 
@@ -95,3 +99,83 @@ def test_under_torchrun(how: str) -> None:
     with started(command) as (process,):
         _, said = process.communicate(timeout=90)
     assert said.count("PipelineError: rank 2") == 3, said
+
+
+def test_an_error_that_was_told_prints_as_one_line_under_torchrun() -> None:
+    script = [str(TESTS / "failing.py"), "2", "uncaught"]
+    with started(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", *script]) as (process,):
+        _, said = process.communicate(timeout=90)
+    lines = [line for line in said.splitlines() if line.startswith("[rank")]
+    others = [line for line in lines if not line.startswith("[rank2]")]
+    assert len(others) == 3, said
+    assert all("PipelineError: rank 2 failed at " in line for line in others)
+    assert any(line.startswith("[rank2]: Traceback") for line in lines)
+    assert any("out of luck" in line for line in lines if line.startswith("[rank2]"))
+
+
+def test_a_rank_whose_program_ends_between_steps_is_named(tmp_path: Path) -> None:
+    script = str(TESTS / "failing.py")
+    ranks = [[script, str(rank), "4", str(tmp_path / "meeting"), "2", "ends"] for rank in range(4)]
+    with started(*ranks) as processes:
+        said = [process.communicate(timeout=60)[1] for process in processes]
+    for rank in (0, 1, 3):
+        assert "PipelineError: rank 2 left after step 1, before step 2" in said[rank], said
+
+
+def test_ranks_that_do_different_things_are_told_and_end_in_peace(tmp_path: Path) -> None:
+    script = str(TESTS / "failing.py")
+    ranks = [[script, str(rank), "2", str(tmp_path / "meeting"), "1", "evaluates"] for rank in range(2)]
+    with started(*ranks) as processes:
+        ended = [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
+    assert [code for _, code in ended] == [0, 0], ended
+    for text, _ in ended:
+        assert (
+            "runs evaluation 1 while rank 0 runs step 2" in text or "runs step 2 while rank 1 runs evaluation 1" in text
+        )
+
+
+@pytest.mark.parametrize("backend", ["gloo", "onecpu"])
+@pytest.mark.parametrize("how", ["raise", "kill", "stop"])
+def test_a_failure_at_any_task_leaves_nothing_behind(tmp_path: Path, how: str, backend: str) -> None:
+    command = [sys.executable, str(TESTS / "everywhere.py"), backend, how, str(tmp_path)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["worlds"] >= 1
+    assert told["wrong"] == {}, done.stderr
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(2)
+    yield made
+    made.stop()
+
+
+def test_a_pipeline_that_was_closed_says_so_at_once(ranks: Ranks) -> None:
+    for said, seconds in ranks.run(failure_jobs.closed, 2):
+        assert said == ["this pipeline was closed; make a new one"] * 2
+        assert seconds < 1
+
+
+def test_a_rank_that_does_not_come_is_named_and_may_come_later(ranks: Ranks) -> None:
+    first, second = ranks.run(failure_jobs.late, 2)
+    assert first == ("rank 0 has waited 1.5 s (timeout) for rank 1 to come", second[1])
+    assert second[0] == ""
+
+
+def test_what_one_rank_cannot_make_is_refused_by_all(ranks: Ranks) -> None:
+    for rank, (said, world, loss) in enumerate(ranks.run(failure_jobs.unmade, 2)):
+        assert said == (["rank 1: FileNotFoundError: no such weights", "no such weights"][rank])
+        assert world == 2.0
+        assert loss > 0
+
+
+def test_a_rank_that_never_begins_a_step_is_named(ranks: Ranks) -> None:
+    first, _ = ranks.run(failure_jobs.absent, 2)
+    assert first.startswith("rank 1 has not begun step 2; it was last seen after step 1; rank 0 waited for "), first
+
+
+def test_steps_side_by_side_leave_the_groups_of_others_alone(ranks: Ranks) -> None:
+    """The user's own operation is under way on the world's group while a step fails."""
+    assert ranks.run(failure_jobs.own_operation, 2) == [3.0, 3.0]

@@ -1,64 +1,62 @@
-"""Makes the ring of supervisors of a process group."""
+"""Makes the ring of supervisors of ranks that have met, and connections between any of them."""
 
 import atexit
 import contextlib
 import hmac
+import os
 import secrets
+import selectors
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-import torch
-import torch.distributed as dist
+import msgspec
 
+from stretto.execute.meeting import Meeting
 from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError
 
 _JOINING = 60.0  # seconds for a neighbour to come
-_SAYING = 5.0  # seconds for whoever comes to say the word
-_WORD = 32  # characters
+_STRANGERS = 64  # who may stand at a door and say nothing
+_WORD, _RANK = 32, 8  # characters
 
 
-@dataclass(frozen=True, slots=True)
-class Door:
-    """Where a rank waits for the one before it, and the word by which it knows that one from a stranger."""
+class Door(msgspec.Struct, frozen=True):
+    """Where a rank waits for others, and the word by which it knows them from strangers."""
 
     host: str
     port: int
     word: str
 
 
-def supervised(group: dist.ProcessGroup | None, device: torch.device, *, timeout: float) -> Supervisor:
-    """One that knows its neighbours. Without a group, one that watches nobody."""
-    if not timeout > 0:
-        raise PipelineError(f"timeout is a number of seconds above 0 (got {timeout})")
-    if group is None:
-        return Supervisor(0, timeout=timeout)
-    supervisor = Supervisor(group.rank(), timeout=timeout)
-    with socket.create_server(("", 0)) as server:
-        supervisor.watch(neighbours(group.rank(), opened_doors(server, group, device), server))
-    atexit.register(supervisor.close)
+def supervised(meeting: Meeting | None, *, timeout: float, turns: str) -> Supervisor:
+    """One that knows its neighbours. Without a meeting, one that watches nobody."""
+    supervisor = Supervisor(0 if meeting is None else meeting.rank, timeout=timeout, turns=turns)
+    if meeting is not None:
+        with opened_doors(meeting) as (server, doors):
+            supervisor.watch(neighbours(meeting.rank, doors, server))
+        atexit.register(supervisor.close)
     return supervisor
 
 
-def opened_doors(server: socket.socket, group: dist.ProcessGroup, device: torch.device) -> list[Door]:
-    """Where all ranks of a group wait, this one at its server."""
-    mine = Door(socket.gethostname(), server.getsockname()[1], secrets.token_hex(_WORD // 2))
-    doors = _told(mine, group, device)
-    if len({door.host for door in doors}) == 1:
-        doors = [Door("127.0.0.1", door.port, door.word) for door in doors]
-    return doors
+@contextlib.contextmanager
+def opened_doors(meeting: Meeting) -> Iterator[tuple[socket.socket, list[Door]]]:
+    """This rank's server, and where all wait, for as long as they are needed. On one machine nobody else can come."""
+    alone = len(set(meeting.gather(_machine()))) == 1
+    with socket.create_server(("127.0.0.1" if alone else "", 0), backlog=meeting.size) as server:
+        host = "127.0.0.1" if alone else socket.gethostname()
+        mine = Door(host, server.getsockname()[1], secrets.token_hex(_WORD // 2))
+        said = meeting.gather(msgspec.json.encode(mine).decode())
+        yield server, [msgspec.json.decode(it, type=Door) for it in said]
 
 
-def _told(mine: Door, group: dist.ProcessGroup, device: torch.device) -> list[Door]:
-    """Everybody's, over the group."""
-    text = f"{mine.host} {mine.port} {mine.word}".encode().ljust(320)
-    row = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    rows = [torch.zeros_like(row) for _ in range(group.size())]
-    dist.all_gather(rows, row, group=group)
-    found = (bytes(it.tolist()).decode().split() for it in rows)
-    return [Door(host, int(port), word) for host, port, word in found]
+def _machine() -> str:
+    """What ranks have in common that reach each other by 127.0.0.1: a machine since it was started, and its network."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
+    return " ".join(found)
 
 
 def neighbours(rank: int, doors: Sequence[Door], server: socket.socket) -> dict[int, socket.socket]:
@@ -68,7 +66,7 @@ def neighbours(rank: int, doors: Sequence[Door], server: socket.socket) -> dict[
     following, before = (rank + 1) % len(doors), (rank - 1) % len(doors)
     with contextlib.ExitStack() as failing:
         onward = failing.enter_context(connection_to(doors[following], rank, following))
-        back = welcomed(server, doors[rank].word)
+        back = next((stream for other, stream in guests(server, doors[rank].word) if other == before), None)
         if back is None:
             raise PipelineError(f"rank {before} did not connect to rank {rank} within {_JOINING:.0f} s")
         failing.pop_all()
@@ -79,36 +77,50 @@ def neighbours(rank: int, doors: Sequence[Door], server: socket.socket) -> dict[
 
 
 def connection_to(door: Door, rank: int, other: int) -> socket.socket:
-    """From a rank to another one's door, where it says the word."""
+    """From a rank to another one's door, where it says the word and who it is."""
     try:
         stream = socket.create_connection((door.host, door.port), timeout=_JOINING)
-        stream.sendall(door.word.encode())
+        stream.sendall(f"{door.word}{rank:0{_RANK}}".encode())
     except OSError as error:
         raise PipelineError(f"rank {rank} cannot reach rank {other} at {door.host}:{door.port}: {error}") from None
     return stream
 
 
-def welcomed(server: socket.socket, word: str) -> socket.socket | None:
-    """The first who knows the word; others are sent away."""
-    deadline = time.monotonic() + _JOINING
-    while (left := deadline - time.monotonic()) > 0:
-        server.settimeout(left)
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            stream, _ = server.accept()
-            if hmac.compare_digest(_heard(stream), word.encode()):
-                return stream
-            stream.close()
-    return None
-
-
-def _heard(stream: socket.socket) -> bytes:
-    """As many bytes as the word has, or fewer if they do not come."""
-    data, deadline = b"", time.monotonic() + _SAYING
-    with contextlib.suppress(OSError):
-        while len(data) < _WORD and (left := deadline - time.monotonic()) > 0:
-            stream.settimeout(left)
-            part = stream.recv(_WORD - len(data))
-            if not part:
-                break
-            data += part
-    return data
+def guests(server: socket.socket, word: str) -> Iterator[tuple[int, socket.socket]]:
+    """Those who know the word, as they come, and who they are. Strangers are sent away, and nobody waits for them."""
+    deadline, said = time.monotonic() + _JOINING, dict[socket.socket, bytes]()
+    server.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    if key.fileobj is server:
+                        with contextlib.suppress(OSError):
+                            stream, _ = server.accept()
+                            stream.setblocking(False)
+                            selector.register(stream, selectors.EVENT_READ)
+                            said[stream] = b""
+                        continue
+                    stream = key.fileobj  # type: ignore[assignment]
+                    data = b""
+                    with contextlib.suppress(OSError):
+                        data = stream.recv(_WORD + _RANK - len(said[stream]))
+                    said[stream] += data
+                    if data and len(said[stream]) < _WORD + _RANK:
+                        continue
+                    selector.unregister(stream)
+                    text = said.pop(stream)
+                    if hmac.compare_digest(text[:_WORD], word.encode()) and len(text) == _WORD + _RANK:
+                        stream.setblocking(True)
+                        yield int(text[_WORD:]), stream
+                    else:
+                        stream.close()
+                while len(said) > _STRANGERS:
+                    stream = next(iter(said))
+                    selector.unregister(stream)
+                    said.pop(stream)
+                    stream.close()
+        finally:
+            for stream in said:
+                stream.close()

@@ -19,6 +19,7 @@ from stretto.ir.errors import PipelineError
 BEAT = 0.2  # seconds between two heartbeats
 SILENCE = 6.0  # seconds without one, after which a rank is taken to be stopped
 _POLL = 0.1
+_LATE = 1.0  # seconds without a turn of ours, after which it was us who stood still
 _GRACE = 3.0  # seconds in which the reason of something that was seen to fail is expected
 _TELLING = 2.0  # seconds that a program has to tell of a failure before it ends on request
 
@@ -27,12 +28,18 @@ class _Message(msgspec.Struct, omit_defaults=True):
     """One line of the ring's wire."""
 
     rank: int
-    task: str = ""
+    doing: str = ""
     """What the sender is doing: a heartbeat."""
+    turn: int = 0
+    """How many turns, which are steps and the like, it has begun."""
+    label: str = ""
+    """What this turn is, until it has ended."""
     busy: bool = False
     """Whether it does that itself, and does not wait for others."""
     failure: str = ""
     """Why the whole cannot go on; passed on by everyone."""
+    about: int = -1
+    """Which rank that is about."""
     bye: bool = False
 
 
@@ -42,20 +49,26 @@ class Supervisor:
     From `watch` on, `check` and `wait` raise if any rank has failed, died, gone silent or stood still for too long.
     """
 
-    def __init__(self, rank: int, *, timeout: float) -> None:
-        self.rank, self._timeout = rank, timeout
-        self.task: Callable[[], str] = lambda: "nothing yet"
-        """What this rank is at."""
-        self._stepping = self._waiting = False
+    def __init__(self, rank: int, *, timeout: float, turns: str = "step") -> None:
+        """`turns` are what ranks do together, again and again."""
+        self.rank, self._timeout, self._turns = rank, timeout, turns
+        self.task: Callable[[], str] = lambda: "the start"
+        """What this rank is at, within its turn."""
+        self._now = 0, ""  # how many turns were begun, and what this one is; one value, which threads see whole
+        self._last, self._idle = "", "setting up"
+        self._waiting = False
         self.waited = 0.0
         """Seconds that this rank has spent waiting."""
         self._reason: str | None = None
+        self._about, self._reason_is_ours = rank, False
         self._asked = 0.0  # when this rank was asked to end
         self._peers: dict[int, socket.socket] = {}
         # A neighbour's last heartbeat that told anything new, and when.
         self._doing: dict[int, tuple[_Message, float]] = {}
         self._heard: dict[int, float] = {}
-        self._closing = False
+        self._left: dict[int, _Message] = {}
+        self._looked = time.monotonic()
+        self._closing, self._until = False, float("inf")
         self._lock = threading.Lock()
 
     def watch(self, peers: dict[int, socket.socket]) -> None:
@@ -64,8 +77,18 @@ class Supervisor:
         for peer, connection in peers.items():
             connection.settimeout(5)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._heard[peer], self._doing[peer] = now, (_Message(peer, task="nothing yet"), now)
+            self._heard[peer], self._doing[peer] = now, (_Message(peer, doing=self._idle), now)
+        self._looked = now
         threading.Thread(target=self._watch, name="stretto supervisor", daemon=True).start()
+
+    def ready(self) -> None:
+        """All is set up, and turns may begin."""
+        self._idle = f"before its first {self._turns}"
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is known that the whole cannot go on."""
+        return self._reason is not None
 
     def check(self) -> None:
         """Raise if the whole cannot go on."""
@@ -73,7 +96,12 @@ class Supervisor:
             self._give_up_if_asked()
             time.sleep(0.02)
         if self._reason is not None:
-            raise PipelineError(self._reason)
+            raise self._error()
+
+    def _error(self, more: str = "") -> PipelineError:
+        """What all ranks are told of. The rank that it is about, if it hears of that at all, was given up on."""
+        given_up = self._about == self.rank and not self._reason_is_ours
+        return _told(f"{'the other ranks gave up on this one: ' if given_up else ''}{self._reason}{more}")
 
     def _give_up_if_asked(self) -> None:
         """A launcher asks all to end when one has died; why is about to be known, and says more than that."""
@@ -85,21 +113,21 @@ class Supervisor:
 
         Where nobody is to blame it is given up after the timeout, or after as many seconds as `patience` says.
         """
-        try:
+        with self.explaining(what):
             self._wait(ticket, what, patience)
-        except (OSError, RuntimeError) as error:  # of a group or connection that has failed
-            raise self.explained(error, what()) from error
 
     def _wait(self, ticket: Awaited, what: Callable[[], str], patience: float | None) -> None:
         if ticket.done and ticket.error is None:
             return
         self._waiting, since = True, time.monotonic()
+        left = (patience or self._timeout) + SILENCE
         while not ticket.wait(_POLL):
-            if self._reason is None and time.monotonic() - since > (patience or self._timeout) + SILENCE:
-                self.fail(f"rank {self.rank} waited for {what()} for {time.monotonic() - since:.0f} s")
+            left -= _POLL  # by turns of ours and not by the clock, which goes on while this process is stopped
+            if self._reason is None and left < 0:
+                self._give_up(what(), time.monotonic() - since, knowing=left < -_LATE)
             self._give_up_if_asked()
-            if self._reason is not None:
-                raise PipelineError(f"{self._reason}; rank {self.rank} was waiting for {what()}")
+            if self._reason is not None and not ticket.wait(_POLL):
+                raise self._error(f"; rank {self.rank} was waiting for {what()}")
         self._waiting = False
         self.waited += time.monotonic() - since
         if isinstance(ticket.error, PipelineError) and self._reason is None:
@@ -107,25 +135,57 @@ class Supervisor:
         if ticket.error is not None:
             raise self.explained(ticket.error, what()) from ticket.error
 
+    def _give_up(self, what: str, seconds: float, *, knowing: bool) -> None:
+        """Say who is missing. One whose neighbours are there lets those speak first who may know more."""
+        waited = f"rank {self.rank} waited for {what} for {seconds:.0f} s"
+        turn, label = self._now
+        for peer, (message, _) in list(self._doing.items()):
+            if message.turn < turn:
+                self.fail(f"rank {peer} has not begun {label}; it was last seen {message.doing}; {waited}", peer)
+        if knowing:
+            self.fail(waited)
+
+    @contextmanager
+    def explaining(self, what: Callable[[], str]) -> Iterator[None]:
+        """If a group or connection fails, say why that is."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            raise self.explained(error, what()) from error
+
     def explained(self, error: BaseException, what: str) -> PipelineError:
         """Why something that was waited for has failed: a connection fails before its reason is known."""
         deadline = time.monotonic() + _GRACE
         while self._reason is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        reason = self._reason or f"rank {self.rank} lost a connection: {_one_line(error)}"
-        return PipelineError(f"{reason}; rank {self.rank} was waiting for {what}")
+        waiting = f"; rank {self.rank} was waiting for {what}"
+        if self._reason is None:
+            return _told(f"rank {self.rank} lost a connection: {one_line(error)}{waiting}")
+        return self._error(waiting)
 
-    def fail(self, reason: str) -> None:
-        """Tell everybody why the whole cannot go on; the first reason counts."""
+    def fail(self, reason: str, about: int | None = None) -> None:
+        """Tell everybody why the whole cannot go on, and which rank that is about; the first reason counts."""
+        self._fail(reason, self.rank if about is None else about, ours=True)
+
+    def _fail(self, reason: str, about: int, *, ours: bool) -> None:
         with self._lock:
             if self._reason is not None:
                 return
+            self._about, self._reason_is_ours = about, ours
             self._reason = reason
-        self._tell(_Message(self.rank, failure=reason))
+        self._tell(_Message(self.rank, failure=reason, about=about))
+
+    def failed_by(self, error: BaseException) -> None:
+        """Tell everybody of an error that this rank has run into."""
+        told = isinstance(error, PipelineError) and self._reason is not None
+        if not told:
+            self.fail(f"rank {self.rank} failed {self._where()}: {type(error).__name__}: {one_line(error)}")
 
     @contextmanager
-    def guarding(self) -> Iterator[None]:
-        """A step: what goes wrong in it is told to all, and a request to end is one thing that can."""
+    def guarding(self, label: str = "") -> Iterator[None]:
+        """A turn with a name, or more of the last one. What goes wrong in it is told to all, and a request to end is
+        one thing that can.
+        """
 
         def stop(*_: Any) -> None:
             self._asked = self._asked or time.monotonic()
@@ -133,32 +193,43 @@ class Supervisor:
         before, failed = None, False
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, stop)
-        self._stepping, self._waiting = True, False
+        if label:
+            self.task, self._last, self._idle = lambda: "the start", label, f"after {label}"
+        self._waiting = False
+        self._now = self._now[0] + bool(label), self._last
         try:
-            self.check()
+            if label:  # what has begun is ended, if it can be: another rank may have failed in its next turn
+                self.check()
             yield
         except BaseException as error:
             failed = True
-            told = isinstance(error, PipelineError) and self._reason is not None
-            if not told:
-                self.fail(f"rank {self.rank} stopped at {self.task()}: {type(error).__name__}: {_one_line(error)}")
+            self.failed_by(error)
             raise
         finally:
-            self._stepping = False
+            self._now = self._now[0], ""
             if before is not None:
                 signal.signal(signal.SIGTERM, _later(before) if failed else before)
-                if self._asked and not failed:  # the step has ended all the same; what follows is as it would be
+                if self._asked and not failed:  # the turn has ended all the same; what follows is as it would be
                     self._asked = 0.0
                     os.kill(os.getpid(), signal.SIGTERM)
+
+    def retire(self) -> None:
+        """After a failure: leave the ring as soon as all others can have heard of it."""
+        self._until = time.monotonic() + _TELLING
 
     def close(self) -> None:
         """Leave the ring in peace."""
         if not self._closing:
-            self._closing = True
-            self._tell(_Message(self.rank, bye=True))
+            self._tell(_Message(self.rank, doing=self._where(), turn=self._now[0], bye=True))
+            self._closing = True  # the thread that watches closes the connections
             for connection in self._peers.values():
                 with contextlib.suppress(OSError):
-                    connection.close()
+                    connection.shutdown(socket.SHUT_WR)
+
+    def _where(self) -> str:
+        """As in "failed at 0F0 of step 3", "last seen after step 3"."""
+        _, label = self._now
+        return f"at {self.task()} of {label}" if label else self._idle
 
     def _tell(self, message: _Message) -> None:
         line = msgspec.json.encode(message) + b"\n"
@@ -167,57 +238,82 @@ class Supervisor:
                 connection.sendall(line)
 
     def _watch(self) -> None:
-        selector = selectors.DefaultSelector()
-        left = dict.fromkeys(self._peers, b"")
-        try:
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_ones:
+            left = dict.fromkeys(self._peers, b"")
             for peer, connection in self._peers.items():
+                open_ones.enter_context(connection)
                 selector.register(connection, selectors.EVENT_READ, peer)
-        except (OSError, ValueError):  # closed before it has begun
-            return
-        beat = 0.0
-        while not self._closing:
-            if time.monotonic() >= beat:
-                self._tell(_Message(self.rank, task=self.task(), busy=self._stepping and not self._waiting))
-                beat = time.monotonic() + BEAT
-            try:
-                ready = selector.select(timeout=_POLL)
-            except (OSError, ValueError):
-                return
-            for key, _ in ready:
-                peer = key.data
-                data = b""
-                with contextlib.suppress(OSError):
-                    data = self._peers[peer].recv(65536)
-                if not data:
-                    selector.unregister(key.fileobj)
-                    self._heard.pop(peer, None)
-                    if not self._closing and peer in self._doing:
-                        self.fail(f"rank {peer} died; it was last heard of at {self._doing[peer][0].task}")
-                    continue
-                *lines, left[peer] = (left[peer] + data).split(b"\n")
-                for line in lines:
-                    self._hear(peer, msgspec.json.decode(line, type=_Message))
-            self._judge()
+            beat = 0.0
+            while not self._closing and time.monotonic() < self._until:
+                if time.monotonic() >= beat:
+                    turn, label = self._now
+                    self._tell(_Message(self.rank, self._where(), turn, label, bool(label) and not self._waiting))
+                    beat = time.monotonic() + BEAT
+                found = selector.select(timeout=_POLL)
+                self._forgive()
+                for key, _ in found:
+                    peer, data = key.data, b""
+                    with contextlib.suppress(OSError):
+                        data = self._peers[peer].recv(65536)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                        self._lost(peer)
+                        continue
+                    *lines, left[peer] = (left[peer] + data).split(b"\n")
+                    for line in lines:
+                        self._hear(peer, msgspec.json.decode(line, type=_Message))
+                self._judge()
+        self._closing = True
+
+    def _lost(self, peer: int) -> None:
+        """A connection has ended: if its rank has not said farewell, it died."""
+        self._heard.pop(peer, None)
+        if not self._closing and peer not in self._left:
+            self._fail(f"rank {peer} died; it was last seen {self._doing[peer][0].doing}", peer, ours=True)
 
     def _hear(self, peer: int, message: _Message) -> None:
         now = time.monotonic()
         self._heard[peer] = now
         if message.failure:
-            self.fail(message.failure)
+            self._fail(message.failure, message.about, ours=False)
         elif message.bye:
-            self._doing.pop(peer, None)
+            self._left[peer] = message
+            self._doing[peer] = message, now
             self._heard.pop(peer, None)
-        elif peer not in self._doing or self._doing[peer][0] != message:
+        elif self._doing[peer][0] != message:
             self._doing[peer] = message, now
 
-    def _judge(self) -> None:
+    def _forgive(self) -> None:
+        """If this process was stopped itself, what it has not heard meanwhile says nothing."""
         now = time.monotonic()
-        for peer, heard in list(self._heard.items()):
-            message, since = self._doing[peer]
-            if now - heard > SILENCE:
-                self.fail(f"rank {peer} has not been heard of for {now - heard:.0f} s; it was at {message.task}")
+        late, self._looked = now - self._looked, now
+        if late > _LATE:
+            self._heard = {peer: heard + late for peer, heard in self._heard.items()}
+            self._doing = {peer: (message, since + late) for peer, (message, since) in self._doing.items()}
+
+    def _judge(self) -> None:
+        now, (turn, label) = time.monotonic(), self._now
+        for peer, (message, since) in list(self._doing.items()):
+            silence = now - self._heard.get(peer, now)
+            if silence > SILENCE:
+                self.fail(
+                    f"rank {peer} has not been heard of for {silence:.0f} s; it was last seen {message.doing}", peer
+                )
             elif message.busy and now - since > self._timeout:
-                self.fail(f"rank {peer} has been at {message.task} for {now - since:.0f} s")
+                self.fail(f"rank {peer} has been {message.doing} for {now - since:.0f} s", peer)
+            elif label and peer in self._left and message.turn < turn:
+                self.fail(
+                    f"rank {peer} left {message.doing}, before {label}: it was closed, or its program has ended", peer
+                )
+            elif label and message.label and message.turn == turn and message.label != label:
+                self.fail(f"rank {peer} runs {message.label} while rank {self.rank} runs {label}", peer)
+
+
+def _told(text: str) -> PipelineError:
+    """An error that its own words explain, and not the place where it was raised."""
+    error = PipelineError(text)
+    error.is_told = True
+    return error
 
 
 def _later(before: Any) -> Callable[..., None]:
@@ -238,7 +334,8 @@ def _later(before: Any) -> Callable[..., None]:
     return stop
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """What an error says, whatever that is."""
     try:
         text = str(error)
     except Exception as broken:

@@ -4,10 +4,8 @@ import select
 import socket
 from collections.abc import Callable, Iterable
 
-import torch
-import torch.distributed as dist
-
-from stretto.execute.ring import connection_to, opened_doors, welcomed
+from stretto.execute.meeting import Meeting
+from stretto.execute.ring import connection_to, guests, opened_doors
 from stretto.ir.errors import PipelineError
 
 _POLL = 0.2  # seconds after which a wait looks whether there is still reason to
@@ -61,27 +59,22 @@ class Wire:
         self._stream.close()
 
 
-def wired(
-    group: dist.ProcessGroup, device: torch.device, directed: Iterable[tuple[int, int]]
-) -> tuple[dict[int, Wire], dict[int, Wire]]:
+def wired(meeting: Meeting, directed: Iterable[tuple[int, int]]) -> tuple[dict[int, Wire], dict[int, Wire]]:
     """This rank's wires to others and from others, by the other's rank, one for each directed pair.
 
-    All ranks of the group make theirs together.
+    All ranks of the meeting make theirs together.
     """
-    rank, pairs = group.rank(), list(directed)
-    with socket.create_server(("", 0), backlog=max(1, len(pairs))) as server:
-        doors = opened_doors(server, group, device)
-        to = {}
-        for target in sorted(target for source, target in pairs if source == rank):
-            stream = connection_to(doors[target], rank, target)
-            stream.sendall(b"%08d" % rank)
-            to[target] = Wire(stream)
-        sources, of = {source for source, target in pairs if target == rank}, dict[int, Wire]()
-        while missing := sources - of.keys():
-            stream_or_none = welcomed(server, doors[rank].word)
-            if stream_or_none is None:
-                raise PipelineError(f"rank {min(missing)} did not connect to rank {rank}")
-            stream_or_none.settimeout(None)
-            source = int(stream_or_none.recv(8, socket.MSG_WAITALL))
-            of[source] = Wire(stream_or_none)
+    rank, pairs = meeting.rank, list(directed)
+    sources = {source for source, target in pairs if target == rank}
+    with opened_doors(meeting) as (server, doors):
+        targets = sorted(target for source, target in pairs if source == rank)
+        to = {target: Wire(connection_to(doors[target], rank, target)) for target in targets}
+        of: dict[int, Wire] = {}
+        for source, stream in guests(server, doors[rank].word) if sources else ():
+            of[source] = Wire(stream)
+            if of.keys() == sources:
+                break
+        else:
+            if sources:
+                raise PipelineError(f"rank {min(sources - of.keys())} did not connect to rank {rank}")
     return to, of

@@ -24,6 +24,10 @@ class ProgramError(StrettoError):
 class PipelineError(StrettoError):
     """A step cannot be run as it was asked for, or failed, here or on another rank."""
 
+    is_told = False
+    """Whether its words say all: it was told by others, or found by watching them. The place where it was raised says
+    nothing then, and where nothing catches it, it is printed as one line."""
+
 
 class WeightsError(StrettoError):
     """A push of weights cannot be made as it was asked for, or failed, at a sender or a receiver."""

@@ -1,10 +1,8 @@
 """Moves values between devices: one group of two ranks for each directed link, and words ahead of every message."""
 
-import contextlib
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,12 +13,11 @@ from torch import Tensor
 
 from stretto.execute.lanes import HostLane, Ticket
 from stretto.execute.streams import StreamTicket
-from stretto.execute.supervise import Supervisor
+from stretto.execute.team import Team
 from stretto.execute.wires import Wire, wired
 from stretto.program.program import Program
 from stretto.program.task import Kind
 from stretto.runtime.descriptions import Description, describe, moved_as
-from stretto.runtime.groups import Groups
 from stretto.runtime.rooms import Lent
 from stretto.runtime.structure import LEAF, Tree, demand_unchanged
 
@@ -106,10 +103,10 @@ class Links:
     the tensors.
     """
 
-    def __init__(self, groups: Groups, program: Program, supervisor: Supervisor, device: torch.device) -> None:
-        rank = supervisor.rank
-        self._supervisor, self.device = supervisor, device
-        self._instant = dist.get_backend() == "fake"  # its works have always ended, but do not say so
+    def __init__(self, team: Team, program: Program, device: torch.device) -> None:
+        rank, meeting = team.rank, team.meeting
+        self._supervisor, self.device = team.supervisor, device
+        self._instant = meeting is None  # of a world that is not there, whose works have always ended
         self._sends: dict[int, _Link] = {}
         self._receives: dict[int, _Link] = {}
         self._flying: deque[tuple[Ticket | StreamTicket, Callable[[], None] | None]] = deque()
@@ -118,25 +115,25 @@ class Links:
         directed = sorted(
             {(lane.device, lane.peer) for lane in program.lanes if lane.name == "send" and lane.peer is not None}
         )
-        to, of = ({}, {}) if self._instant else wired(groups.pipeline, device, directed)
+        to, of = ({}, {}) if meeting is None else wired(meeting, directed)
         for source, target in directed:
-            pair = groups.make((source, target))
+            pair = team.make((source, target))
             if pair is not None and rank == source:
                 self._sends[target] = _Link(pair, to.get(target), int(source < target), HostLane(f"send→{target}"))
             elif pair is not None:
                 self._receives[source] = _Link(pair, of.get(source), int(source > target), HostLane(f"recv←{source}"))
-        self._warm_up(directed, rank)
+        self._warm_up(directed, team)
 
-    def _warm_up(self, directed: list[tuple[int, int]], rank: int) -> None:
+    def _warm_up(self, directed: list[tuple[int, int]], team: Team) -> None:
         """Connections are made now, not in the middle of a step; one after the other, in the same order everywhere."""
         nothing = torch.zeros(1, device=self.device)
         for source, target in directed:
-            if rank == source:
+            if team.rank == source:
                 link = self._sends[target]
-                link.group.send([nothing], link.peer, 0).wait()
-            elif rank == target:
+                team.settle(team.start(partial(link.group.send, [nothing], link.peer, 0)), nothing)
+            elif team.rank == target:
                 link = self._receives[source]
-                link.group.recv([nothing], link.peer, 0).wait()
+                team.settle(team.start(partial(link.group.recv, [nothing], link.peer, 0)), nothing)
 
     def send(self, peer: int, channel: Channel, tree: Tree, rows: int = 0) -> None:
         """Send a message; `rows` are those of the batch that it comes from."""
@@ -161,7 +158,7 @@ class Links:
             # the room that was made ready is filled with anything
             moved = [*(moved_as(part) for part in guess.empty(self.device) if part.numel()), *moved]
         unchanged = partial(demand_unchanged, tree, tree.versions())
-        with self.explaining("what it sent to be taken"):
+        with self._supervisor.explaining(lambda: "what it sent to be taken"):
             link.wire.send(_WORD.pack(len(text)) + text, self._supervisor.check)
             works = [link.group.send([part], link.peer, 0) for part in moved]
             if self.device.type == "cuda":
@@ -190,7 +187,7 @@ class Links:
         else:
             coming = _Coming(arrival, self._supervisor.check)
             if link.last is None or link.last.done:
-                with self.explaining(f"rank {peer}"):
+                with self._supervisor.explaining(lambda: f"rank {peer}"):
                     coming.begin()  # or else on the lane, when what comes before is known
             link.last = link.lane.follow(coming)
             arrival.tickets = [self._begun(link.last)]
@@ -203,7 +200,7 @@ class Links:
             return
         assert link.wire is not None
         self._supervisor.wait(link.wire, what)
-        with self.explaining(what()):
+        with self._supervisor.explaining(what):
             arrival.what = link.hear(arrival.channel, self._supervisor.check)
         if arrival.lent is None or arrival.lent.metas != arrival.what.metas:
             self._fill(arrival, arrival.what)
@@ -213,18 +210,10 @@ class Links:
     def _fill(self, arrival: Arrival, what: Description) -> None:
         """Ask for the tensors of a message to a device."""
         link, arrival.lent = arrival.link, arrival.room(what)
-        with self.explaining("what is to come"):
+        with self._supervisor.explaining(lambda: "what is to come"):
             arrival.tickets += [
                 self._begun(StreamTicket(link.group.recv([raw], link.peer, 0), raw)) for raw in arrival.lent.raws
             ]
-
-    @contextmanager
-    def explaining(self, what: str) -> Iterator[None]:
-        """If a connection fails, say why that is."""
-        try:
-            yield
-        except (OSError, RuntimeError) as error:
-            raise self._supervisor.explained(error, what) from error
 
     def settle(self) -> None:
         """Wait until all that was sent has left."""
@@ -252,12 +241,6 @@ class Links:
         """Raise if a link has failed."""
         for link in (*self._sends.values(), *self._receives.values()):
             check_group(link.group)
-
-    def abort(self) -> None:
-        """Give up on all that is under way, so that no stream waits for it."""
-        for link in (*self._sends.values(), *self._receives.values()):
-            with contextlib.suppress(RuntimeError):
-                link.group.abort()
 
     def close(self) -> None:
         for link in (*self._sends.values(), *self._receives.values()):

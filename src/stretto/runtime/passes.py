@@ -109,7 +109,7 @@ class Passes:
         self._links.hear(waited, what)
         for ticket in waited.tickets:
             if isinstance(ticket, StreamTicket):
-                with self._links.explaining(what()):
+                with self._supervisor.explaining(what):
                     ticket.work.wait()  # the stream does; the host goes on
             else:
                 self._supervisor.wait(ticket, what)

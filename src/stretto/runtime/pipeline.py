@@ -15,17 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.check import check
 from stretto.costs import Costs
-from stretto.execute.lanes import HostLane
 from stretto.execute.record import Recorder
-from stretto.execute.ring import supervised
-from stretto.execute.streams import Reached, StreamTicket
-from stretto.ir.errors import PipelineError, PlanError, ProgramError
+from stretto.execute.supervise import one_line
+from stretto.execute.team import Team
+from stretto.ir.errors import PipelineError, PlanError, ProgramError, StrettoError
 from stretto.ir.plan import Plan
 from stretto.program.lower import lower
 from stretto.program.phases import Layer, cut_layers
 from stretto.program.program import Program
 from stretto.runtime.gradients import KINDS, Gradients, Kind
-from stretto.runtime.groups import Groups
 from stretto.runtime.layers import (
     Layers,
     builder,
@@ -104,32 +102,75 @@ class Pipeline:
         seed: int = 0,
         timeout: float = 300.0,
     ) -> None:
-        _demand(plan, loss, mesh, seed, gradients)
+        _demand_mesh(mesh)
         self.plan, self._loss, self._gradient_kind = plan, loss, gradients
-        self._group, self.rank = mesh.get_group(), mesh.get_local_rank()
-        self._device = torch.device(mesh.device_type)
+        self.rank, self._device = mesh.get_local_rank(), torch.device(mesh.device_type)
+        self._finished = ""  # why nothing more can be run
+        wrong = _wrong(plan, loss, mesh, seed, gradients, checkpoint=checkpoint, recompute=recompute)
+        self._team = Team(mesh.get_group(), self._device, timeout=timeout, wrong=wrong)
+        with self._team.closing_if_it_fails():
+            build, shares = self._team.all_or_none(lambda: self._build(layers, layer_count, balance, tied))
+            self._anatomy = self._phases(build, shares)
+            self._costs = costs if costs is not None or self._anatomy is None else even_costs(self._anatomy)
+            self.program = self._team.all_or_none(lambda: self._lowered(plan))
+            self._agree(
+                {
+                    "plan": _digest(f"{self.program} {plan.placement}"),
+                    "cut": str([len(share) for share in shares]),
+                    "checkpoint": str(checkpoint),
+                    "recompute": str(list(recompute)),
+                    "tied": str([list(some) for some in tied]),
+                    "gradients": gradients,
+                    "seed": str(seed),
+                }
+            )
+            given = layers if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else []
+            self._make_stages(shares, given, tied, checkpointed=checkpoint, recomputed=self._recomputed(recompute))
+            self._links = Links(self._team, self.program, self._device)
+            if self._device.type == "cuda":  # autograd's thread would find no context for its first matrix product
+                torch.autograd.backward(torch.zeros(1, device=self._device, requires_grad=True).sum())
+            self._passes = Passes(self.program, self._team.supervisor, self._stages, self._links)
+        self._gradients.several_streams = self._passes.several_streams
+        self._evaluation: Passes | None = None
+        self._evaluations = 0
+        self._counted: bool | None = None  # whether the loss gives a sum and a count, once a step has shown it
+        self._key = RngKey(seed=seed, replica=self._team.number)
+        self._team.supervisor.ready()
+
+    def _build(
+        self,
+        layers: Layers | Callable[[int], nn.Module],
+        layer_count: int | None,
+        balance: Sequence[int] | None,
+        tied: Sequence[Sequence[str]],
+    ) -> tuple[Callable[[int], nn.Module], list[tuple[int, ...]]]:
+        """Make this rank's layers. How to make any, and the layers of each stage."""
         build, count = builder(layers, layer_count)
         demand_names(tied, count)
-        shares = cut_layers(range(count), stages=plan.stages, balance=balance)
+        shares = list(cut_layers(range(count), stages=self.plan.stages, balance=balance))
         if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
             demand_own_statistics(layers, shares)
-        here = sorted({stage for device, stage in plan.placement.homes if device == self.rank})
+        here = sorted({stage for device, stage in self.plan.placement.homes if device == self.rank})
         self._layers = {number: build(number).to(self._device) for stage in here for number in shares[stage]}
         self._module = nn.ModuleDict({str(number): layer for number, layer in self._layers.items()})
-        self._all_or_none(unfit(self._layers))
-        self._anatomy = self._phases(build, shares)
-        self._costs = costs if costs is not None or self._anatomy is None else even_costs(self._anatomy)
-        self.program = self._lowered(plan)
-        self._agree(f"{[tuple(share) for share in shares]} {checkpoint} {recompute} {tied} {seed} {gradients}")
-        if checkpoint and recompute:
-            raise PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
-        recomputed = self._recomputed(recompute)
-        given = layers if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else []
+        if (wrong := unfit(self._layers)) is not None:
+            raise PipelineError(wrong)
+        return build, shares
+
+    def _make_stages(
+        self,
+        shares: Sequence[Sequence[int]],
+        given: Layers | Sequence[nn.Module],
+        tied: Sequence[Sequence[str]],
+        *,
+        checkpointed: bool,
+        recomputed: dict[str, nn.Module],
+    ) -> None:
+        """The stages of this rank, with what it holds together with others, and where gradients are summed."""
         together = self._tied([*tied, *ties_of(given)])
-        self._groups = Groups(self._group, self._device)
         sparse = {id(parameter) for module in self.modules() if is_sparse(module) for parameter in module.parameters()}
-        homes = plan.placement.homes
-        self._replicas = find_shared(self._module, homes, shares, together, self._groups, sparse=sparse)
+        homes = self.plan.placement.homes
+        self._replicas = find_shared(self._module, homes, shares, together, self._team, sparse=sparse)
         self._all_or_none(self._replicas.wrong(self._device))
         self._replicas.start_equal(self._device)
         shared, here_layers = self._replicas, self._layers
@@ -140,7 +181,7 @@ class Pipeline:
             shared.demand(parameters)
 
         self._gradients = Gradients(
-            gradients,
+            self._gradient_kind,
             is_loose=lambda parameter: id(parameter) in sparse or shared.is_sparse(parameter),
             shared_as=shared.shared_as,
             demand=demand,
@@ -153,23 +194,13 @@ class Pipeline:
                 stage,
                 gradients=self._gradients,
                 device=self._device,
-                checkpointed=checkpoint,
+                checkpointed=checkpointed,
                 elsewhere=partial(_elsewhere, layers=given),
                 replicated=sum(stage == other for _, other in homes) > 1,
                 recomputed={name: it for name, it in recomputed.items() if int(name.split(".")[0]) in shares[stage]},
             )
-            for stage in here
+            for stage in sorted({stage for device, stage in homes if device == self.rank})
         }
-        self._supervisor = supervised(self._group, self._device, timeout=timeout)
-        self._collectives = HostLane("collectives")
-        self._links = Links(self._groups, self.program, self._supervisor, self._device)
-        if self._device.type == "cuda":  # autograd's thread would find no context for its first matrix product
-            torch.autograd.backward(torch.zeros(1, device=self._device, requires_grad=True).sum())
-        self._passes = Passes(self.program, self._supervisor, self._stages, self._links)
-        self._gradients.several_streams = self._passes.several_streams
-        self._evaluation: Passes | None = None
-        self._counted: bool | None = None  # whether the loss gives a sum and a count, once a step has shown it
-        self._key = RngKey(seed=seed, replica=self._groups.number)
 
     def step(
         self,
@@ -189,8 +220,9 @@ class Pipeline:
         with its microbatch; without `check_finite` only once the loss is asked for, and until then nobody waits for it.
         """
         begun = False
+        self._demand_open()
         try:
-            with self._guarding():
+            with self._guarding(f"step {self._key.step + 1}"):
                 if not torch.is_grad_enabled():
                     raise PipelineError(
                         "step() needs gradients, which are off here (torch.no_grad); eval_step() needs none"
@@ -203,12 +235,11 @@ class Pipeline:
                 )
                 recorder = Recorder(len(self._passes.tasks)) if record else None
                 self._passes.run(microbatches, losses, recorder, key=self._key, rows=rows)
+                self._team.supervisor.task = lambda: "the end"
                 self._links.settle()
                 self._catch_up(recorder is not None)
                 wrong = self._found_wrong(check_buffers, losses)
-                timeline = (
-                    recorder.gathered(self.program, self._groups.host, self._settle) if recorder is not None else None
-                )
+                timeline = self._gathered(recorder) if recorder is not None else None
                 total = self._total(losses, wrong is not None)
                 if check_finite or changed or self._counted is None:
                     self._demand_all_well(total, wrong)
@@ -216,7 +247,7 @@ class Pipeline:
                     raise wrong
                 count = self._count(losses, total, wait=check_finite)
                 self._run_behind(losses, microbatches, (inputs, targets), count)
-                self._replicas.sum_gradients(self._gradients, self._together)
+                self._replicas.sum_gradients(self._gradients)
             if check_finite:
                 _ = total.mean
             with self._guarding():
@@ -231,10 +262,12 @@ class Pipeline:
     @torch.no_grad()
     def eval_step(self, inputs: Any = None, targets: Any = None) -> StepResult:
         """The loss of a batch, without gradients, in evaluation mode."""
+        self._demand_open()
+        self._evaluations += 1
         if self._evaluation is None:
             program = self._lowered(forward_only(self.plan))
-            self._evaluation = Passes(program, self._supervisor, self._stages, self._links, training=False)
-        with self._guarding(), evaluating(self._layers.values()):
+            self._evaluation = Passes(program, self._team.supervisor, self._stages, self._links, training=False)
+        with self._guarding(f"evaluation {self._evaluations}"), evaluating(self._layers.values()):
             losses, microbatches, rows = self._batch(inputs, targets)
             self._evaluation.run(microbatches, losses, key=self._key, rows=rows)
             self._links.settle()
@@ -245,10 +278,9 @@ class Pipeline:
 
     def close(self) -> None:
         """Let go of connections and threads. A pipeline that failed, or was closed, runs nothing more."""
-        self._supervisor.close()
+        self._finished = self._finished or "this pipeline was closed"
+        self._team.close()
         self._links.close()
-        self._collectives.close()
-        self._groups.close()
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's, under the names that `nn.Sequential(*layers)` would give them; a tied one by its first name."""
@@ -334,14 +366,15 @@ class Pipeline:
     def _recomputed(self, patterns: Sequence[str]) -> dict[str, nn.Module]:
         """This rank's modules with such names. Each name must be somebody's."""
         found = modules_named(self._layers, patterns)
-        for pattern in patterns:
-            if not self._any(any(fnmatch(name, pattern) for name in found)):
+        mine = [any(fnmatch(name, pattern) for name in found) for pattern in patterns]
+        for pattern, *some in zip(patterns, *self._team.gather(mine, list[bool]), strict=True):
+            if not any(some):
                 raise PipelineError(f"no module is called {pattern!r:.60}, so it cannot be recomputed")
         return outermost(found)
 
     def _phases(self, build: Callable[[int], nn.Module], shares: Sequence[Sequence[int]]) -> list[list[Layer]] | None:
         """The phases of all stages, None if no layer offers any; otherwise other ranks' layers are asked too."""
-        if not self._any(any(is_phased(layer) for layer in self._layers.values())):
+        if not any(self._team.gather(any(is_phased(layer) for layer in self._layers.values()), bool)):
             return None
         return [anatomy_of([self._layers.get(number) or build(number) for number in share]) for share in shares]
 
@@ -352,34 +385,30 @@ class Pipeline:
             raise ProgramError(f"the plan is not sound: {found[0]}{more}")
         return program
 
-    def _any(self, here: bool) -> bool:
-        flag = torch.tensor([int(here)], device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(flag.item())
-
-    def _agree(self, more: str) -> None:
-        """All ranks have the same program, and the same of what else must be, or none goes on."""
-        text = f"{self.program} {self.plan.placement} {more}"
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-        mine = torch.tensor([digest], device=self._device)
-        all_of = [torch.zeros_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(all_of, mine, group=self._group)
-        different = [rank for rank, other in enumerate(all_of) if int(other) != int(all_of[0])]
-        if different:
-            raise PipelineError(f"rank {different[0]} was given another plan, cut or option than rank 0")
+    def _agree(self, options: dict[str, str]) -> None:
+        """All ranks have been given the same, or none goes on."""
+        first, *others = self._team.gather(options, dict[str, str])
+        for rank, other in enumerate(others, 1):
+            for name, value in first.items():
+                if other[name] != value:
+                    values = f" ({other[name]:.40} and {value:.40})" if name != "plan" else ""
+                    raise PipelineError(f"rank {rank} was given another {name} than rank 0{values}")
 
     def _all_or_none(self, wrong: str | None) -> None:
         """Refuse what is wrong on any rank, on all."""
-        if self._any(wrong is not None):
-            raise PipelineError(wrong or "what another rank holds cannot be trained; that rank says why")
+
+        def demand() -> None:
+            if wrong is not None:
+                raise PipelineError(wrong)
+
+        self._team.all_or_none(demand)
 
     def _tied(self, ties: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
         """For each name that is tied, all that it is tied to. Here, they are one parameter from now on."""
 
         def most(table: Tensor) -> Tensor:
-            there = table.to(self._device)
-            dist.all_reduce(there, op=dist.ReduceOp.MAX, group=self._group)
-            return there.cpu()
+            self._team.all_reduce(table, self._team.host, dist.ReduceOp.MAX)
+            return table
 
         together = joined(ties)
         if (wrong := wrong_ties(together, dict(self.named_parameters(remove_duplicate=False)), most)) is not None:
@@ -389,53 +418,50 @@ class Pipeline:
         self._all_or_none(conflicting(together, places))
         return together
 
-    def _together(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce a tensor over a group, without waiting where nothing can wake us."""
-        work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-        if work is not None:
-            self._settle(work, tensor)
+    def _gathered(self, recorder: Recorder) -> Timeline | None:
+        return self._team.start(lambda: recorder.gathered(self.program, self._team.host, self._team.settle))
 
-    def _settle(self, work: dist.Work, held: Tensor) -> None:
-        if held.is_cuda or work.is_completed():
-            work.wait()
-        else:
-            self._supervisor.wait(self._collectives.follow(work, held), lambda: "the others to end the step")
+    def _demand_open(self) -> None:
+        if self._finished:
+            raise PipelineError(f"{self._finished}; make a new one")
 
     @contextmanager
-    def _guarding(self) -> Iterator[None]:
-        """A step: what goes wrong in it is told to all, and no stream is left waiting."""
+    def _guarding(self, label: str = "") -> Iterator[None]:
+        """A step, or more of it: what goes wrong in it is told to all, and nothing is left waiting."""
         try:
-            with self._supervisor.guarding():
+            with self._team.supervisor.guarding(label):
                 try:
                     yield
                 except RuntimeError as error:
                     if not self._has_broken():
                         raise
-                    raise self._supervisor.explained(error, "the others") from error
-        except BaseException:
-            if self._device.type == "cuda":
-                self._links.abort()
+                    raise self._team.supervisor.explained(error, "the others") from error
+        except BaseException as error:
+            self._finished = f"this pipeline has failed and is finished ({type(error).__name__}: {one_line(error)})"
+            self._team.end()
+            self._links.close()
             raise
 
     def _has_broken(self) -> bool:
         """Whether a group that does not block has failed."""
         try:
-            self._links.check()
-            check_group(self._group)
+            self._check_groups()
         except RuntimeError:
             return True
         return False
+
+    def _check_groups(self) -> None:
+        self._links.check()
+        if self._team.everybody is not None:
+            check_group(self._team.everybody)
 
     def _catch_up(self, wanted: bool = True) -> None:
         """Let the host wait until the device has got here."""
         if wanted and self._device.type == "cuda":
             what = "the device to end the step"
-            self._supervisor.wait(StreamTicket(Reached()), lambda: what)
-            try:  # streams that were let go have ended too, but nothing has arrived
-                self._links.check()
-                check_group(self._group)
-            except RuntimeError as error:
-                raise self._supervisor.explained(error, what) from error
+            self._team.catch_up(what)
+            with self._team.supervisor.explaining(lambda: what):
+                self._check_groups()  # streams that were let go have ended too, but nothing has arrived
 
     def _batch(self, inputs: Any, targets: Any) -> tuple[Losses, list[Value] | None, int]:
         """Where losses go, the microbatches, and how many rows were given if they were given whole."""
@@ -492,7 +518,7 @@ class Pipeline:
         if wrong is not None:
             raise wrong
         if refusing:
-            raise self._supervisor.explained(
+            raise self._team.supervisor.explained(
                 RuntimeError("another rank refuses the step"), "the others to end the step"
             )
         self._replicas.demand_same(digests)
@@ -503,33 +529,48 @@ class Pipeline:
         told = [float(refuses), *self._replicas.digests(self._gradients)]
         more = [table.new_full((1,), number) for number in told]  # of a list, a device would be waited for
         whole = torch.cat([table.flatten(), *more])
-        work = dist.all_reduce(whole, group=self._group, async_op=True)
+        work = self._team.start(lambda: dist.all_reduce(whole, group=self._team.everybody, async_op=True))
 
         def wait() -> None:
-            if work is not None:
-                self._settle(work, whole)
+            self._team.settle(work, whole)
             self._catch_up()
 
         return Total(whole[: table.numel()].view_as(table), whole[table.numel() :], wait)
 
 
-def _demand(plan: Any, loss: Any, mesh: Any, seed: Any, gradients: Any) -> None:
-    """Refuse what is no plan, loss, mesh, seed or kind of gradients."""
-    if not isinstance(plan, Plan):
-        raise PlanError(f"plan is a Plan, such as stretto.zb_v(devices=4, microbatches=8) (got {plan!r:.60})")
-    if not callable(loss):
-        raise PipelineError(f"loss is a function of output and target (got {loss!r:.60})")
+def _demand_mesh(mesh: Any) -> None:
+    """Refuse what is no mesh, or none of whose ranks we could meet."""
     if not isinstance(mesh, DeviceMesh):
         raise PipelineError(f"mesh is a DeviceMesh, as init_device_mesh makes it (got {mesh!r:.60})")
     if mesh.ndim != 1:
         names = ", ".join(mesh.mesh_dim_names or ()) or "no names"
         raise PipelineError(f'mesh has {mesh.ndim} dimensions ({names}); give one of them, such as mesh["pp"]')
+    ranks = mesh.mesh.tolist()
+    if ranks != sorted(ranks):
+        raise PipelineError(f"mesh lists its ranks as {ranks}; give them in ascending order")
+
+
+def _wrong(
+    plan: Any, loss: Any, mesh: DeviceMesh, seed: Any, gradients: Any, *, checkpoint: bool, recompute: Sequence[str]
+) -> StrettoError | None:
+    """What is wrong with what a pipeline is to be made of, if anything is."""
+    if not isinstance(plan, Plan):
+        return PlanError(f"plan is a Plan, such as stretto.zb_v(devices=4, microbatches=8) (got {plan!r:.60})")
+    if not callable(loss):
+        return PipelineError(f"loss is a function of output and target (got {loss!r:.60})")
     if plan.devices != mesh.size():
-        raise PlanError(f"the plan is for {plan.devices} devices, but the mesh has {mesh.size()} ranks")
+        return PlanError(f"the plan is for {plan.devices} devices, but the mesh has {mesh.size()} ranks")
     if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-        raise PipelineError(f"seed is a whole number of at most 63 bits (got {seed!r:.60})")
+        return PipelineError(f"seed is a whole number of at most 63 bits (got {seed!r:.60})")
     if gradients not in KINDS:
-        raise PipelineError(f"gradients is one of {', '.join(map(repr, KINDS))} (got {gradients!r:.60})")
+        return PipelineError(f"gradients is one of {', '.join(map(repr, KINDS))} (got {gradients!r:.60})")
+    if checkpoint and recompute:
+        return PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
+    return None
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _name_of(module: nn.Module, tensor: Tensor) -> str:

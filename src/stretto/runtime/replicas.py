@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
+from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError
 from stretto.runtime.gradient_buffers import Sum
 from stretto.runtime.gradients import Gradients, Message
-from stretto.runtime.groups import Groups
 from stretto.runtime.ties import Place, description, difference
 
 
@@ -56,7 +56,7 @@ class Replicas:
 
     def __init__(
         self,
-        groups: Groups,
+        team: Team,
         held: Mapping[str, Held],
         parameters: Mapping[str, nn.Parameter],
         places: Mapping[str, Place],
@@ -70,12 +70,13 @@ class Replicas:
         the sets of ranks that hold anything together. `stages` are those that live on several ranks.
         """
         self._shared: list[_Shared] = []
+        self._team = team
         self._held, self._stages = held, stages
         self._watched = False  # whether a step has shown which buffers change
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._sets = sorted(sets)
         for ranks in self._sets:
-            made = groups.make(ranks)
+            made = team.make(ranks)
             if made is not None:
                 here = sorted(name for name, of in held.items() if of.ranks == ranks)
                 mine = {name: parameters[name] for name in here if name in parameters}
@@ -109,18 +110,17 @@ class Replicas:
 
     def start_equal(self, device: torch.device) -> None:
         for shared in self._shared:
-            ranks = dict(zip(shared.ranks, dist.get_process_group_ranks(shared.group), strict=True))
             flags = torch.tensor([name in shared.sparse for name in shared.parameters], device=device).int()
             if len(flags):
-                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=shared.group)
+                self._team.all_reduce(flags, shared.group, dist.ReduceOp.MAX)
             shared.sparse.update(name for name, flag in zip(shared.parameters, flags.tolist(), strict=True) if flag)
             for name, parameter in shared.parameters.items():
-                _broadcast(parameter.data, ranks[self._held[name].source], shared.group)
+                self._broadcast(parameter.data, name, shared)
             for name, (module, key) in shared.buffers.items():
                 buffer = module._buffers[key]
                 assert buffer is not None
                 copy = buffer.clone(memory_format=torch.contiguous_format)
-                _broadcast(copy, ranks[self._held[name].source], shared.group)
+                self._broadcast(copy, name, shared)
                 if not torch.equal(copy, buffer):  # which may be one number, expanded: then it is replaced
                     module._buffers[key] = copy
 
@@ -140,12 +140,22 @@ class Replicas:
                         found = found or f"the copies of {name} on several ranks {how}"
         return found
 
-    @staticmethod
-    def _extremes(numbers: Tensor, group: dist.ProcessGroup) -> tuple[list[Any], list[Any]]:
+    def _broadcast(self, tensor: Tensor, name: str, shared: _Shared) -> None:
+        """Of any type, complex and bool too; of a DTensor this rank's part, which the others have at the same place."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        if tensor.numel():
+            whole = tensor.contiguous()
+            source = shared.ranks.index(self._held[name].source)
+            self._team.broadcast(whole.reshape(-1).view(torch.uint8), source, shared.group)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+
+    def _extremes(self, numbers: Tensor, group: dist.ProcessGroup) -> tuple[list[Any], list[Any]]:
         """The largest and the smallest of all ranks' numbers."""
         most, least = numbers.clone(), numbers.clone()
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        self._team.all_reduce(most, group, dist.ReduceOp.MAX)
+        self._team.all_reduce(least, group, dist.ReduceOp.MIN)
         return most.tolist(), least.tolist()
 
     def digests(self, gradients: Gradients) -> list[float]:
@@ -212,7 +222,8 @@ class Replicas:
 
         return check
 
-    def sum_gradients(self, gradients: Gradients, reduce: Reduce) -> None:
+    def sum_gradients(self, gradients: Gradients) -> None:
+        reduce = self._team.all_reduce
         for shared in self._shared:
             for block in gradients.blocks(shared.ranks):
                 block.reduce(partial(reduce, group=shared.group, op=dist.ReduceOp.SUM))
@@ -221,17 +232,6 @@ class Replicas:
 
 
 _REPLACED = "the parameter {} was replaced after the pipeline was made, and others hold it too; make the pipeline anew"
-
-
-def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Of any type, complex and bool too; of a DTensor this rank's part, which the others have at the same place."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if tensor.numel():
-        whole = tensor.contiguous()
-        dist.broadcast(whole.reshape(-1).view(torch.uint8), source, group=group)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.copy_(whole)
 
 
 def _sum_loose(sum_: Sum, group: dist.ProcessGroup, reduce: Reduce) -> None:

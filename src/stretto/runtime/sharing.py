@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
-from stretto.runtime.groups import Groups
+from stretto.execute.team import Team
 from stretto.runtime.replicas import Held, Replicas
 from stretto.runtime.ties import Place, layer_of, names_of, places_of
 
@@ -15,7 +15,7 @@ def find_shared(
     homes: Iterable[tuple[int, int]],
     shares: Sequence[Sequence[int]],
     together: Mapping[str, tuple[str, ...]],
-    groups: Groups,
+    team: Team,
     *,
     sparse: Collection[int],
 ) -> Replicas:
@@ -51,7 +51,7 @@ def find_shared(
                 of[name], buffers[name] = held([name]), (where, key)
     sets = {*(held(same).ranks for same in together.values()), *(tuple(sorted(some)) for some in ranks.values())}
     return Replicas(
-        groups,
+        team,
         of,
         parameters,
         places,

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from stretto.execute.team import Team
 from stretto.ir.errors import WeightsError
-from stretto.weights.council import Council
 from stretto.weights.doors import read_secret
 from stretto.weights.endpoint import Endpoint, Remote
 from stretto.weights.messages import Told
@@ -13,22 +13,22 @@ from stretto.weights.messages import Told
 class Remotes:
     """This sender's."""
 
-    def __init__(self, council: Council, device: str, secret: bytes | None) -> None:
-        self._council, self._secret = council, secret
-        self.devices = council.gather(device, str)
+    def __init__(self, team: Team, device: str, secret: bytes | None) -> None:
+        self._team, self._secret = team, secret
+        self.devices = team.gather(device, str)
         """Every sender's."""
         self._remotes: dict[str, Remote] = {}
 
     def homes(self, addresses: Sequence[str]) -> dict[str, int]:
         """Which sender serves each address; raises if one cannot be reached, or is on no sender's device."""
-        asks = addresses if self._council.rank == 0 else []
-        asked = self._council.jointly(lambda: {it: status(it, secret=self._secret).device for it in asks})
-        return _homes(self._council.gather(asked, dict[str, str])[0], self.devices)
+        asks = addresses if self._team.rank == 0 else []
+        asked = self._team.jointly(lambda: {it: status(it, secret=self._secret).device for it in asks})
+        return _homes(self._team.gather(asked, dict[str, str])[0], self.devices)
 
     def endpoints(self, what: list[str], receivers: Sequence[str | Endpoint]) -> list[Endpoint]:
         """This sender's receivers: of each address, by the device that it is on."""
         addresses = [it for it in receivers if isinstance(it, str)]
-        said = self._council.gather([*what, *addresses], list[str])
+        said = self._team.gather([*what, *addresses], list[str])
         for rank, other in enumerate(said):
             if other != said[0]:
                 raise WeightsError(
@@ -37,14 +37,14 @@ class Remotes:
         twice = {it for it in addresses if addresses.count(it) > 1}
         if twice:
             raise WeightsError(f"{min(twice)} is named twice")
-        if not any(self._council.gather(bool(receivers), bool)):
+        if not any(self._team.gather(bool(receivers), bool)):
             raise WeightsError("there is no receiver to push to")
         homes = self.homes(addresses)
-        here = [it for it in addresses if homes[it] == self._council.rank]
+        here = [it for it in addresses if homes[it] == self._team.rank]
         for gone in [it for it in self._remotes if it not in here]:
             self._remotes.pop(gone).close()
         own = [it for it in receivers if not isinstance(it, str)]
-        return self._council.jointly(lambda: [*map(self._remote, here), *own])
+        return self._team.jointly(lambda: [*map(self._remote, here), *own])
 
     def _remote(self, address: str) -> Remote:
         known = self._remotes.get(address)

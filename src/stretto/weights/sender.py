@@ -14,12 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.execute.record import Recorder
-from stretto.execute.ring import supervised
+from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError, WeightsError
 from stretto.program.update import Mode
-from stretto.runtime.groups import Groups
 from stretto.weights.choose import Choice, Speeds, busy, choose
-from stretto.weights.council import Council
 from stretto.weights.doors import read_secret
 from stretto.weights.endpoint import Endpoint, Offer
 from stretto.weights.host import uncollected
@@ -87,19 +85,20 @@ class Sender:
         group = mesh.get_group() if mesh is not None else dist.group.WORLD if dist.is_initialized() else None
         given = device if device is not None else mesh.device_type if mesh is not None else None
         self.device = resolved(given)
-        self._groups = Groups(group, torch.device(self.device.type)) if group is not None else None
-        host = self._groups.host if self._groups is not None else None
-        self._supervisor = supervised(host, torch.device("cpu"), timeout=max(timeout, self._bucket_timeout))
-        self._council = Council(host, self._supervisor)
-        self._group = Group(self._council.rank, self._council.size, group, host)
-        self._store = Store(self._council, self._group, self.device, bucket_bytes=bucket_bytes, split=split, keep=keep)
-        self._secret = read_secret(secret_file)
-        self._lanes = Lanes(self.device)
-        self._remotes = Remotes(self._council, device_name(self.device), self._secret)
-        self._staging = Staging(self.device, self._group.size)
+        patience = max(timeout, self._bucket_timeout)
+        kind = torch.device(self.device.type)
+        self._team = Team(group, kind, timeout=patience, turns="push", error=WeightsError)
+        self._group = Group(self._team.rank, self._team.size, self._team.everybody, self._team.host)
+        with self._team.closing_if_it_fails():
+            store = Store(self._team, self._group, self.device, bucket_bytes=bucket_bytes, split=split, keep=keep)
+            self._store, self._secret = store, read_secret(secret_file)
+            self._lanes = Lanes(self.device)
+            self._remotes = Remotes(self._team, device_name(self.device), self._secret)
+            self._staging = Staging(self.device, self._group.size)
         self._speeds: Speeds | None = None
         self._chosen: tuple[Any, Speeds, Choice] | None = None
         self._broken, self._closed, self._one = "", False, threading.Lock()
+        self._team.supervisor.ready()
 
     def register(self, version: str, source: Any) -> None:
         """Hold a version in host memory, each sender its share.
@@ -107,10 +106,10 @@ class Sender:
         The source is safetensors files, a module, a pipeline, (name, tensor) pairs that this rank has, or any `Source`.
         What it holds may change afterwards, except for files in shared memory, which are used where they lie.
         """
-        with self._alone(), self._breaking(), self._council.patient(), uncollected():
-            made = self._council.jointly(lambda: _named(version, as_source(source)))
-            held = self._council.jointly(lambda: list(made.held()))
-            self._store.add(version, made, held, min(self._council.gather(self._free(), int)))
+        with self._alone(), self._breaking(), self._team.patient(), uncollected():
+            made = self._team.jointly(lambda: _named(version, as_source(source)))
+            held = self._team.jointly(lambda: list(made.held()))
+            self._store.add(version, made, held, min(self._team.gather(self._free(), int)))
 
     def drop(self, version: str) -> None:
         """Forget a version; its memory is used for the next one."""
@@ -133,14 +132,14 @@ class Sender:
         generations under way; with `record`, the first rank's report has the measured timeline.
         """
         with self._alone(), self._breaking(), uncollected():
-            found = self._council.jointly(lambda: self._asked(version, receivers, in_flight))
+            found = self._team.jointly(lambda: self._asked(version, receivers, in_flight))
             what = [version, found.manifest.digest, str(mode), in_flight, str(record)]
             mine = self._remotes.endpoints(what, receivers)
             choice = self._choice(found, mode)
-            self._council.jointly(lambda: self._staging.fit(found.bucket_bytes, choice.mode))
+            self._team.jointly(lambda: self._staging.fit(found.bucket_bytes, choice.mode))
             shared = self._staging.shared
             offer = Offer(found.manifest, found.buckets, found.bucket_bytes, self._store.split, shared)
-            skips = self._council.jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
+            skips = self._team.jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
             return self._run(found, choice, list(zip(mine, skips, strict=True)), in_flight, record, progress)
 
     def homes(self, addresses: Sequence[str]) -> dict[str, int]:
@@ -165,10 +164,7 @@ class Sender:
         self.free_buffers()
         self._store.close()
         self._lanes.close()
-        self._council.close()
-        self._supervisor.close()
-        if self._groups is not None:
-            self._groups.close()
+        self._team.close()
 
     def __enter__(self) -> "Sender":
         return self
@@ -187,10 +183,10 @@ class Sender:
     ) -> Report:
         everything, mine = set(range(len(found.buckets))), [it for it, _ in endpoints]
         wanted = set[int]().union(*(everything - skips for _, skips in endpoints))
-        everybodys = self._council.gather(sorted(wanted), list[int])
+        everybodys = self._team.gather(sorted(wanted), list[int])
         push = Push(
             choice.program,
-            self._supervisor,
+            self._team.supervisor,
             self._lanes,
             self._group,
             self._staging,
@@ -203,17 +199,17 @@ class Sender:
         )
         began = time.perf_counter()
         try:
-            self._council.jointly(found.check)
-            self._council.jointly(lambda: _each(mine, lambda it: it.start(in_flight, seconds=self._timeout)))
+            self._team.jointly(found.check)
+            self._team.jointly(lambda: _each(mine, lambda it: it.start(in_flight, seconds=self._timeout)))
             recorder = Recorder(len(push.tasks)) if record else None
             moved = time.perf_counter()
-            with self._supervisor.guarding():
+            with self._team.supervisor.guarding(f"the push of {found.manifest.version}"):
                 push.run(recorder, progress)
             moving = time.perf_counter() - moved
-            self._council.jointly(push.check)
-            self._council.jointly(found.check)  # files in shared memory are used where they lie
-            attested = self._council.jointly(lambda: _each(mine, lambda it: it.end(seconds=self._timeout)))
-            self._council.jointly(lambda: _each(mine, lambda it: it.commit(seconds=self._timeout)))
+            self._team.jointly(push.check)
+            self._team.jointly(found.check)  # files in shared memory are used where they lie
+            attested = self._team.jointly(lambda: _each(mine, lambda it: it.end(seconds=self._timeout)))
+            self._team.jointly(lambda: _each(mine, lambda it: it.commit(seconds=self._timeout)))
         except BaseException as error:
             push.forget()
             why = f"the push of {found.manifest.version} failed: {error}"
@@ -221,13 +217,11 @@ class Sender:
             raise
         seconds = time.perf_counter() - began
         timeline = (
-            recorder.gathered(choice.program, self._group.host, lambda work, _: self._council.settle(work))
-            if recorder is not None
-            else None
+            recorder.gathered(choice.program, self._group.host, self._team.settle) if recorder is not None else None
         )
         names = {it.name: "attested" if ok else "unattested" for it, ok in zip(mine, attested, strict=True)}
-        done = self._council.gather(_Done(moving, push.seconds(), names), _Done)
-        self._speeds = slowest(push.speeds(), self._council, choice.speeds)
+        done = self._team.gather(_Done(moving, push.seconds(), names), _Done)
+        self._speeds = slowest(push.speeds(), self._team, choice.speeds)
         took = push.seconds()
         push.forget()
         foreseen = busy(choice.predicted)
@@ -278,16 +272,18 @@ class Sender:
             raise
         except PipelineError as error:
             self._broken = str(error)
+            self._team.end()
             raise WeightsError(f"{error}; start the senders again") from error
         except BaseException as error:
             self._broken = f"rank {self._group.rank}: {type(error).__name__}: {error}"
-            self._supervisor.fail(self._broken)
+            self._team.supervisor.fail(self._broken)
+            self._team.end()
             raise
 
     def _choice(self, found: Version, mode: Mode | None) -> Choice:
         """How to push this, as last time if nothing has become much faster or slower."""
-        speeds = self._speeds or measure(self.device, self._group, self._council)
-        free = min(self._council.gather(self._free(), int))
+        speeds = self._speeds or measure(self.device, self._group, self._team)
+        free = min(self._team.gather(self._free(), int))
         what = self._group.size, len(found.buckets), found.bucket_bytes, mode
         if self._chosen is None or self._chosen[0] != what or not speeds.like(self._chosen[1]):
             made = choose(self._group.size, len(found.buckets), found.bucket_bytes, speeds, free, mode=mode)

@@ -8,26 +8,27 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from stretto.execute.team import Team
 from stretto.weights.choose import Speeds
-from stretto.weights.council import Council
 from stretto.weights.push import Group
 
 _BYTES = 16 << 20
 _TIMES = 3
 
 
-def measure(device: torch.device, group: Group, council: Council) -> Speeds:
+def measure(device: torch.device, group: Group, team: Team) -> Speeds:
     """The slowest sender's, by a few small copies."""
-    here = council.jointly(lambda: copies(device))
+    here = team.jointly(lambda: copies(device))
     if group.size > 1:
         buffer = torch.empty(_BYTES, dtype=torch.uint8, device=device)
 
         def broadcast() -> None:
-            work = dist.broadcast(buffer, group_src=0, group=group.device, async_op=True)
-            council.settle(work, device)
+            work = team.start(lambda: dist.broadcast(buffer, group_src=0, group=group.device, async_op=True))
+            team.settle(work, buffer)
+            team.catch_up("the other senders")
 
         here = msgspec.structs.replace(here, broadcast=_fastest(broadcast, device))
-    return slowest(here, council)
+    return slowest(here, team)
 
 
 def copies(device: torch.device) -> Speeds:
@@ -50,9 +51,9 @@ def _fastest(act: Callable[[], object], device: torch.device) -> float:
     return _BYTES / max(found, 1e-9)
 
 
-def slowest(mine: Speeds, council: Council, known: Speeds | None = None) -> Speeds:
+def slowest(mine: Speeds, team: Team, known: Speeds | None = None) -> Speeds:
     """Of all senders, step by step; what nobody can tell is as it was known."""
-    rows = [msgspec.structs.astuple(it) for it in council.gather(mine, Speeds)]
+    rows = [msgspec.structs.astuple(it) for it in team.gather(mine, Speeds)]
     found = [min(row) for row in zip(*rows, strict=True)]
     before = found if known is None else msgspec.structs.astuple(known)
     return Speeds(*(old if new == inf else new for new, old in zip(found, before, strict=True)))

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from stretto.execute.team import Team
 from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import Box, common, extent, inside, runs
-from stretto.weights.council import Council
 from stretto.weights.held import Held
 from stretto.weights.host import copy_in_parallel, threads
 from stretto.weights.layout import Bucket
@@ -69,16 +69,16 @@ def sampled(held: Sequence[Held]) -> str:
 
 
 def agree(
-    version: str, held: Sequence[Held], council: Council, *, everywhere: bool, on_device: bool, sample: str = ""
+    version: str, held: Sequence[Held], team: Team, *, everywhere: bool, on_device: bool, sample: str = ""
 ) -> Holdings:
     """Hear what all ranks hold. If every rank holds everything, it is only compared, by structure and a sample."""
     parts = [_Part(it.entry, it.box) for it in held]
     digest = Manifest(version, tuple(it.entry for it in held)).digest if everywhere else ""
-    words = council.gather(_Word([] if everywhere else parts, f"{version} {digest} {sample}", on_device), _Word)
+    words = team.gather(_Word([] if everywhere else parts, f"{version} {digest} {sample}", on_device), _Word)
     for rank, word in enumerate(words):
         if word.what != words[0].what:
             raise WeightsError(f"rank {rank} registers another version, or other tensors, than rank 0")
-    known = {council.rank: parts} if everywhere else {rank: word.parts for rank, word in enumerate(words)}
+    known = {team.rank: parts} if everywhere else {rank: word.parts for rank, word in enumerate(words)}
     manifest, holders = _joined(version, known)
     manifest.check()
     return Holdings(manifest, holders, all(word.on_device for word in words))
@@ -162,7 +162,7 @@ def spread(
     holdings: Holdings,
     held: Sequence[Held],
     room: Callable[[int], Tensor],
-    council: Council,
+    team: Team,
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> None:
@@ -172,15 +172,15 @@ def spread(
     """
     reading = _Reading(held)
     with threads() as pool:
-        for begin in range(0, len(buckets), council.size):
-            here = range(begin, min(begin + council.size, len(buckets)))
+        for begin in range(0, len(buckets), team.size):
+            here = range(begin, min(begin + team.size, len(buckets)))
             moves = [list(moves_of(k, buckets[k], holdings)) for k in here]
-            mine = [m for row in moves for m in row if m.holder.rank == m.bucket % council.size == council.rank]
+            mine = [m for row in moves for m in row if m.holder.rank == m.bucket % team.size == team.rank]
             copy_in_parallel((_local(room(move.bucket), move, reading(move)) for move in mine), pool)
-            others = [[m for m in row if m.holder.rank != m.bucket % council.size] for row in moves]
+            others = [[m for m in row if m.holder.rank != m.bucket % team.size] for row in moves]
             if any(others) and group is not None:
-                _exchange(others, begin, reading, room, council, group, device)
-    for rank, error in enumerate(council.gather(reading.error, str)):
+                _exchange(others, begin, reading, room, team, group, device)
+    for rank, error in enumerate(team.gather(reading.error, str)):
         if error:
             raise WeightsError(f"rank {rank}: {error}")
 
@@ -190,12 +190,12 @@ def _exchange(
     begin: int,
     reading: "_Reading",
     room: Callable[[int], Tensor],
-    council: Council,
+    team: Team,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
     """All ranks give all others what those are to send, in one all-to-all."""
-    size, rank = council.size, council.rank
+    size, rank = team.size, team.rank
     outgoing: list[list[Move]] = [[] for _ in range(size)]
     incoming: list[list[Move]] = [[] for _ in range(size)]
     for k, row in enumerate(moves, begin):
@@ -208,8 +208,9 @@ def _exchange(
     packed = [_bytes(reading(move).to(device), move.room) for row in outgoing for move in row]
     sent = torch.cat(packed) if packed else torch.empty(0, dtype=torch.uint8, device=device)
     taken = torch.empty(sum(bytes_in), dtype=torch.uint8, device=device)
-    work = dist.all_to_all_single(taken, sent, bytes_in, bytes_out, group=group, async_op=True)
-    council.settle(work, device)
+    work = team.start(lambda: dist.all_to_all_single(taken, sent, bytes_in, bytes_out, group=group, async_op=True))
+    team.settle(work, taken)
+    team.catch_up("the other senders")
     ordered = [move for row in incoming for move in row]
     for part, move in zip(torch.split(taken, [move.room for move in ordered]), ordered, strict=True):
         into = target(room(move.bucket), move)

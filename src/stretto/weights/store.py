@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stretto.execute.team import Team
 from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import inside
 from stretto.weights.choose import bucket_bytes_for
-from stretto.weights.council import Council
 from stretto.weights.files import Safetensors
 from stretto.weights.held import Held, Source
 from stretto.weights.host import Arena, Arenas, Pinned, threads
@@ -46,11 +46,11 @@ class Store:
     """Holds so many versions. Memory that was pinned once is used for the next version."""
 
     def __init__(
-        self, council: Council, group: Group, device: torch.device, *, bucket_bytes: int | None, split: bool, keep: int
+        self, team: Team, group: Group, device: torch.device, *, bucket_bytes: int | None, split: bool, keep: int
     ) -> None:
         if keep < 1:
             raise WeightsError(f"a sender keeps at least 1 version (got {keep})")
-        self._council, self._group, self._device = council, group, device
+        self._team, self._group, self._device = team, group, device
         self._bucket_bytes, self.split, self._keep = bucket_bytes, split, keep
         self._arenas = Arenas(pinned=device.type == "cuda")
         self._versions: dict[str, Version] = {}
@@ -66,9 +66,9 @@ class Store:
 
         What can go wrong for one sender alone is done jointly: then all raise.
         """
-        on_device = self._council.jointly(lambda: not source.everywhere and all(it.read().is_cuda for it in held[:1]))
-        sample = self._council.jointly(lambda: sampled(held) if source.everywhere and self._group.size > 1 else "")
-        holdings = agree(version, held, self._council, everywhere=source.everywhere, on_device=on_device, sample=sample)
+        on_device = self._team.jointly(lambda: not source.everywhere and all(it.read().is_cuda for it in held[:1]))
+        sample = self._team.jointly(lambda: sampled(held) if source.everywhere and self._group.size > 1 else "")
+        holdings = agree(version, held, self._team, everywhere=source.everywhere, on_device=on_device, sample=sample)
         manifest = holdings.manifest
         bucket_bytes = self._bucket_bytes
         if bucket_bytes is None:
@@ -80,22 +80,22 @@ class Store:
         with ExitStack() as failing:  # what was taken here is given back if it comes to nothing on any rank
             if isinstance(source, Safetensors) and source.in_shared_memory:
                 maps = source.maps() if self._device.type == "cuda" else []
-                pinned = self._council.jointly(lambda: [_pinned(memory, failing) for memory in maps])
-                runs = self._council.jointly(lambda: {k: _runs(k, buckets[k], holdings, held) for k in mine})
-                sums = self._council.jointly(lambda: _sums(mine, runs.__getitem__))
+                pinned = self._team.jointly(lambda: [_pinned(memory, failing) for memory in maps])
+                runs = self._team.jointly(lambda: {k: _runs(k, buckets[k], holdings, held) for k in mine})
+                sums = self._team.jointly(lambda: _sums(mine, runs.__getitem__))
                 made = Version(manifest, buckets, bucket_bytes, runs.__getitem__, sums, None, pinned, source)
             else:
                 sizes = {k: buckets[k].nbytes for k in mine}
-                arena, room = self._council.jointly(lambda: self._room(sizes, failing))
+                arena, room = self._team.jointly(lambda: self._room(sizes, failing))
                 device = (self._group.device, self._device)
                 on = device if holdings.on_device else (self._group.host, torch.device("cpu"))
                 on = (None, on[1]) if source.everywhere else on  # nothing is exchanged
-                spread(buckets, holdings, held, room, self._council, *on)
+                spread(buckets, holdings, held, room, self._team, *on)
 
                 def sources(bucket: int) -> list[tuple[Tensor, int]]:
                     return [(room(bucket), 0)]
 
-                sums = self._council.jointly(lambda: _sums(mine, sources))
+                sums = self._team.jointly(lambda: _sums(mine, sources))
                 made = Version(manifest, buckets, bucket_bytes, sources, sums, arena)
             failing.pop_all()
         self._versions[version] = made
