@@ -179,3 +179,9 @@ def test_a_rank_that_never_begins_a_step_is_named(ranks: Ranks) -> None:
 def test_steps_side_by_side_leave_the_groups_of_others_alone(ranks: Ranks) -> None:
     """The user's own operation is under way on the world's group while a step fails."""
     assert ranks.run(failure_jobs.own_operation, 2) == [3.0, 3.0]
+
+
+def test_a_missing_key_is_named_with_its_layer(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks.run(failure_jobs.missing_key, 2)):
+        assert f'Missing key(s) in state_dict: "{rank}.up.bias"' in said
+        assert "Unexpected" not in said

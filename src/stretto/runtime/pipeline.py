@@ -338,19 +338,14 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's part, under the names that `nn.Sequential(*layers)` would give it."""
-        return {
-            f"{number}.{name}": value
-            for number, layer in self._layers.items()
-            for name, value in layer.state_dict().items()
-        }
+        return dict(self._module.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's part from a state dict, which may hold more."""
-        for number, layer in self._layers.items():
-            prefix = f"{number}."
-            layer.load_state_dict(
-                {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            )
+        mine = {f"{number}." for number in self._layers}
+        self._module.load_state_dict(
+            {name: value for name, value in state.items() if name[: name.find(".") + 1] in mine}
+        )
 
     def split_report(self) -> dict[str, bool]:
         """This rank's parameters, and whether their gradients are put off into the weight part of the backward."""
