@@ -10,6 +10,8 @@ import pytest
 import stretto
 from strategies import SCHEDULES
 
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(stretto.__file__).parent.parent)}
+
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -18,7 +20,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         text=True,
         timeout=120,
         cwd=cwd,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
+        env={**ENVIRONMENT, "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
     )
 
 
@@ -172,7 +174,7 @@ def test_output_without_unicode_is_no_error() -> None:
         [sys.executable, "-m", "stretto", "show", "gpipe"],
         capture_output=True,
         timeout=60,
-        env={"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin"},
+        env={**ENVIRONMENT, "PYTHONIOENCODING": "ascii"},
     )
     assert (done.returncode, done.stderr) == (0, b"")
 
