@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.ir.errors import StrettoError
+from stretto.ir.extras import demand
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,11 +41,10 @@ def figure_at(
 
     Nothing of it is left in matplotlib's own state.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise StrettoError("figures need matplotlib: pip install 'stretto[draw]'") from None
+    demand("matplotlib", extra="draw", what="a figure")
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context({"svg.fonttype": "none", "font.size": FONT, "svg.hashsalt": "stretto"}):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(len(rows), squeeze=False, gridspec_kw={"height_ratios": rows})
