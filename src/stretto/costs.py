@@ -3,7 +3,7 @@
 import math
 import tomllib
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,6 +13,9 @@ from stretto.ir.errors import CostError
 
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
+
+Unit: TypeAlias = Literal["s"] | None
+"""What times are in: seconds, or None for a unit of the reader's own."""
 
 LANES = ("compute", "comm", "send", "recv", "d2h", "h2d", "broadcast", "reload")
 """The names of lanes, for `Shared`."""
@@ -72,12 +75,14 @@ class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Times in any unit, the same for all; bytes likewise.
+    """Times in any one unit; bytes likewise.
 
     >>> Costs(F=1, I=1, W=1).per_stage("B", stages=2).tolist()
     [2.0, 2.0]
     """
 
+    unit: Unit = None
+    """"s" if times are seconds; what is simulated with them is then comparable with what was measured."""
     F: PerStage = 1.0
     I: PerStage = 1.0  # noqa: E741
     W: PerStage = 1.0
@@ -118,6 +123,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Held all the time, for each stage on a device."""
 
     def __post_init__(self) -> None:
+        if self.unit not in (None, "s"):
+            raise CostError(f'unit is "s" if times are seconds, or left out (got {self.unit!r:.40})')
         for name in (*_TIMES, *_BYTES, "slowdown"):
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
@@ -238,15 +245,15 @@ def parse_costs(text: str) -> Costs:
     >>> parse_costs("F=1,B=2.5").B
     2.5
     """
-    table: dict[str, float] = {}
+    table: dict[str, float | str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (side.strip() for side in part.partition("="))
-        if name not in (*_TIMES, *_BYTES):
-            raise CostError(f"unknown cost {name!r:.40}; known are {', '.join((*_TIMES, *_BYTES))}")
+        if name not in ("unit", *_TIMES, *_BYTES):
+            raise CostError(f"unknown cost {name!r:.40}; known are {', '.join((*_TIMES, *_BYTES, 'unit'))}")
         if name in table:
             raise CostError(f"cost {name} is given twice")
         try:
-            table[name] = float(value)
+            table[name] = value if name == "unit" else float(value)
         except ValueError:
             raise CostError(f"cost {name} must be a number (got {value!r:.40})") from None
     return costs_from(table)

@@ -65,6 +65,15 @@ def test_simulate_takes_costs_from_the_command_line_or_toml(tmp_path: Path) -> N
     assert json.loads(short.stdout)["makespan"] == 10
 
 
+def test_seconds_are_said_to_be_seconds(tmp_path: Path) -> None:
+    cost = ("--cost", "unit=s,F=0.001,I=0.001,W=0.001")
+    assert "makespan 33 ms, bubble" in run("simulate", "1f1b", *cost).stdout
+    run("show", "1f1b", *cost, "-o", "x.trace.json", cwd=tmp_path)
+    assert run("show", "x.trace.json", cwd=tmp_path).stdout.splitlines()[-1] == "time 33 ms →"
+    slices = [event for event in json.loads((tmp_path / "x.trace.json").read_text())["traceEvents"] if "dur" in event]
+    assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(33_000)
+
+
 def test_simulate_prints_a_table_and_the_critical_path() -> None:
     done = run("simulate", "interleaved", "--overlap", "-d", "4", "-m", "8", "--virtual", "2")
     assert "makespan 57, bubble 15.8%" in done.stdout
@@ -213,6 +222,7 @@ BAD = {
     "NaN cost": (["simulate", "gpipe", "--cost", "F=nan"], "F must be a number of at least 0 (got nan)"),
     "no cost": (["simulate", "gpipe", "--cost", "F=one"], "cost F must be a number (got 'one')"),
     "unknown cost": (["simulate", "gpipe", "--cost", "X=1"], "unknown cost 'X'; known are F, B,"),
+    "no unit": (["simulate", "gpipe", "--cost", "unit=h"], "bad cost table: Invalid enum value 'h'"),
     "cost twice": (["simulate", "gpipe", "--cost", "F=1,F=2"], "cost F is given twice"),
     "cost of a file": (["check", "good.csv", "--cost", "F=1"], "costs matter to a check only with --memory-limit"),
     "cost of an order": (

@@ -32,6 +32,7 @@ from stretto.ir.errors import PlanError
 from stretto.ir.text import plan_to_json
 from stretto.program.lower import lower
 from stretto.schedules.catalogue import SCHEDULES
+from stretto.timeline.units import time_text
 
 
 def show(
@@ -95,7 +96,7 @@ def show(
             coloured = out.is_terminal and not out.no_color
             drawing = (draw_rich if coloured else draw_text)(timeline, width=width or out.width, lanes=lanes)
         out.print(drawing)
-        out.print(f"time {timeline.makespan:g} →")
+        out.print(f"time {time_text(timeline.makespan, timeline.unit)} →")
 
 
 def _list() -> None:

@@ -27,9 +27,8 @@ def fit(timeline: Timeline) -> Costs:
         raise CostError("a weight update has no costs of stages to be fitted")
     length = timeline.end - timeline.start
     link = Link(latency=_transfer(timeline))
-    if not program.anatomy.is_whole:
-        return Costs(phases=_phases(program, length), link=link)
-    return msgspec.structs.replace(_passes(program, length), link=link)
+    costs = _passes(program, length) if program.anatomy.is_whole else Costs(phases=_phases(program, length))
+    return msgspec.structs.replace(costs, link=link, unit=timeline.unit)
 
 
 def _passes(program: Program, length: Floats) -> Costs:
