@@ -89,7 +89,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     B: PerStage | None = None
     """A full backward; I + W unless given."""
     FB: PerStage | None = None
-    """A woven pair; F + B unless given."""
+    """A woven pair, which takes at least as long as either pass alone; F + B unless given."""
     BW: PerStage = 0.0
     """The part of B, and of a pair, that runs after the gradient has left. 0 is a fused backward, as the
     closed forms of the literature assume; W is Kimi K2's decoupled weight gradient."""
@@ -215,13 +215,13 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 f"{stage} ({parts[stage]:g} > {whole[stage]:g})"
             )
         self.device_factors(devices=devices)
-        late = self.per_stage("BW", stages=stages)
-        for name in ("B", "FB"):
-            whole = self.per_stage(name, stages=stages)
-            if (late > whole).any():
-                stage = int((late > whole).argmax())
+        times = {name: self.per_stage(name, stages=stages) for name in ("F", "B", "FB", "BW")}
+        for name, of in (("BW", "B"), ("BW", "FB"), ("F", "FB"), ("B", "FB")):
+            part, whole = times[name], times[of]
+            if (part > whole).any():
+                stage = int((part > whole).argmax())
                 raise CostError(
-                    f"BW is a part of {name}, but exceeds it on stage {stage} ({late[stage]:g} > {whole[stage]:g})"
+                    f"{name} is a part of {of}, but exceeds it on stage {stage} ({part[stage]:g} > {whole[stage]:g})"
                 )
         for key in self.links:
             for device in link_ends(key):

@@ -239,6 +239,14 @@ BAD = {
         ["simulate", "gpipe", "--recompute", "--cost", "activation_bytes=1"],
         "say how much of activation_bytes that spares: recompute_bytes",
     ),
+    "pair shorter than its backward": (
+        ["simulate", "gpipe", "--cost", "F=1,B=3,FB=2.5"],
+        "B is a part of FB, but exceeds it on stage 0 (3 > 2.5)",
+    ),
+    "pair shorter than its forward": (
+        ["compare", "gpipe", "--cost", "F=3,I=1,W=1,FB=2.5"],
+        "F is a part of FB, but exceeds it on stage 0 (3 > 2.5)",
+    ),
     "too many parts": (
         ["simulate", "gpipe", "--cost", "activation_bytes=1,offload_bytes=2"],
         "offload_bytes and recompute_bytes are parts of activation_bytes, but exceed them on stage 0 (2 > 1)",
