@@ -20,7 +20,7 @@ Unit: TypeAlias = Literal["s"] | None
 LANES = ("compute", "comm", "send", "recv", "d2h", "h2d", "broadcast", "reload")
 """The names of lanes, for `Shared`."""
 _TIMES = ("F", "B", "I", "W", "FB", "BW", "R")
-_BYTES = (
+BYTES = (
     "activation_bytes",
     "offload_bytes",
     "recompute_bytes",
@@ -28,6 +28,7 @@ _BYTES = (
     "parameter_bytes",
     "message_bytes",
 )
+"""The costs that are no times."""
 _OPTIONAL = ("B", "FB", "R", "activation_bytes", "offload_bytes", "recompute_bytes", "slowdown")
 
 
@@ -125,7 +126,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def __post_init__(self) -> None:
         if self.unit not in (None, "s"):
             raise CostError(f'unit is "s" if times are seconds, or left out (got {self.unit!r:.40})')
-        for name in (*_TIMES, *_BYTES, "slowdown"):
+        for name in (*_TIMES, *BYTES, "slowdown"):
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
@@ -152,15 +153,6 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             _demand(f"bucket.{name}", getattr(self.bucket, name))
         for key, shared in self.shared.items():
             _demand_shared(f"shared.{key}", shared)
-
-    def times_given(self) -> list[str]:
-        """The fields besides bytes that differ from their defaults."""
-        usual = Costs()
-        return [
-            name
-            for name in self.__struct_fields__
-            if name not in _BYTES and getattr(self, name) != getattr(usual, name)
-        ]
 
     def per_stage(self, name: str, *, stages: int) -> NDArray[np.float64]:
         """A time such as F, or bytes, for each stage."""
@@ -193,7 +185,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         (0.5, 0.5, 1.5, 1.5)
         """
         changed: dict[str, PerStage | None] = {}
-        for name in (*_TIMES, *_BYTES[:-1]):
+        for name in (*_TIMES, *BYTES[:-1]):
             value = getattr(self, name)
             if isinstance(value, tuple):
                 total = np.interp(
@@ -206,7 +198,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def validate(self, *, stages: int, devices: int, recompute: bool = False) -> None:
         """Refuse a table whose lists do not fit, or whose parts exceed the whole."""
-        sizes = {name: self.per_stage(name, stages=stages) for name in _BYTES}
+        sizes = {name: self.per_stage(name, stages=stages) for name in BYTES}
         parts, whole = sizes["offload_bytes"] + sizes["recompute_bytes"] * recompute, sizes["activation_bytes"]
         if (parts > whole * (1 + 1e-9)).any():
             stage = int((parts > whole).argmax())
@@ -248,8 +240,8 @@ def parse_costs(text: str) -> Costs:
     table: dict[str, float | str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (side.strip() for side in part.partition("="))
-        if name not in ("unit", *_TIMES, *_BYTES):
-            raise CostError(f"unknown cost {name!r:.40}; known are {', '.join((*_TIMES, *_BYTES, 'unit'))}")
+        if name not in ("unit", *_TIMES, *BYTES):
+            raise CostError(f"unknown cost {name!r:.40}; known are {', '.join((*_TIMES, *BYTES, 'unit'))}")
         if name in table:
             raise CostError(f"cost {name} is given twice")
         try:

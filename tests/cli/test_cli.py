@@ -257,6 +257,18 @@ BAD = {
     "missing trace": (["show", "none.trace.json"], "cannot read none.trace.json: No such file or directory"),
     "layers of a trace": (["show", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),
     "times of a trace": (["simulate", "plan.trace.json", "--cost", "F=9"], "has its own times; leave F out"),
+    "usual times of a trace": (["simulate", "plan.trace.json", "--cost", "F=1,I=1"], "its own times; leave F out"),
+    "times of a shown trace": (["show", "plan.trace.json", "--costs", "long.toml"], "its own times; leave F out"),
+    "times of compared traces": (["compare", "plan.trace.json", "--cost", "I=1"], "its own times; leave I out"),
+    "layers of compared traces": (["compare", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),
+    "seconds and a schedule": (
+        ["compare", "measured.trace.json", "1f1b"],
+        "measured.trace.json is in seconds, but one_f_one_b is not said to be; give the costs in seconds, with unit=s",
+    ),
+    "seconds and other traces": (
+        ["compare", "plan.trace.json", "measured.trace.json"],
+        "measured.trace.json is in seconds, but plan.trace.json is not said to be; if it was measured, write",
+    ),
     "tiny update": (["update", "--size", "1e-300"], "--size must be above 0 and at most 1e12"),
     "huge offload": (["simulate", "gpipe", "--offload", "x"], "Invalid value for '--offload'"),
     "transfers of nothing": (["show", "gpipe", "--transfers"], "--transfers goes with -o FILE.csv"),
@@ -322,6 +334,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "bad.trace.json").write_text('{"traceEvents": 3}')
     step, update = stretto.gpipe(devices=2, microbatches=2), stretto.weight_update(devices=2, buckets=2)
     (path / "plan.trace.json").write_text(stretto.draw_trace(stretto.simulate(step)))
+    measured = stretto.simulate(step, stretto.Costs(unit="s"))
+    (path / "measured.trace.json").write_text(stretto.draw_trace(measured))
     (path / "update.trace.json").write_text(stretto.draw_trace(stretto.simulate(update)))
     (path / "digits.toml").write_text("F = " + "9" * 5000)
     return path
@@ -394,6 +408,43 @@ def test_compare_draws_and_takes_traces(tmp_path: Path) -> None:
         ["one_f_one_b", "33"],
     ]
     assert "mine.trace.json: 26, 7.7% idle" in (tmp_path / "both.svg").read_text()
+
+
+def test_compare_says_where_sizes_differ(tmp_path: Path) -> None:
+    run("show", "gpipe", "-m", "16", "-o", "long.trace.json", cwd=tmp_path)
+    run("show", "zb_v", "-o", "stages.trace.json", cwd=tmp_path)
+    (tmp_path / "small.csv").write_text(str(stretto.gpipe(devices=2, microbatches=4)))
+    said = "note: sizes differ, and times are compared as they are: "
+    done = run("compare", "long.trace.json", "1f1b", "gpipe", cwd=tmp_path)
+    assert done.stderr == f"{said}long.trace.json: 16 microbatches; one_f_one_b, gpipe: 8 microbatches\n"
+    assert done.stdout.splitlines()[0].split()[:3] == ["schedule", "microbatches", "makespan"]
+    assert done.stdout.splitlines()[-1].split()[:2] == ["long.trace.json", "16"]
+    done = run("compare", "gpipe", "small.csv", cwd=tmp_path)
+    assert done.stderr == f"{said}gpipe: 4 devices and 8 microbatches; small.csv: 2 devices and 4 microbatches\n"
+    done = run("compare", "stages.trace.json", "1f1b", "--json", cwd=tmp_path)
+    assert done.stderr == f"{said}stages.trace.json: 8 stages; one_f_one_b: 4 stages\n"
+    assert {(row["devices"], row["microbatches"]) for row in json.loads(done.stdout)} == {(4, 8)}
+    assert run("compare", "zb_v", "1f1b").stderr == ""
+
+
+def test_seconds_are_compared_with_seconds(tmp_path: Path) -> None:
+    run("show", "1f1b", "--cost", "unit=s,F=0.5", "-o", "mine.trace.json", cwd=tmp_path)
+    done = run("compare", "mine.trace.json", "gpipe", "--cost", "unit=s,F=1", cwd=tmp_path)
+    assert done.stdout.startswith("schedule        makespan, s ")
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["mine.trace.json", "gpipe"]
+    assert done.stderr == ""
+    assert run("compare", "mine.trace.json", "--fit", cwd=tmp_path).returncode == 0
+
+
+def test_copies_that_take_no_time_are_said_to(tmp_path: Path) -> None:
+    (tmp_path / "host.toml").write_text("activation_bytes = 30\n[host]\nbandwidth = 100\n")
+    note = "note: copies to and from host memory take no time with these costs; "
+    for command in (("simulate", "gpipe"), ("show", "gpipe"), ("compare",), ("show", "gpipe", "-o", "x.trace.json")):
+        free = run(*command, "--offload", "1", cwd=tmp_path)
+        assert (free.returncode, free.stderr.count("\n")) == (0, 1)
+        assert free.stderr.startswith(note)
+        assert run(*command, "--offload", "1", "--costs", "host.toml", cwd=tmp_path).stderr == ""
+        assert run(*command, cwd=tmp_path).stderr == ""
 
 
 def test_tables_are_whole_when_piped() -> None:

@@ -19,6 +19,7 @@ from stretto.cli.inputs import (
     Recompute,
     Sizes,
     Virtual,
+    note_free_copies,
     read_costs,
     training_of,
 )
@@ -58,7 +59,8 @@ def simulate(
     with working(f"simulating {name}"):
         sizes, making = Sizes(devices, microbatches, virtual, overlap), Making(layers, offload, recompute)
         timeline = training_of(name, sizes, making, table)
-        summary = timeline.summary(table)
+        summary = timeline.summary(table.costs)
+    note_free_copies(making, [timeline])
     if json:
         out.print(msgspec.json.format(msgspec.json.encode(summary)).decode())
     else:
