@@ -119,3 +119,14 @@ def completes(tasks: Sequence[Task], placement: Placement, *, serial: bool = Fal
     except Stuck:
         return False
     return True
+
+
+def actions_complete(tasks: Sequence[Task], placement: Placement) -> bool:
+    """Whether the actions could run in their order if nothing had to be moved: all devices hold the same."""
+    machine = Machine([task for task in tasks if task.lane.name == "compute"], placement, serial=True)
+    machine.held = [set()] * len(machine.held)
+    try:
+        machine.run()
+    except Stuck:
+        return False
+    return True

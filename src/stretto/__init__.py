@@ -8,6 +8,7 @@ from stretto.costs import BucketTimes, Costs, Link, PhaseTimes, Shared
 from stretto.draw import draw_comparison, draw_figure, draw_insets, draw_text, draw_trace, parse_trace
 from stretto.ir.action import Action, Op, Pair
 from stretto.ir.errors import CostError, PipelineError, PlanError, ProgramError, StrettoError, TextError
+from stretto.ir.extras import demand as _demand
 from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan
 from stretto.ir.text import parse_plan
@@ -91,13 +92,17 @@ __all__ = [
 ]
 
 
-_NEED_TORCH = {"GroupedLinear": "stretto.runtime.grouped", "Pipeline": "stretto.runtime.pipeline"}
+_NEED_TORCH = {
+    "GroupedLinear": "stretto.runtime.grouped",
+    "Pipeline": "stretto.runtime.pipeline",
+    "weights": "stretto.weights",
+}
 
 
 def __getattr__(name: str) -> Any:
     """What needs PyTorch is imported when it is asked for."""
-    if name == "weights":
-        return import_module("stretto.weights")
-    if name in _NEED_TORCH:
-        return getattr(import_module(_NEED_TORCH[name]), name)
-    raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+    _demand("torch", extra="train", what=f"stretto.{name}")
+    module = import_module(_NEED_TORCH[name])
+    return module if name == "weights" else getattr(module, name)

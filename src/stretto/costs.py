@@ -3,7 +3,7 @@
 import math
 import tomllib
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -14,10 +14,13 @@ from stretto.ir.errors import CostError
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
 
+Unit: TypeAlias = Literal["s"] | None
+"""What times are in: seconds, or None for a unit of the reader's own."""
+
 LANES = ("compute", "comm", "send", "recv", "d2h", "h2d", "broadcast", "reload")
 """The names of lanes, for `Shared`."""
 _TIMES = ("F", "B", "I", "W", "FB", "BW", "R")
-_BYTES = (
+BYTES = (
     "activation_bytes",
     "offload_bytes",
     "recompute_bytes",
@@ -25,6 +28,7 @@ _BYTES = (
     "parameter_bytes",
     "message_bytes",
 )
+"""The costs that are no times."""
 _OPTIONAL = ("B", "FB", "R", "activation_bytes", "offload_bytes", "recompute_bytes", "slowdown")
 
 
@@ -72,19 +76,21 @@ class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Times in any unit, the same for all; bytes likewise.
+    """Times in any one unit; bytes likewise.
 
     >>> Costs(F=1, I=1, W=1).per_stage("B", stages=2).tolist()
     [2.0, 2.0]
     """
 
+    unit: Unit = None
+    """"s" if times are seconds; what is simulated with them is then comparable with what was measured."""
     F: PerStage = 1.0
     I: PerStage = 1.0  # noqa: E741
     W: PerStage = 1.0
     B: PerStage | None = None
     """A full backward; I + W unless given."""
     FB: PerStage | None = None
-    """A woven pair; F + B unless given."""
+    """A woven pair, which takes at least as long as either pass alone; F + B unless given."""
     BW: PerStage = 0.0
     """The part of B, and of a pair, that runs after the gradient has left. 0 is a fused backward, as the
     closed forms of the literature assume; W is Kimi K2's decoupled weight gradient."""
@@ -118,7 +124,9 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Held all the time, for each stage on a device."""
 
     def __post_init__(self) -> None:
-        for name in (*_TIMES, *_BYTES, "slowdown"):
+        if self.unit not in (None, "s"):
+            raise CostError(f'unit is "s" if times are seconds, or left out (got {self.unit!r:.40})')
+        for name in (*_TIMES, *BYTES, "slowdown"):
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
@@ -145,15 +153,6 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             _demand(f"bucket.{name}", getattr(self.bucket, name))
         for key, shared in self.shared.items():
             _demand_shared(f"shared.{key}", shared)
-
-    def times_given(self) -> list[str]:
-        """The fields besides bytes that differ from their defaults."""
-        usual = Costs()
-        return [
-            name
-            for name in self.__struct_fields__
-            if name not in _BYTES and getattr(self, name) != getattr(usual, name)
-        ]
 
     def per_stage(self, name: str, *, stages: int) -> NDArray[np.float64]:
         """A time such as F, or bytes, for each stage."""
@@ -186,7 +185,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         (0.5, 0.5, 1.5, 1.5)
         """
         changed: dict[str, PerStage | None] = {}
-        for name in (*_TIMES, *_BYTES[:-1]):
+        for name in (*_TIMES, *BYTES[:-1]):
             value = getattr(self, name)
             if isinstance(value, tuple):
                 total = np.interp(
@@ -199,7 +198,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def validate(self, *, stages: int, devices: int, recompute: bool = False) -> None:
         """Refuse a table whose lists do not fit, or whose parts exceed the whole."""
-        sizes = {name: self.per_stage(name, stages=stages) for name in _BYTES}
+        sizes = {name: self.per_stage(name, stages=stages) for name in BYTES}
         parts, whole = sizes["offload_bytes"] + sizes["recompute_bytes"] * recompute, sizes["activation_bytes"]
         if (parts > whole * (1 + 1e-9)).any():
             stage = int((parts > whole).argmax())
@@ -208,13 +207,13 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 f"{stage} ({parts[stage]:g} > {whole[stage]:g})"
             )
         self.device_factors(devices=devices)
-        late = self.per_stage("BW", stages=stages)
-        for name in ("B", "FB"):
-            whole = self.per_stage(name, stages=stages)
-            if (late > whole).any():
-                stage = int((late > whole).argmax())
+        times = {name: self.per_stage(name, stages=stages) for name in ("F", "B", "FB", "BW")}
+        for name, of in (("BW", "B"), ("BW", "FB"), ("F", "FB"), ("B", "FB")):
+            part, whole = times[name], times[of]
+            if (part > whole).any():
+                stage = int((part > whole).argmax())
                 raise CostError(
-                    f"BW is a part of {name}, but exceeds it on stage {stage} ({late[stage]:g} > {whole[stage]:g})"
+                    f"{name} is a part of {of}, but exceeds it on stage {stage} ({part[stage]:g} > {whole[stage]:g})"
                 )
         for key in self.links:
             for device in link_ends(key):
@@ -238,15 +237,15 @@ def parse_costs(text: str) -> Costs:
     >>> parse_costs("F=1,B=2.5").B
     2.5
     """
-    table: dict[str, float] = {}
+    table: dict[str, float | str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (side.strip() for side in part.partition("="))
-        if name not in (*_TIMES, *_BYTES):
-            raise CostError(f"unknown cost {name!r:.40}; known are {', '.join((*_TIMES, *_BYTES))}")
+        if name not in ("unit", *_TIMES, *BYTES):
+            raise CostError(f"unknown cost {name!r:.40}; known are {', '.join((*_TIMES, *BYTES, 'unit'))}")
         if name in table:
             raise CostError(f"cost {name} is given twice")
         try:
-            table[name] = float(value)
+            table[name] = value if name == "unit" else float(value)
         except ValueError:
             raise CostError(f"cost {name} must be a number (got {value!r:.40})") from None
     return costs_from(table)

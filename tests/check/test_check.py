@@ -15,9 +15,15 @@ def messages(text: str) -> list[str]:
 
 def test_deadlock_names_the_cycle_task_by_task() -> None:
     assert messages("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1") == [
-        "deadlock: tasks wait in a circle: 0B0 on device 0 needs 1SEND_B0 from device 1 to 0, which needs 1B0 on "
-        "device 1, which comes after 1F1 on device 1, which needs 0SEND_F1 from device 0 to 1, which needs 0F1 on "
-        "device 0, which comes after 0B0.wgrad on device 0, which needs 0B0 on device 0"
+        "deadlock: tasks wait in a circle: 0B0 on device 0 needs 1B0 on device 1, which comes after 1F1 on device 1, "
+        "which needs 0F1 on device 0, which comes after 0B0 on device 0"
+    ]
+
+
+def test_a_long_way_along_a_device_is_one_step_of_the_cycle() -> None:
+    assert messages("0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1F2,1B0,1F1,1B1,1B2") == [
+        "deadlock: tasks wait in a circle: 0B0 on device 0 needs 1B0 on device 1, which comes after 1F2 on device 1, "
+        "which needs 0F2 on device 0, which comes after 0B0 on device 0"
     ]
 
 

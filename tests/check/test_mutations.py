@@ -4,11 +4,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import stretto
-from machines import completes
+from machines import actions_complete, completes
 from strategies import plans
 from stretto.check import Violation
 from stretto.program.link import link_tasks
@@ -28,6 +28,10 @@ def names(task: Task) -> str:
         cells.append((task.stage + 1, task.microbatch))
     ways = [rf"\b{s}[A-Z_]+{m}\b|stage {s}('s input)? (for|of) microbatch {m}\b" for s, m in cells]
     return "|".join(ways)
+
+
+def speaks_of_transfers(violations: list[Violation]) -> bool:
+    return any(re.search("SEND|RECV|transfer", str(violation)) for violation in violations)
 
 
 def speaks_of(violations: list[Violation], task: Task) -> bool:
@@ -119,6 +123,8 @@ def test_check_agrees_with_a_machine_that_blocks(plan: stretto.Plan, data: st.Da
         tasks[own[a]], tasks[own[a + 1]] = tasks[own[a + 1]], tasks[own[a]]
     violations = found(tasks, plan)
     assert (not violations) == completes(tasks, plan.placement)
+    if not actions_complete(tasks, plan.placement):
+        assert not speaks_of_transfers(violations)
     if not violations:
         assert stretto.simulate(link_tasks(tasks, plan.placement)).makespan > 0
 
@@ -134,3 +140,18 @@ def test_a_plan_is_sound_exactly_if_it_can_be_run(plan: stretto.Plan, data: st.D
     changed = stretto.Plan((*plan.rows[:device], tuple(row), *plan.rows[device + 1 :]), plan.placement)
     program = stretto.lower(changed)
     assert (stretto.check(program) == []) == completes(list(program.tasks()), plan.placement)
+
+
+@settings(max_examples=500)
+@given(plans(devices=4, microbatches=6), st.data())
+def test_a_plan_that_is_stuck_is_explained_by_its_actions(plan: stretto.Plan, data: st.DataObject) -> None:
+    """Any actions of a row change places: what is wrong then is said without the transfers, which no plan names."""
+    rows = [list(row) for row in plan.rows]
+    for _ in range(data.draw(st.integers(1, 3))):
+        row = data.draw(st.sampled_from(rows))
+        a, b = (data.draw(st.integers(0, len(row) - 1)) for _ in range(2))
+        row[a], row[b] = row[b], row[a]
+    program = stretto.lower(stretto.Plan(tuple(map(tuple, rows)), plan.placement))
+    violations = stretto.check(program)
+    assert (not violations) == actions_complete(list(program.tasks()), plan.placement)
+    assert not speaks_of_transfers(violations)

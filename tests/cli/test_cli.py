@@ -10,6 +10,8 @@ import pytest
 import stretto
 from strategies import SCHEDULES
 
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(stretto.__file__).parent.parent)}
+
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -18,7 +20,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         text=True,
         timeout=120,
         cwd=cwd,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
+        env={**ENVIRONMENT, "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
     )
 
 
@@ -61,6 +63,15 @@ def test_simulate_takes_costs_from_the_command_line_or_toml(tmp_path: Path) -> N
     assert found["devices"][0]["peak_bytes"] == 8
     short = run("simulate", "gpipe", "-d", "2", "-m", "1", "--cost", "F=3,I=1,W=1,B=2,FB=3", "--json")
     assert json.loads(short.stdout)["makespan"] == 10
+
+
+def test_seconds_are_said_to_be_seconds(tmp_path: Path) -> None:
+    cost = ("--cost", "unit=s,F=0.001,I=0.001,W=0.001")
+    assert "makespan 33 ms, bubble" in run("simulate", "1f1b", *cost).stdout
+    run("show", "1f1b", *cost, "-o", "x.trace.json", cwd=tmp_path)
+    assert run("show", "x.trace.json", cwd=tmp_path).stdout.splitlines()[-1] == "time 33 ms →"
+    slices = [event for event in json.loads((tmp_path / "x.trace.json").read_text())["traceEvents"] if "dur" in event]
+    assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(33_000)
 
 
 def test_simulate_prints_a_table_and_the_critical_path() -> None:
@@ -172,7 +183,7 @@ def test_output_without_unicode_is_no_error() -> None:
         [sys.executable, "-m", "stretto", "show", "gpipe"],
         capture_output=True,
         timeout=60,
-        env={"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin"},
+        env={**ENVIRONMENT, "PYTHONIOENCODING": "ascii"},
     )
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -211,6 +222,7 @@ BAD = {
     "NaN cost": (["simulate", "gpipe", "--cost", "F=nan"], "F must be a number of at least 0 (got nan)"),
     "no cost": (["simulate", "gpipe", "--cost", "F=one"], "cost F must be a number (got 'one')"),
     "unknown cost": (["simulate", "gpipe", "--cost", "X=1"], "unknown cost 'X'; known are F, B,"),
+    "no unit": (["simulate", "gpipe", "--cost", "unit=h"], "bad cost table: Invalid enum value 'h'"),
     "cost twice": (["simulate", "gpipe", "--cost", "F=1,F=2"], "cost F is given twice"),
     "cost of a file": (["check", "good.csv", "--cost", "F=1"], "costs matter to a check only with --memory-limit"),
     "cost of an order": (
@@ -227,6 +239,14 @@ BAD = {
         ["simulate", "gpipe", "--recompute", "--cost", "activation_bytes=1"],
         "say how much of activation_bytes that spares: recompute_bytes",
     ),
+    "pair shorter than its backward": (
+        ["simulate", "gpipe", "--cost", "F=1,B=3,FB=2.5"],
+        "B is a part of FB, but exceeds it on stage 0 (3 > 2.5)",
+    ),
+    "pair shorter than its forward": (
+        ["compare", "gpipe", "--cost", "F=3,I=1,W=1,FB=2.5"],
+        "F is a part of FB, but exceeds it on stage 0 (3 > 2.5)",
+    ),
     "too many parts": (
         ["simulate", "gpipe", "--cost", "activation_bytes=1,offload_bytes=2"],
         "offload_bytes and recompute_bytes are parts of activation_bytes, but exceed them on stage 0 (2 > 1)",
@@ -237,6 +257,18 @@ BAD = {
     "missing trace": (["show", "none.trace.json"], "cannot read none.trace.json: No such file or directory"),
     "layers of a trace": (["show", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),
     "times of a trace": (["simulate", "plan.trace.json", "--cost", "F=9"], "has its own times; leave F out"),
+    "usual times of a trace": (["simulate", "plan.trace.json", "--cost", "F=1,I=1"], "its own times; leave F out"),
+    "times of a shown trace": (["show", "plan.trace.json", "--costs", "long.toml"], "its own times; leave F out"),
+    "times of compared traces": (["compare", "plan.trace.json", "--cost", "I=1"], "its own times; leave I out"),
+    "layers of compared traces": (["compare", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),
+    "seconds and a schedule": (
+        ["compare", "measured.trace.json", "1f1b"],
+        "measured.trace.json is in seconds, but one_f_one_b is not said to be; give the costs in seconds, with unit=s",
+    ),
+    "seconds and other traces": (
+        ["compare", "plan.trace.json", "measured.trace.json"],
+        "measured.trace.json is in seconds, but plan.trace.json is not said to be; if it was measured, write",
+    ),
     "tiny update": (["update", "--size", "1e-300"], "--size must be above 0 and at most 1e12"),
     "huge offload": (["simulate", "gpipe", "--offload", "x"], "Invalid value for '--offload'"),
     "transfers of nothing": (["show", "gpipe", "--transfers"], "--transfers goes with -o FILE.csv"),
@@ -302,6 +334,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "bad.trace.json").write_text('{"traceEvents": 3}')
     step, update = stretto.gpipe(devices=2, microbatches=2), stretto.weight_update(devices=2, buckets=2)
     (path / "plan.trace.json").write_text(stretto.draw_trace(stretto.simulate(step)))
+    measured = stretto.simulate(step, stretto.Costs(unit="s"))
+    (path / "measured.trace.json").write_text(stretto.draw_trace(measured))
     (path / "update.trace.json").write_text(stretto.draw_trace(stretto.simulate(update)))
     (path / "digits.toml").write_text("F = " + "9" * 5000)
     return path
@@ -374,6 +408,43 @@ def test_compare_draws_and_takes_traces(tmp_path: Path) -> None:
         ["one_f_one_b", "33"],
     ]
     assert "mine.trace.json: 26, 7.7% idle" in (tmp_path / "both.svg").read_text()
+
+
+def test_compare_says_where_sizes_differ(tmp_path: Path) -> None:
+    run("show", "gpipe", "-m", "16", "-o", "long.trace.json", cwd=tmp_path)
+    run("show", "zb_v", "-o", "stages.trace.json", cwd=tmp_path)
+    (tmp_path / "small.csv").write_text(str(stretto.gpipe(devices=2, microbatches=4)))
+    said = "note: sizes differ, and times are compared as they are: "
+    done = run("compare", "long.trace.json", "1f1b", "gpipe", cwd=tmp_path)
+    assert done.stderr == f"{said}long.trace.json: 16 microbatches; one_f_one_b, gpipe: 8 microbatches\n"
+    assert done.stdout.splitlines()[0].split()[:3] == ["schedule", "microbatches", "makespan"]
+    assert done.stdout.splitlines()[-1].split()[:2] == ["long.trace.json", "16"]
+    done = run("compare", "gpipe", "small.csv", cwd=tmp_path)
+    assert done.stderr == f"{said}gpipe: 4 devices and 8 microbatches; small.csv: 2 devices and 4 microbatches\n"
+    done = run("compare", "stages.trace.json", "1f1b", "--json", cwd=tmp_path)
+    assert done.stderr == f"{said}stages.trace.json: 8 stages; one_f_one_b: 4 stages\n"
+    assert {(row["devices"], row["microbatches"]) for row in json.loads(done.stdout)} == {(4, 8)}
+    assert run("compare", "zb_v", "1f1b").stderr == ""
+
+
+def test_seconds_are_compared_with_seconds(tmp_path: Path) -> None:
+    run("show", "1f1b", "--cost", "unit=s,F=0.5", "-o", "mine.trace.json", cwd=tmp_path)
+    done = run("compare", "mine.trace.json", "gpipe", "--cost", "unit=s,F=1", cwd=tmp_path)
+    assert done.stdout.startswith("schedule        makespan, s ")
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["mine.trace.json", "gpipe"]
+    assert done.stderr == ""
+    assert run("compare", "mine.trace.json", "--fit", cwd=tmp_path).returncode == 0
+
+
+def test_copies_that_take_no_time_are_said_to(tmp_path: Path) -> None:
+    (tmp_path / "host.toml").write_text("activation_bytes = 30\n[host]\nbandwidth = 100\n")
+    note = "note: copies to and from host memory take no time with these costs; "
+    for command in (("simulate", "gpipe"), ("show", "gpipe"), ("compare",), ("show", "gpipe", "-o", "x.trace.json")):
+        free = run(*command, "--offload", "1", cwd=tmp_path)
+        assert (free.returncode, free.stderr.count("\n")) == (0, 1)
+        assert free.stderr.startswith(note)
+        assert run(*command, "--offload", "1", "--costs", "host.toml", cwd=tmp_path).stderr == ""
+        assert run(*command, cwd=tmp_path).stderr == ""
 
 
 def test_tables_are_whole_when_piped() -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 import stretto
-from pictures import svg_texts
+from pictures import DrawnFigure, svg_texts
+from strategies import SCHEDULES
+from stretto import MOE, Costs, Link, PhaseTimes, Timeline
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +65,74 @@ def test_a_large_plan_shows_colours_without_numbers(tmp_path: Path) -> None:
 def test_png(dualpipe: stretto.Timeline, tmp_path: Path) -> None:
     stretto.draw_figure(dualpipe, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> type[DrawnFigure]:
+    monkeypatch.setattr("matplotlib.figure.Figure", DrawnFigure)
+    monkeypatch.delattr(DrawnFigure, "cut_off", raising=False)
+    return DrawnFigure
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 4), (4, 8), (8, 16)])
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_nothing_is_cut_off(
+    name: str, devices: int, microbatches: int, drawn: type[DrawnFigure], tmp_path: Path
+) -> None:
+    timeline = stretto.simulate(SCHEDULES[name](devices=devices, microbatches=microbatches))
+    for ending in ("svg", "png") if devices == 2 else ("svg",):
+        stretto.draw_figure(timeline, tmp_path / f"figure.{ending}")
+        assert drawn.cut_off == []
+
+
+def in_lanes() -> Timeline:
+    """All that a legend can have."""
+    costs = Costs(
+        phases={name: PhaseTimes(1, 1, 1) for name in ("attn", "mlp", "dispatch", "combine")},
+        activation_bytes=1,
+        host=Link(bandwidth=1),
+        link=Link(latency=0.5),
+    )
+    plan = stretto.dualpipev(devices=1, microbatches=4)
+    return stretto.simulate(stretto.lower(plan, layers=[[MOE]] * 2, costs=costs, offload=1, recompute=True), costs)
+
+
+def test_nothing_of_a_long_legend_is_cut_off(drawn: type[DrawnFigure], tmp_path: Path) -> None:
+    stretto.draw_figure(in_lanes(), tmp_path / "lanes.svg", lanes=True)
+    assert drawn.cut_off == []
+    stretto.draw_comparison({"lanes": in_lanes()}, tmp_path / "comparison.svg")
+    assert drawn.cut_off == []
+    stretto.draw_figure(stretto.simulate(stretto.weight_update(devices=2, buckets=2)), tmp_path / "update.svg")
+    assert drawn.cut_off == []
+
+
+def test_a_legend_in_several_lines_takes_nothing_from_the_rows(tmp_path: Path) -> None:
+    """Its own lines make the figure taller."""
+    heights = []
+    for plan in (stretto.gpipe(devices=4, microbatches=2), stretto.dualpipe(devices=4, microbatches=8)):
+        stretto.draw_figure(stretto.simulate(plan), tmp_path / "figure.svg")
+        heights.append(float((tmp_path / "figure.svg").read_text().split('height="')[1].split("pt")[0]))
+    assert heights[1] > heights[0]
+
+
+@pytest.mark.parametrize(
+    ("costs", "unit"),
+    [
+        (Costs(), "units"),
+        (Costs(unit="s"), "s"),
+        (Costs(unit="s", F=1e-3, I=1e-3, W=1e-3), "ms"),
+        (Costs(unit="s", F=1e-6, I=1e-6, W=1e-6), "µs"),
+    ],
+)
+def test_time_has_an_axis_with_its_unit(costs: Costs, unit: str, tmp_path: Path) -> None:
+    timeline = stretto.simulate(stretto.gpipe(devices=2, microbatches=2), costs)
+    for draw in (stretto.draw_figure, lambda one, path: stretto.draw_comparison({"one": one}, path)):
+        draw(timeline, tmp_path / "figure.svg")
+        assert {"Time →", f"0 {unit}", f"4 {unit}", f"8 {unit}"} <= set(svg_texts(tmp_path / "figure.svg"))
+
+
+def test_seconds_and_times_without_a_unit_have_no_common_scale(tmp_path: Path) -> None:
+    plan = stretto.gpipe(devices=2, microbatches=2)
+    timelines = {str(unit): stretto.simulate(plan, Costs(unit=unit)) for unit in ("s", None)}
+    with pytest.raises(stretto.StrettoError, match="cannot be drawn on one scale"):
+        stretto.draw_comparison(timelines, tmp_path / "figure.svg")

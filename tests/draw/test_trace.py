@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import stretto
 from strategies import plans
 from stretto import Costs, Link
+from stretto.costs import Unit
 
 REQUIRED = {
     "X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"},
@@ -52,6 +53,40 @@ def test_slices_are_the_timelines_spans(plan: stretto.Plan) -> None:
         )
         for span in timeline.spans()
     ]
+
+
+def measured(timeline: stretto.Timeline) -> stretto.Timeline:
+    """The same as if a step had been measured so: in seconds that no file can hold as round numbers."""
+    return stretto.Timeline(timeline.program, timeline.start / 300 + 1 / 3, timeline.end / 300 + 1 / 3)
+
+
+def test_seconds_are_shown_as_microseconds_and_read_back_as_seconds() -> None:
+    timeline = measured(stretto.simulate(stretto.one_f_one_b(devices=2, microbatches=4)))
+    events = events_of(timeline)
+    for event, span in zip(events["X"], timeline.spans(), strict=True):
+        assert event["ts"] == pytest.approx(span.start * 1e6)
+        assert event["dur"] == pytest.approx((span.end - span.start) * 1e6)
+    assert max(event["ts"] for event in events["C"]) <= timeline.end.max() * 1e6
+    again = stretto.parse_trace(stretto.draw_trace(timeline))
+    assert again.unit == "s"
+    assert same(timeline, again)
+
+
+def test_what_is_simulated_with_fitted_seconds_is_in_seconds() -> None:
+    timeline = measured(stretto.simulate(stretto.one_f_one_b(devices=2, microbatches=4)))
+    fitted = stretto.simulate(timeline.program, stretto.fit(timeline))
+    assert fitted.unit == "s"
+    assert events_of(fitted)["X"][-1]["ts"] == pytest.approx(fitted.start[-1] * 1e6)
+    assert stretto.simulate(timeline.program).unit is None
+
+
+def test_a_trace_of_before_units_is_read_as_times_without_one() -> None:
+    timeline = measured(stretto.simulate(stretto.gpipe(devices=2, microbatches=2)))
+    trace = json.loads(stretto.draw_trace(timeline))
+    assert trace["otherData"]["stretto"].pop("unit") == "s"
+    again = stretto.parse_trace(json.dumps(trace))
+    assert again.unit is None
+    assert np.array_equal(again.start, timeline.start)
 
 
 def test_an_arrow_leads_from_each_send_to_its_receive() -> None:
@@ -97,13 +132,17 @@ def same(a: stretto.Timeline, b: stretto.Timeline) -> bool:
         and a.program.placement == b.program.placement
         and np.array_equal(a.start, b.start)
         and np.array_equal(a.end, b.end)
+        and a.unit == b.unit
     )
 
 
-@given(plans(), st.booleans(), st.integers(0, 1), st.booleans())
-def test_a_trace_is_read_back_as_it_was(plan: stretto.Plan, phases: bool, offload: int, recompute: bool) -> None:
+@given(plans(), st.booleans(), st.integers(0, 1), st.booleans(), st.sampled_from(["s", None]))
+def test_a_trace_is_read_back_as_it_was(
+    plan: stretto.Plan, phases: bool, offload: int, recompute: bool, unit: Unit
+) -> None:
     layers = [[stretto.MOE, stretto.DENSE]] * plan.stages if phases else None
-    costs = Costs(link=Link(latency=1 / 3), activation_bytes=1, recompute_bytes=0, host=Link(bandwidth=0.7))
+    link, host = Link(latency=1 / 3), Link(bandwidth=0.7)
+    costs = Costs(unit=unit, link=link, activation_bytes=1, recompute_bytes=0, host=host)
     program = stretto.lower(plan, layers=layers, offload=offload, recompute=recompute)
     timeline = stretto.simulate(program, costs)
     again = stretto.parse_trace(stretto.draw_trace(timeline, costs=costs))
@@ -139,6 +178,7 @@ def test_an_update_is_read_back_with_an_arrow_to_every_destination(devices: int)
         (lambda trace: trace["otherData"]["stretto"].update(routes=[[0, 5]]), None),
         (lambda trace: trace["otherData"]["stretto"].update(microbatches=10**9), "far more tasks than it shows"),
         (lambda trace: trace["otherData"]["stretto"].update(layers=[[]]), "2 stages, but layers for 1"),
+        (lambda trace: trace["otherData"]["stretto"].update(unit="h"), "Invalid enum value 'h'"),
         (lambda trace: trace["traceEvents"][-1]["args"].update(end=-1), "ends before it starts"),
         (lambda trace: trace["traceEvents"][-1]["args"].update(stage="x"), "Expected `int`"),
     ],

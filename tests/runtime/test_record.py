@@ -24,6 +24,7 @@ def test_a_step_is_recorded(ranks: Ranks, name: str, phased: bool) -> None:
     first, *others = ranks.run(recorded, 4, case)
     assert others == [None] * 3
     timeline = stretto.parse_trace(first)
+    assert timeline.unit == "s"
     program = timeline.program
     assert stretto.check(program) == []
     assert (timeline.end >= timeline.start).all()

@@ -1,5 +1,6 @@
 """Costs fitted to a timeline give that timeline again."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,11 +8,13 @@ from hypothesis import strategies as st
 import stretto
 from strategies import costs, plans
 from stretto import MOE, Costs, Link, PhaseTimes
+from stretto.program.task import Kind
 
 
 @given(plans(), costs, costs, costs, st.booleans(), st.integers(0, 3))
 def test_whole_passes(plan: stretto.Plan, f: int, i: int, w: int, decoupled: bool, latency: int) -> None:
-    table = Costs(F=f, I=i, W=w, BW=w if decoupled else 0, FB=0.9 * (f + i + w), link=Link(latency=latency))
+    woven = max(f, i + w, 0.9 * (f + i + w))
+    table = Costs(F=f, I=i, W=w, BW=w if decoupled else 0, FB=woven, link=Link(latency=latency))
     measured = stretto.simulate(plan, table)
     again = stretto.simulate(plan, stretto.fit(measured))
     assert again.makespan == pytest.approx(measured.makespan)
@@ -30,3 +33,15 @@ def test_phases(plan: stretto.Plan, recompute: bool) -> None:
 def test_a_weight_update_is_refused() -> None:
     with pytest.raises(stretto.CostError, match="a weight update has no costs of stages"):
         stretto.fit(stretto.simulate(stretto.weight_update(devices=2, buckets=2)))
+
+
+def test_a_pair_is_never_fitted_to_be_shorter_than_its_passes() -> None:
+    """As measured times, which are never exact, may say."""
+    timeline = stretto.simulate(stretto.dualpipe(devices=2, microbatches=8), Costs(F=1, B=2))
+    paired = timeline.program.work.kind == Kind.PAIR
+    hasty = stretto.Timeline(
+        timeline.program, timeline.start, np.where(paired, timeline.start + 0.1, timeline.end), timeline.unit
+    )
+    fitted = stretto.fit(hasty)
+    assert fitted.FB == (2.0, 2.0)
+    assert stretto.simulate(timeline.program, fitted).makespan < timeline.makespan

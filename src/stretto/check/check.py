@@ -2,11 +2,11 @@
 
 from stretto.check.buffers import buffers
 from stretto.check.coverage import coverage
-from stretto.check.deadlock import deadlock
+from stretto.check.deadlock import action_graph, deadlock
 from stretto.check.dependencies import dependencies
 from stretto.check.memory import memory
 from stretto.check.placement import judged_transfers, placement
-from stretto.check.transfers import transfers
+from stretto.check.transfers import transfer_order, transfers
 from stretto.check.update import update
 from stretto.check.violation import Violation
 from stretto.check.waits import Waits
@@ -23,7 +23,8 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
     needs before it starts; every transfer has both ends, in the same order on both sides; what left for
     host memory is back before it is used; no buffer is filled before what it held was used or has
     left; and the program ends even if each device moves one transfer at a time and every transfer
-    blocks until its other end is there. A deadlock is looked for once the rest holds.
+    blocks until its other end is there. A deadlock is looked for once the rest holds. Where actions
+    wait for each other in a circle, nothing is said of the order of transfers, which cannot be right then.
 
     With `memory_limit`, no device may hold more bytes than that, by the bytes in `costs`.
 
@@ -33,20 +34,22 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
     dependencies: 1B0 comes before 1F0 on device 1, but needs its result
     """
     program = lowered(program)
-    waits = Waits(program)
+    waits, actions = Waits(program), action_graph(program)
     if program.is_update:
         found = [*update(program, waits), *buffers(program, waits)]
     else:
         judged = judged_transfers(program)
+        circular = bool(actions.stuck())
         found = [
             *coverage(program),
             *placement(program, judged),
             *transfers(program, judged),
-            *dependencies(program, waits),
+            *(() if circular else transfer_order(program)),
+            *dependencies(program, waits, transfers=not circular),
             *buffers(program, waits),
         ]
     if not found:
-        found += deadlock(program)
+        found += deadlock(program, actions)
     if memory_limit is not None:
         found += memory(program, costs or Costs(), memory_limit)
     return found

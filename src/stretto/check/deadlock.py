@@ -5,34 +5,52 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from stretto.check.dependencies import required
 from stretto.check.violation import Violation
-from stretto.program.graph import Graph, queue_edges, wait_graph
+from stretto.program.graph import Graph, need_edges, queue_edges, wait_graph
 from stretto.program.program import Program
 from stretto.program.task import Kind
 from stretto.program.work import Bools, Ints, last_before
 
 
-def deadlock(program: Program) -> Iterator[Violation]:
-    """Look on an ideal machine first, then on the strictest one we promise to run on.
+def deadlock(program: Program, actions: Graph) -> Iterator[Violation]:
+    """Look at the actions alone first, by their `action_graph`, then at the strictest machine we promise to run on.
 
-    Ideally only compute and comm are in order, and transfers take place whenever both ends are ready. Strictly,
-    a device's host issues everything in order, computing as it goes; the device moves one transfer
-    at a time, in issue order; and a transfer takes place only when both devices have come to it.
-    Either way a transfer is one node with both its ends.
+    There, a device's host issues everything in order, computing as it goes; the device moves one transfer
+    at a time, in issue order; and a transfer, one node with both its ends, takes place only when both devices
+    have come to it.
     """
-    compute, device = program.compute, program.device
-    ideal = (queue_edges(np.where(program.moving, -1, program.lane)),)
-    strict = (*ideal, queue_edges(np.where(program.moving, device, -1)), _issued_after(compute, device))
-    for edges, where in ((ideal, ""), (strict, " where transfers block until matched")):
-        graph = wait_graph(program, *edges)
+    device, moving = program.device, program.moving
+    strict = wait_graph(
+        program,
+        need_edges(program),
+        queue_edges(np.where(moving, -1, program.lane)),
+        queue_edges(np.where(moving, device, -1)),
+        _issued_after(program.compute, device),
+    )
+    for graph, where in ((actions, ""), (strict, " where transfers block until matched")):
         if stuck := graph.stuck():
-            tasks = [int(graph.task[node]) for node in _short_cycle(graph, stuck)]
+            tasks = _turns(program, [int(graph.task[node]) for node in _short_cycle(graph, stuck)])
             first = min(range(len(tasks)), key=lambda k: (device[tasks[k]], tasks[k]))
             tasks = tasks[first:] + tasks[:first]
             steps = [_wait(program, a, b) for a, b in zip(tasks, [*tasks[1:], tasks[0]], strict=True)]
             message = f"tasks wait in a circle{where}: {_name(program, tasks[0])} {', which '.join(steps)}"
             yield Violation("deadlock", message, tuple(tasks))
             return
+
+
+def action_graph(program: Program) -> Graph:
+    """What waits for what if nothing had to be moved: actions wait for what they need, on whichever device it is
+    made, and for the action before them on their lane.
+    """
+    acting = ~program.moving
+    demands = [] if program.is_update else [(need, task) for task, need in required(program)]
+    needs = [
+        (before[there], after[there])
+        for before, after in (need_edges(program), *demands)
+        for there in [(before >= 0) & (after >= 0) & acting[before] & acting[after]]
+    ]
+    return wait_graph(program, *needs, queue_edges(np.where(acting, program.lane, -1)))
 
 
 def _issued_after(compute: Bools, device: Ints) -> tuple[Ints, Ints]:
@@ -74,18 +92,29 @@ def _cycle_through(start: int, waits: dict[int, list[int]]) -> list[int]:
     raise AssertionError("a node of a cycle leads back to itself")
 
 
+def _turns(program: Program, cycle: list[int]) -> list[int]:
+    """A cycle without the tasks it passes along a lane: each waits for all before it there."""
+    lane, moving = program.lane, program.moving
+    return [
+        task
+        for before, task, after in zip([cycle[-1], *cycle[:-1]], cycle, [*cycle[1:], cycle[0]], strict=True)
+        if not (lane[before] == lane[task] == lane[after] and before > task > after) or moving[task]
+    ]
+
+
 def _wait(program: Program, waiting: int, awaited: int) -> str:
     """Why one task, or transfer, waits for another: "needs …" or "comes after …"."""
     name = _name(program, awaited)
     ends, others = program.ends(waiting), program.ends(awaited)
-    if any(need in others for end in ends for need in program.needs(end)):
-        return f"needs {name}"
-    device = next(
+    together = (
         int(program.device[end])
         for end in ends
         for before in others
         if program.device[end] == program.device[before] and before < end
     )
+    device = next(together, None)
+    if device is None or any(need in others for end in ends for need in program.needs(end)):
+        return f"needs {name}"
     return f"comes after {name}" if len(others) == 1 else f"comes on device {device} after {name}"
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from itertools import pairwise
 
+import numpy as np
+
 from stretto.check.violation import Violation
 from stretto.check.waits import Waits
 from stretto.program.program import Program
@@ -10,13 +12,15 @@ from stretto.program.task import COPIES, Kind
 from stretto.program.work import Ints
 
 
-def dependencies(program: Program, waits: Waits) -> Iterator[Violation]:
-    for task, need in _required(program):
-        yield from waits.missing(task, need)
+def dependencies(program: Program, waits: Waits, *, transfers: bool) -> Iterator[Violation]:
+    """Of all tasks, or of all but transfers."""
+    judged = np.append(~program.moving | transfers, True)  # −1, where there is no task, is the last
+    for task, need in required(program):
+        yield from waits.missing(task, np.where(judged[task] & judged[need], need, -1))
 
 
-def _required(program: Program) -> Iterator[tuple[Ints, Ints]]:
-    """What training demands: (tasks, what they need), −1 where there is none, on the same device."""
+def required(program: Program) -> Iterator[tuple[Ints, Ints]]:
+    """What training demands: (tasks, what they need), −1 where there is none."""
     tables, anatomy = program.tables, program.anatomy
     forward, backward = tables.forward, tables.backward
     starts, results = tables.first(forward)[:-1], tables.last(forward)[:-1]

@@ -1,4 +1,4 @@
-"""Every transfer has two ends, once, in the same order on both sides."""
+"""Every transfer has two ends, once; and these are in the same order on both sides."""
 
 from collections.abc import Iterator
 
@@ -12,12 +12,11 @@ from stretto.program.work import Bools
 
 
 def transfers(program: Program, judged: Bools) -> Iterator[Violation]:
-    """Of the transfers that are to be judged."""
+    """Of the transfers that are to be judged: two ends each, once."""
     yield from _ends(program, judged, gradient=False)
     if program.work.among((*BACKWARDS, Kind.SEND_B, Kind.RECV_B)).any():
         yield from _ends(program, judged, gradient=True)
     yield from _unmatched(program, judged)
-    yield from _order(program)
 
 
 def _ends(program: Program, judged: Bools, *, gradient: bool) -> Iterator[Violation]:
@@ -64,7 +63,7 @@ def _unmatched(program: Program, judged: Bools) -> Iterator[Violation]:
         yield Violation("transfers", message, (task,))
 
 
-def _order(program: Program) -> Iterator[Violation]:
+def transfer_order(program: Program) -> Iterator[Violation]:
     """Along a link, things arrive in the order they were sent."""
     sent = np.flatnonzero(program.work.among(SENDS) & (program.mate >= 0))
     sent = sent[np.argsort(program.lane[sent], kind="stable")]

@@ -40,7 +40,7 @@ def check(
     table = read_costs(cost, costs)
     with working(f"checking {file}"):
         program = read_program(file)
-        found = find_violations(program, costs=table, memory_limit=memory_limit)
+        found = find_violations(program, costs=table.costs, memory_limit=memory_limit)
     for violation in found[:_SHOWN]:
         out.print(str(violation))
     if len(found) > _SHOWN:

@@ -12,6 +12,7 @@ from stretto.cli.console import err, number, out, print_table, working
 from stretto.cli.inputs import (
     Cost,
     CostFile,
+    CostTable,
     Devices,
     Json,
     Layers,
@@ -24,12 +25,13 @@ from stretto.cli.inputs import (
     Virtual,
     is_file,
     is_trace,
+    note_free_copies,
     read_costs,
     training_of,
 )
 from stretto.costs import Costs, Shared
 from stretto.draw import draw_comparison
-from stretto.ir.errors import PlanError, StrettoError
+from stretto.ir.errors import CostError, PlanError, StrettoError
 from stretto.schedules.catalogue import SCHEDULES, schedule_named
 from stretto.simulate import simulate
 from stretto.timeline import Timeline
@@ -40,6 +42,8 @@ class Comparison(msgspec.Struct, frozen=True):
     """One schedule's figures; devices' are the worst device's, and sizes are in p-ths of the model."""
 
     name: str
+    devices: int
+    microbatches: int
     makespan: float
     bubble_ratio: float
     span_bubble: float
@@ -86,7 +90,8 @@ def compare(
     (between the two), params, exposed (transfer time not hidden), comm (the same of dispatch and
     combine), copy (of copies to and from host memory) and bytes are the worst device's.
     A .trace.json is compared as it is; with --fit, so is what a simulation makes of the costs that it shows.
-    What cannot be made at these sizes is named below the table.
+    What was measured is in seconds, and can only be compared with costs in seconds (unit=s).
+    What cannot be made at these sizes, and which files have others, is said below the table.
 
     Examples:
 
@@ -104,21 +109,25 @@ def compare(
     if output is not None and output.suffix.lower() not in (".svg", ".png"):
         raise PlanError(f"-o draws .svg or .png (got {output})")
     making = Making(layers, offload, recompute)
+    simulated = not names or not all(map(is_trace, names))  # anything that costs and the like are for
     timelines, refused = {}, []
     for name, sizes in _targets(names or [], Sizes(devices, microbatches, virtual, overlap)):
         label = name + " +overlap" * sizes.overlap
         with working(f"simulating {label}"):
             try:
-                made = Making() if is_trace(name) else making
-                timelines[label] = training_of(name, sizes, made, table, same_model=True)
+                given = (Making(), CostTable(table.costs)) if simulated and is_trace(name) else (making, table)
+                timelines[label] = training_of(name, sizes, *given, same_model=True)
             except StrettoError as error:
                 reason = str(error) if str(error).startswith(name) else f"{label}: {error}"
                 if names:
                     raise type(error)(reason) from None
                 refused.append(reason)
+    _demand_one_unit(timelines)
+    note_free_copies(making, timelines.values())
+    sizes_differ = _differing_sizes(timelines)
     fitted = {name: _fitted(timeline, cores) for name, timeline in timelines.items() if fit and is_trace(name)}
     timelines |= {f"{name}, fitted": timeline for name, timeline in fitted.items()}
-    rows = [_compared(name, timeline, table) for name, timeline in timelines.items()]
+    rows = [_compared(name, timeline, table.costs) for name, timeline in timelines.items()]
     ranked = sorted(rows, key=lambda row: row.makespan)
     if output is not None:
         with working(f"writing {output}"):
@@ -126,14 +135,41 @@ def compare(
     if json:
         out.print(msgspec.json.format(msgspec.json.encode(rows)).decode())
     else:
-        _print(ranked)
+        _print(ranked, seconds=any(timeline.unit == "s" for timeline in timelines.values()))
         for name, timeline in fitted.items():
             off = timeline.makespan / timelines[name].makespan - 1
             out.print(f"{name}: a simulation with the costs fitted to it is {off:+.1%} off")
         if output is not None:
             out.print(f"wrote {output}")
+    if sizes_differ:
+        err.print(f"note: sizes differ, and times are compared as they are: {sizes_differ}")
     for reason in refused:
         err.print(f"left out: {reason}")
+
+
+def _demand_one_unit(timelines: dict[str, Timeline]) -> None:
+    seconds = [name for name, timeline in timelines.items() if timeline.unit == "s"]
+    others = [name for name, timeline in timelines.items() if timeline.unit is None]
+    if seconds and others:
+        way = "give the costs in seconds, with unit=s"
+        if is_trace(others[0]):
+            way = 'if it was measured, write "unit": "s" into its otherData.stretto'
+        raise CostError(f"{seconds[0]} is in seconds, but {others[0]} is not said to be; {way}")
+
+
+def _differing_sizes(timelines: dict[str, Timeline]) -> str:
+    """Which timelines have how many devices, stages and microbatches, as far as these differ; "" if they do not.
+
+    Simulations share one model out among their stages, however many, so these matter only to traces.
+    """
+    placements = {name: timeline.program.placement for name, timeline in timelines.items()}
+    kinds = ("devices", "stages", "microbatches") if any(map(is_trace, timelines)) else ("devices", "microbatches")
+    differing = [kind for kind in kinds if len({getattr(placement, kind) for placement in placements.values()}) > 1]
+    groups: dict[str, list[str]] = {}
+    for name, placement in placements.items():
+        size = " and ".join(f"{getattr(placement, kind)} {kind}" for kind in differing)
+        groups.setdefault(size, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {size}" for size, names in groups.items()) if differing else ""
 
 
 def _fitted(timeline: Timeline, cores: int | None) -> Timeline:
@@ -170,6 +206,8 @@ def _compared(name: str, timeline: Timeline, costs: Costs) -> Comparison:
     share = devices / stages  # of a p-th of the model, that a stage is
     return Comparison(
         name=name,
+        devices=devices,
+        microbatches=program.placement.microbatches,
         makespan=summary.makespan,
         bubble_ratio=summary.bubble_ratio,
         span_bubble=max(device.span - device.busy for device in summary.devices),
@@ -185,17 +223,21 @@ def _compared(name: str, timeline: Timeline, costs: Costs) -> Comparison:
     )
 
 
-def _print(rows: list[Comparison]) -> None:
+def _print(rows: list[Comparison], *, seconds: bool) -> None:
     # Columns that say nothing here are left out.
+    devices, microbatches = len({row.devices for row in rows}) > 1, len({row.microbatches for row in rows}) > 1
     exposed, comm = any(row.exposed_transfer for row in rows), any(row.exposed_comm for row in rows)
     copy = any(row.exposed_copy for row in rows)
     sized = any(row.peak_bytes is not None for row in rows)
-    headings = ["schedule", "makespan", "bubble", "in span", "activations", "I to W", "params"]
+    headings = ["schedule", *["devices"] * devices, *["microbatches"] * microbatches]
+    headings += ["makespan, s" if seconds else "makespan", "bubble", "in span", "activations", "I to W", "params"]
     print_table(
         [*headings, *["exposed"] * exposed, *["comm"] * comm, *["copy"] * copy, *["bytes"] * sized],
         [
             [
                 row.name,
+                *[str(row.devices)] * devices,
+                *[str(row.microbatches)] * microbatches,
                 number(row.makespan),
                 f"{row.bubble_ratio:.1%}",
                 number(row.span_bubble),

@@ -1,5 +1,7 @@
 """What commands take: schedules or files, sizes, costs."""
 
+import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +9,8 @@ from typing import Annotated
 import typer
 
 from stretto.check import check
-from stretto.costs import Costs, parse_costs, parse_costs_toml
+from stretto.cli.console import err
+from stretto.costs import BYTES, Costs, parse_costs, parse_costs_toml
 from stretto.draw import draw_figure, draw_trace, parse_trace
 from stretto.ir.errors import CostError, PlanError, ProgramError, TextError
 from stretto.ir.plan import Plan
@@ -15,6 +18,7 @@ from stretto.ir.text import parse_plan_json
 from stretto.program.lower import lower
 from stretto.program.phases import cut_layers, parse_layers
 from stretto.program.program import Program
+from stretto.program.task import COPIES
 from stretto.program.text import parse_program
 from stretto.schedules.catalogue import schedule_named
 from stretto.simulate import simulate
@@ -85,15 +89,27 @@ class Making:
         return self != Making()
 
 
-def read_costs(text: str | None, path: Path | None) -> Costs:
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Costs as given on the command line."""
+
+    costs: Costs
+    times: tuple[str, ...] = ()
+    """The names of those given that are no bytes."""
+
+
+def read_costs(text: str | None, path: Path | None) -> CostTable:
     if text is not None and path is not None:
         raise CostError("give --cost or --costs, not both")
     if path is None:
-        return parse_costs(text or "")
-    try:
-        return parse_costs_toml(read_text(path))
-    except CostError as error:
-        raise CostError(f"{path}: {error}") from None
+        costs, names = parse_costs(text or ""), [part.partition("=")[0].strip() for part in (text or "").split(",")]
+    else:
+        written = read_text(path)
+        try:
+            costs, names = parse_costs_toml(written), list(tomllib.loads(written))
+        except CostError as error:
+            raise CostError(f"{path}: {error}") from None
+    return CostTable(costs, tuple(name for name in names if name and name not in BYTES))
 
 
 def read_text(path: Path) -> str:
@@ -172,15 +188,15 @@ def _sound_program(target: str, sizes: Sizes, making: Making, costs: Costs, *, s
     return program
 
 
-def training_of(target: str, sizes: Sizes, making: Making, costs: Costs, *, same_model: bool = False) -> Timeline:
+def training_of(target: str, sizes: Sizes, making: Making, table: CostTable, *, same_model: bool = False) -> Timeline:
     """The same of what can only be a training step."""
-    timeline = timeline_of(target, sizes, making, costs, same_model=same_model)
+    timeline = timeline_of(target, sizes, making, table, same_model=same_model)
     if timeline.program.is_update:
         raise PlanError(f"{target} shows a weight update; stretto show draws it, stretto update simulates one")
     return timeline
 
 
-def timeline_of(target: str, sizes: Sizes, making: Making, costs: Costs, *, same_model: bool = False) -> Timeline:
+def timeline_of(target: str, sizes: Sizes, making: Making, table: CostTable, *, same_model: bool = False) -> Timeline:
     """What a trace shows, or what the simulation of a schedule or file gives.
 
     With `same_model`, costs are a p-th of the model's, and each schedule's stages take their share.
@@ -188,13 +204,24 @@ def timeline_of(target: str, sizes: Sizes, making: Making, costs: Costs, *, same
     if is_trace(target):
         if making.given() or sizes.given():
             raise PlanError(f"{target} is a timeline: sizes, --layers and the like go with a schedule's name")
-        if not same_model and (named := costs.times_given()):
-            raise CostError(f"{target} has its own times; leave {named[0]} out, only bytes matter here")
+        if table.times:
+            raise CostError(f"{target} has its own times; leave {table.times[0]} out, only bytes matter here")
         return read_trace(Path(target))
+    costs = table.costs
     program = _sound_program(target, sizes, making, costs, same_model=same_model)
     if same_model:
         costs = costs.for_stages(program.placement.stages, devices=program.devices)
     return simulate(program, costs)
+
+
+def note_free_copies(making: Making, timelines: Iterable[Timeline]) -> None:
+    """Say so where offloading was asked for and costs nothing."""
+    copies = [(timeline.end - timeline.start)[timeline.program.work.among(COPIES)] for timeline in timelines]
+    if making.offload and any(len(times) and not times.any() for times in copies):
+        err.print(
+            "note: copies to and from host memory take no time with these costs; "
+            "a file (--costs) may give activation_bytes and the bandwidth of [host]"
+        )
 
 
 def figure_kind(path: Path) -> str:

@@ -7,6 +7,7 @@ import typer
 from stretto.broker.launch import launch
 from stretto.broker.model import PRESETS, LinkModel
 from stretto.cli.console import err, out
+from stretto.ir.extras import demand
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -45,6 +46,7 @@ def run(
 
       stretto onegpu run -d 8 --link nvlink benchmarks/onegpu/prove.py numerics
     """
+    demand("torch", extra="train", what="stretto onegpu")
     if link is not None:
         LinkModel.parse(link)
     if not mps:

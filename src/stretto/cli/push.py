@@ -12,6 +12,7 @@ from stretto.cli.console import err, number, out, print_table
 from stretto.cli.inputs import Json, figure_kind, write_figure
 from stretto.draw import draw_text
 from stretto.ir.errors import WeightsError
+from stretto.ir.extras import demand
 from stretto.program.update import MODES, Mode
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def push(
 
       stretto push checkpoint/ --dry-run --devices 8
     """
+    demand("torch", extra="train", what="stretto push")
     from stretto.weights.files import Safetensors
     from stretto.weights.messages import InFlight
 

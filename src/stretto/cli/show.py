@@ -22,6 +22,7 @@ from stretto.cli.inputs import (
     figure_kind,
     is_file,
     make_plan,
+    note_free_copies,
     read_costs,
     timeline_of,
     write_figure,
@@ -32,6 +33,7 @@ from stretto.ir.errors import PlanError
 from stretto.ir.text import plan_to_json
 from stretto.program.lower import lower
 from stretto.schedules.catalogue import SCHEDULES
+from stretto.timeline.units import time_text
 
 
 def show(
@@ -92,10 +94,11 @@ def show(
         with working(f"simulating {name}"):
             table = read_costs(cost, costs)
             timeline = timeline_of(name, sizes, making, table)
+            note_free_copies(making, [timeline])
             coloured = out.is_terminal and not out.no_color
             drawing = (draw_rich if coloured else draw_text)(timeline, width=width or out.width, lanes=lanes)
         out.print(drawing)
-        out.print(f"time {timeline.makespan:g} →")
+        out.print(f"time {time_text(timeline.makespan, timeline.unit)} →")
 
 
 def _list() -> None:
@@ -125,7 +128,9 @@ def _write(
     kind = figure_kind(path)
     if kind in (".svg", ".png", ".trace.json"):
         table = read_costs(cost, costs)
-        write_figure(timeline_of(name, sizes, making, table), path, costs=table, lanes=lanes)
+        timeline = timeline_of(name, sizes, making, table)
+        note_free_copies(making, [timeline])
+        write_figure(timeline, path, costs=table.costs, lanes=lanes)
         return
     if is_file(name):
         raise PlanError("-o writes a schedule's order; name one")

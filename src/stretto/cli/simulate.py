@@ -19,10 +19,12 @@ from stretto.cli.inputs import (
     Recompute,
     Sizes,
     Virtual,
+    note_free_copies,
     read_costs,
     training_of,
 )
-from stretto.timeline import Span, Summary
+from stretto.timeline import Summary, Timeline
+from stretto.timeline.units import time_text
 
 
 def simulate(
@@ -57,14 +59,15 @@ def simulate(
     with working(f"simulating {name}"):
         sizes, making = Sizes(devices, microbatches, virtual, overlap), Making(layers, offload, recompute)
         timeline = training_of(name, sizes, making, table)
-        summary = timeline.summary(table)
+        summary = timeline.summary(table.costs)
+    note_free_copies(making, [timeline])
     if json:
         out.print(msgspec.json.format(msgspec.json.encode(summary)).decode())
     else:
-        _print(summary, timeline.critical_path())
+        _print(summary, timeline)
 
 
-def _print(summary: Summary, path: list[Span]) -> None:
+def _print(summary: Summary, timeline: Timeline) -> None:
     rows = [
         [
             str(index),
@@ -81,7 +84,7 @@ def _print(summary: Summary, path: list[Span]) -> None:
         for index, device in enumerate(summary.devices)
     ]
     print_table(["device", "busy", "span", "bubble", "exposed", "comm", "copy", "activations", "I to W", "bytes"], rows)
-    out.print(f"\nmakespan {summary.makespan:g}, bubble {summary.bubble_ratio:.1%}")
-    names = [str(span.task).removesuffix("OVERLAP_F_B") for span in path if span.end > span.start]
+    out.print(f"\nmakespan {time_text(summary.makespan, timeline.unit)}, bubble {summary.bubble_ratio:.1%}")
+    names = [str(span.task).removesuffix("OVERLAP_F_B") for span in timeline.critical_path() if span.end > span.start]
     shown = names if len(names) <= 24 else [*names[:12], "…", *names[-11:]]
     out.print(f"critical path, {len(names)} tasks: {' '.join(shown)}")

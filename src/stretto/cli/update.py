@@ -67,7 +67,7 @@ def update(
         raise PlanError(f"{devices} devices × {size / bucket:.0f} buckets: stay between 1 device and {LARGEST:,} tasks")
     buckets = math.ceil(size / bucket)
     times = BucketTimes(h2d=bucket / h2d, broadcast=bucket / broadcast, reload=bucket / reload)
-    table = Costs(bucket=times, shared=read_costs(None, costs).shared)
+    table = Costs(unit="s", bucket=times, shared=read_costs(None, costs).costs.shared)
     with working("simulating the update"):
         timelines = {
             name: simulate(weight_update(devices=devices, buckets=buckets, mode=name), table) for name in MODES

@@ -1,5 +1,6 @@
-"""What all figures are made of: boxes in rows, labels that fit, a legend, an SVG or PNG file."""
+"""What all figures are made of: boxes in rows, labels that fit, a time axis, a legend, an SVG or PNG file."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto.costs import Unit
 from stretto.ir.errors import StrettoError
+from stretto.ir.extras import demand
+from stretto.timeline.units import time_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
 
 FONT = 8.0  # points
 READABLE = 5.0
+_LINE = 0.17  # inches, of a legend
 _WIDE = 0.72  # the width of a character over its height, with some room
 
 
@@ -40,11 +45,10 @@ def figure_at(
 
     Nothing of it is left in matplotlib's own state.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise StrettoError("figures need matplotlib: pip install 'stretto[draw]'") from None
+    demand("matplotlib", extra="draw", what="a figure")
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context({"svg.fonttype": "none", "font.size": FONT, "svg.hashsalt": "stretto"}):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(len(rows), squeeze=False, gridspec_kw={"height_ratios": rows})
@@ -63,6 +67,16 @@ def bare(axes: "Axes", *, length: float, rows: float) -> None:
     axes.tick_params(left=False, bottom=False, labelbottom=False)
     for side in axes.spines.values():
         side.set_visible(False)
+
+
+def time_axis(axes: "Axes", *, length: float, unit: Unit) -> None:
+    """Ticks below the rows, each with its unit: a number alone is a microbatch."""
+    from matplotlib.ticker import FuncFormatter
+
+    size, name = time_scale(length, unit)
+    axes.tick_params(bottom=True, labelbottom=True)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda time, _: f"{time / size:g} {name or 'units'}"))
+    axes.set_xlabel("Time →", loc="left")
 
 
 def paint(axes: "Axes", boxes: Sequence[Box], *, edge: str = "white") -> None:
@@ -98,7 +112,7 @@ def write_labels(axes: "Axes", boxes: Iterable[Box], *, points: float, alike: bo
 
 
 def legend(figure: "Figure", entries: Mapping[str, str | tuple[str, ...]], *, edge: str | None = None) -> None:
-    """Labels with their colours, below everything; a tuple is a split swatch."""
+    """Labels with their colours, below everything, in as many lines as they need; a tuple is a split swatch."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Rectangle
 
@@ -108,12 +122,18 @@ def legend(figure: "Figure", entries: Mapping[str, str | tuple[str, ...]], *, ed
     handles: list[Any] = [
         tuple(map(swatch, colours)) if isinstance(colours, tuple) else swatch(colours) for colours in entries.values()
     ]
-    figure.legend(
-        handles,
-        list(entries),
-        loc="outside lower left",
-        ncols=max(1, len(entries)),
-        frameon=False,
-        handlelength=1.6,
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-    )
+    for columns in range(max(1, len(entries)), 0, -1):
+        drawn = figure.legend(
+            handles,
+            list(entries),
+            loc="outside lower left",
+            ncols=columns,
+            frameon=False,
+            handlelength=1.6,
+            handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        )
+        if drawn.get_window_extent().width <= 0.98 * figure.bbox.width or columns == 1:
+            break
+        drawn.remove()
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + _LINE * (math.ceil(len(entries) / columns) - 1))

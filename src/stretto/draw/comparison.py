@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from stretto.draw.canvas import FONT, Box, bare, figure_at, legend, paint
+from stretto.draw.canvas import FONT, Box, bare, figure_at, legend, paint, time_axis
 from stretto.draw.figure import boxes_of, legend_entries
 from stretto.ir.errors import StrettoError
 from stretto.program.task import Kind
 from stretto.timeline import Timeline
+from stretto.timeline.units import time_text
 
 _ROW = 0.09  # inches
 _TITLE = 0.22
@@ -22,19 +23,21 @@ def draw_comparison(timelines: Mapping[str, Timeline], path: Path) -> None:
     longest = max((timeline.makespan for timeline in timelines.values()), default=0.0)
     if longest <= 0:
         raise StrettoError("there is nothing to draw: nothing takes any time")
+    unit, *others = {timeline.unit for timeline in timelines.values()}
+    if others:
+        raise StrettoError("times in seconds and times without a unit cannot be drawn on one scale")
     heights = [_TITLE + _ROW * timeline.program.devices for timeline in timelines.values()]
     painted: list[Box] = []
-    with figure_at(path, _WIDTH, sum(heights) + 0.5, heights) as (figure, stack):
+    with figure_at(path, _WIDTH, sum(heights) + 0.8, heights) as (figure, stack):
         for axes, (name, timeline) in zip(stack, timelines.items(), strict=True):
             boxes = list(boxes_of(timeline))
             paint(axes, boxes)
             painted += boxes
             bare(axes, length=longest, rows=timeline.program.devices)
             axes.set_yticks([])
-            idle = timeline.summary().bubble_ratio
-            axes.set_title(f"{name}: {timeline.makespan:g}, {idle:.1%} idle", loc="left", fontsize=FONT, pad=2)
+            time, idle = time_text(timeline.makespan, unit), timeline.summary().bubble_ratio
+            axes.set_title(f"{name}: {time}, {idle:.1%} idle", loc="left", fontsize=FONT, pad=2)
             axes.axvline(timeline.makespan, color="#888888", linewidth=0.8)
-        stack[-1].tick_params(bottom=True, labelbottom=True)
-        stack[-1].set_xlabel("Time →", loc="left")
+        time_axis(stack[-1], length=longest, unit=unit)
         pairs = any((timeline.program.work.kind == Kind.PAIR).any() for timeline in timelines.values())
         legend(figure, legend_entries(painted, pairs=pairs))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.draw.canvas import Box, bare, figure_at, legend, paint, write_labels
+from stretto.draw.canvas import Box, bare, figure_at, legend, paint, time_axis, write_labels
 from stretto.draw.lanes import Shown, rows_of, shown
 from stretto.draw.update import draw_update
 from stretto.ir.errors import StrettoError
@@ -59,7 +59,7 @@ def draw_figure(timeline: Timeline, path: Path, *, number_up_flow: bool = False,
     count = program.devices * len(rows)
     width = float(np.clip(timeline.makespan * 0.17, *_WIDTH))
     boxes = list(boxes_of(timeline, lanes=lanes, number_up_flow=number_up_flow))
-    with figure_at(path, width, (_THIN if lanes else _ROW) * count + 1.0) as (figure, (axes,)):
+    with figure_at(path, width, (_THIN if lanes else _ROW) * count + 1.2) as (figure, (axes,)):
         paint(axes, boxes)
         write_labels(axes, boxes, points=72 * width / timeline.makespan)
         bare(axes, length=timeline.makespan, rows=count)
@@ -69,7 +69,7 @@ def draw_figure(timeline: Timeline, path: Path, *, number_up_flow: bool = False,
         axes.set_yticks(np.arange(count) + 0.5, labels)
         if lanes:
             axes.hlines(np.arange(1, program.devices) * len(rows), 0, timeline.makespan, color="#888888", linewidth=0.5)
-        axes.set_xlabel("Time →", loc="left")
+        time_axis(axes, length=timeline.makespan, unit=timeline.unit)
         legend(figure, legend_entries(boxes, pairs=bool((program.work.kind == Kind.PAIR).any())))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import msgspec
 import numpy as np
 
-from stretto.costs import LANES, Costs
+from stretto.costs import LANES, Costs, Unit
 from stretto.ir.errors import StrettoError, TextError
 from stretto.ir.placement import Placement
 from stretto.program.link import lanes_of, link_tasks
@@ -16,7 +16,8 @@ from stretto.program.task import RECEIVES, SENDS, UPDATES, WEIGHTS, Kind, Lane, 
 from stretto.program.work import Work
 from stretto.timeline import Timeline
 
-_UNIT = 1000.0  # microseconds shown for one unit of time
+_MICROSECONDS: dict[Unit, float] = {"s": 1e6, None: 1e3}
+"""What the format counts time in, for one of each unit: what has none shows as a millisecond."""
 
 
 class _Origin(msgspec.Struct):
@@ -26,12 +27,15 @@ class _Origin(msgspec.Struct):
     microbatches: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
     layers: list[list[Layer]] | None
     """None where actions are whole."""
+    unit: Unit = None
+    """Of the times in the slices' arguments. Traces of before it was written say nothing, and read so."""
 
 
 def draw_trace(timeline: Timeline, *, costs: Costs | None = None) -> str:
-    """Slices for tasks, arrows for transfers, counters for memory. One unit of time shows as a millisecond.
+    """Slices for tasks, arrows for transfers, counters for memory.
 
-    Bytes are counted if the costs name any, activations always.
+    Seconds show as seconds; times without a unit show as milliseconds. The file says which, and holds the times
+    themselves too. Bytes are counted if the costs name any, activations always.
     """
     events = [*_names(timeline), *_slices(timeline), *_counters(timeline, costs)]
     program = timeline.program
@@ -39,6 +43,7 @@ def draw_trace(timeline: Timeline, *, costs: Costs | None = None) -> str:
         [list(route) for route in program.placement.routes],
         program.placement.microbatches,
         None if program.anatomy.is_whole else [list(stage) for stage in program.anatomy.layers],
+        timeline.unit,
     )
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"stretto": msgspec.to_builtins(origin)}}
     return msgspec.json.encode(trace).decode()
@@ -68,7 +73,7 @@ def parse_trace(text: str) -> Timeline:
     start, end = (np.array([getattr(slice_.args, name) for slice_ in slices]) for name in ("start", "end"))
     if not (np.isfinite(start).all() and np.isfinite(end).all() and (start <= end).all()):
         raise TextError("not a sound trace of Stretto's: a task ends before it starts")
-    return Timeline(program, start, end)
+    return Timeline(program, start, end, origin.unit)
 
 
 _Index = Annotated[int, msgspec.Meta(ge=-1, lt=2**40)]
@@ -171,10 +176,10 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    program = timeline.program
+    program, scale = timeline.program, _MICROSECONDS[timeline.unit]
     lanes, mates = program.lane.tolist(), program.mate.tolist()
     for index, span in enumerate(timeline.spans()):
-        task, start, end = span.task, span.start * _UNIT, span.end * _UNIT
+        task, start, end = span.task, span.start * scale, span.end * scale
         place = {"pid": task.device, "tid": lanes[index]}
         yield {
             "ph": "X",
@@ -209,11 +214,12 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _counters(timeline: Timeline, costs: Costs | None) -> Iterator[dict[str, Any]]:
+    scale = _MICROSECONDS[timeline.unit]
     for device, held in enumerate(timeline.memory(costs)):
         counts = zip(held.time.tolist(), held.activations.tolist(), held.pending.tolist(), strict=True)
         for time, activations, pending in counts:
             args = {"activations": activations, "between I and W": pending}
-            yield {"ph": "C", "pid": device, "name": "stage passes held", "ts": time * _UNIT, "args": args}
+            yield {"ph": "C", "pid": device, "name": "stage passes held", "ts": time * scale, "args": args}
         if held.bytes is not None:
             for time, size in zip(held.time.tolist(), held.bytes.tolist(), strict=True):
-                yield {"ph": "C", "pid": device, "name": "bytes held", "ts": time * _UNIT, "args": {"bytes": size}}
+                yield {"ph": "C", "pid": device, "name": "bytes held", "ts": time * scale, "args": {"bytes": size}}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.draw.canvas import Box, bare, figure_at, legend, paint, write_labels
+from stretto.draw.canvas import Box, bare, figure_at, legend, paint, time_axis, write_labels
 from stretto.draw.lanes import shown
 from stretto.program.program import Program
 from stretto.program.task import Kind, Task
@@ -41,7 +41,7 @@ def draw_update(timeline: Timeline, path: Path) -> None:
         for row, name in enumerate(buffers)
     ]
     boxes = list(_boxes(timeline, buffers, rows))
-    with figure_at(path, width, _ROW * rows * program.devices + 0.9) as (figure, (axes,)):
+    with figure_at(path, width, _ROW * rows * program.devices + 1.1) as (figure, (axes,)):
         paint(axes, [*stack, *boxes], edge=_EDGE)
         write_labels(axes, boxes, points=72 * width / (1.1 * length))
         bare(axes, length=length, rows=rows * program.devices - _GAP)
@@ -51,7 +51,7 @@ def draw_update(timeline: Timeline, path: Path) -> None:
             axes.axhline(device * rows - _GAP / 2, color="#cccccc", linewidth=0.5)
         middle = np.arange(program.devices) * rows + len(buffers) / 2
         axes.set_yticks(middle, [f"Device {device}" for device in range(program.devices)])
-        axes.set_xlabel("Time →", loc="left")
+        time_axis(axes, length=length, unit=timeline.unit)
         legend(figure, _LEGEND, edge=_EDGE)
 
 

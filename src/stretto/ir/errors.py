@@ -5,6 +5,10 @@ class StrettoError(ValueError):
     """Base of every error that a user's input can cause."""
 
 
+class MissingPackageError(StrettoError, ImportError):
+    """A package is not installed that only a part of the system needs."""
+
+
 class PlanError(StrettoError):
     """A schedule cannot be made for these sizes, or rows do not form a plan."""
 

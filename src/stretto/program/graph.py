@@ -52,19 +52,23 @@ class Graph:
 
 
 def wait_graph(program: Program, *edges: tuple[Ints, Ints]) -> Graph:
-    """The program's needs and these edges (before, after) between its tasks, as a graph of nodes."""
+    """These edges (before, after) between the program's tasks, as a graph of nodes."""
     index = np.arange(len(program))
     leads = program.mate < index  # the last end stands for all
     leader = np.where(leads, index, program.mate)
     while not leads[leader].all():
         leader = leader[leader]
     node = (np.cumsum(leads) - 1)[leader]
-    need, task = program.need, program.needing
-    across = (program.lane[need] != program.lane[task]) | (need >= task)  # a lane's own order says the rest
-    needs = (need[across], task[across])
-    source = node[np.concatenate([before for before, _ in (needs, *edges)])]
-    target = node[np.concatenate([after for _, after in (needs, *edges)])]
+    source = node[np.concatenate([before for before, _ in edges])]
+    target = node[np.concatenate([after for _, after in edges])]
     return Graph(node, np.flatnonzero(leads), source, target)
+
+
+def need_edges(program: Program) -> tuple[Ints, Ints]:
+    """An edge from each need to its task, where the lane's own order does not say so already."""
+    need, task = program.need, program.needing
+    across = (program.lane[need] != program.lane[task]) | (need >= task)
+    return need[across], task[across]
 
 
 def queue_edges(queue: Ints) -> tuple[Ints, Ints]:
@@ -83,4 +87,4 @@ def lane_graph(program: Program) -> Graph:
     # Where a link's two lanes agree, one edge between two transfers says it all.
     other = program.mate[after]
     twice = (other >= 0) & (other < after) & (previous[other] == program.mate[before]) & (previous[other] >= 0)
-    return wait_graph(program, (before[~twice], after[~twice]))
+    return wait_graph(program, need_edges(program), (before[~twice], after[~twice]))

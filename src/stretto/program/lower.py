@@ -18,7 +18,7 @@ from stretto.program.phases import Anatomy, Layer
 from stretto.program.program import Program
 from stretto.program.tables import Tables
 from stretto.program.task import Kind, Lane
-from stretto.program.work import Bools, Ints, Work
+from stretto.program.work import Ints, Work
 
 _OWN_LANES = ("compute", "comm", "d2h", "h2d")
 _KIND = {op: int(Kind[op.name]) for op in Op}
@@ -67,7 +67,7 @@ def lower(
     whole = Anatomy.whole(plan.stages)
     tables = Tables(actions, whole, plan.placement)
     forward, backward = tables.first(tables.forward), tables.first(tables.backward)
-    start, stuck = start_ticks(device, actions, forward, backward)
+    start = start_ticks(device, actions, forward, backward)
     result = start + RESULT[actions.kind]
     source, target, gradient = _transfers(device, forward[:-1], backward[:-1])
     anatomy = whole if layers is None else Anatomy(layers)
@@ -75,7 +75,7 @@ def lower(
     actions = replace(actions, slot=copies.forward_slot)
     parts = expand(actions, anatomy, costs, recompute=recompute)
 
-    order = _global_order(parts, copies, device, actions, start, result, stuck, source, target)
+    order = _global_order(parts, copies, device, actions, start, result, source)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     sends_at, receives_at = len(parts.work), len(parts.work) + len(source)
@@ -114,29 +114,25 @@ def _global_order(
     actions: Work,
     start: Ints,
     result: Ints,
-    stuck: Bools,
     source: Ints,
-    target: Ints,
 ) -> Ints:
     """The order of parts, sends, receives and copies: by (2 × tick, number of a transfer, place within an action).
 
     What a tick's results set moving comes before its actions. What comes late, such as WGRADs, stands
     right before its device's next action, behind what leaves the device after this one. What comes back
-    stands before the action beside which it does. What a stuck action should send is received at the last
-    moment instead, so that `check` sees the circle of waits and not a stray receive.
+    stands before the action beside which it does.
     """
     follows = np.append(start[1:], 0)
     last = np.append(device[1:] != device[:-1], True)
     follows[last] = (start + FREE[actions.kind])[last]
     number = 2 * np.arange(len(source))
-    arrival = np.where(stuck[source], 2 * start[target], 2 * result[source])
     numbers, places = 2 * len(source) + 2, int(parts.place.max()) + 1
     main = (2 * start + 1) * numbers + 1
     late = (2 * follows + 1) * numbers
     keys = (
         np.where(parts.late, late[parts.action], main[parts.action]) * places + parts.place,
         (2 * result[source] * numbers + number) * places,
-        (arrival * numbers + number + 1) * places,
+        (2 * result[source] * numbers + number + 1) * places,
         late[copies.forward] * places,
         main[copies.beside] * places,
     )

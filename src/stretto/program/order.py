@@ -3,18 +3,19 @@
 import numpy as np
 
 from stretto.program.task import BACKWARDS, FORWARDS, Kind
-from stretto.program.work import Bools, Ints, Work
+from stretto.program.work import Ints, Work
 
 # Ticks by kind (F, B, I, W, PAIR): until the result can be sent on, and until the device is free.
 RESULT = np.array([1, 1, 1, 1, 2])
 FREE = np.array([1, 2, 1, 1, 3])
 
 
-def start_ticks(device: Ints, work: Work, forward: Ints, backward: Ints) -> tuple[Ints, Bools]:
-    """The tick each action starts in, and which actions are stuck: those never start.
+def start_ticks(device: Ints, work: Work, forward: Ints, backward: Ints) -> Ints:
+    """The tick each action starts in.
 
-    Actions are listed device by device, each device's in row order. The stuck ones of a row come
-    after all others, in row order. `forward` and `backward` say which action runs each [stage, microbatch].
+    Actions are listed device by device, each device's in row order. Those of a row that are stuck, and so
+    never start, come after all others, in row order. `forward` and `backward` say which action runs each
+    [stage, microbatch].
     """
     index = np.arange(len(work))
     back_stage, back_microbatch = work.backward
@@ -36,7 +37,7 @@ def start_ticks(device: Ints, work: Work, forward: Ints, backward: Ints) -> tupl
     start = np.array(ticks, dtype=np.int64)
     stuck = start < 0
     start[stuck] = (start.max() + 4 + 4 * (index - bounds[device]))[stuck]
-    return start, stuck
+    return start
 
 
 def _replay(bounds: list[int], before: list[int], after: list[int], result: list[int], free: list[int]) -> list[int]:

@@ -38,7 +38,7 @@ def simulate(program: Plan | Program, costs: Costs | None = None) -> Timeline:
     start, end = replay_sharing(program, costs, graph, time) if costs.shared else _replay(graph, time)
     if not math.isfinite(max(end)):
         raise CostError("the step would take longer than a number can say; use a larger unit of time")
-    return Timeline(program, np.array(start)[graph.node], np.array(end)[graph.node])
+    return Timeline(program, np.array(start)[graph.node], np.array(end)[graph.node], costs.unit)
 
 
 def _replay(graph: Graph, time: list[float]) -> tuple[list[float], list[float]]:

@@ -27,9 +27,8 @@ def fit(timeline: Timeline) -> Costs:
         raise CostError("a weight update has no costs of stages to be fitted")
     length = timeline.end - timeline.start
     link = Link(latency=_transfer(timeline))
-    if not program.anatomy.is_whole:
-        return Costs(phases=_phases(program, length), link=link)
-    return msgspec.structs.replace(_passes(program, length), link=link)
+    costs = _passes(program, length) if program.anatomy.is_whole else Costs(phases=_phases(program, length))
+    return msgspec.structs.replace(costs, link=link, unit=timeline.unit)
 
 
 def _passes(program: Program, length: Floats) -> Costs:
@@ -50,12 +49,15 @@ def _passes(program: Program, length: Floats) -> Costs:
             table[name].append(value)
     costs: Costs = msgspec.convert(table, Costs)
     saved = _saved(program, length, costs)
-    woven = [f + b - less for f, b, less in zip(table["F"], table["B"], saved, strict=True)]
-    return msgspec.structs.replace(costs, FB=tuple(max(0.0, time) for time in woven))
+    woven = [max(f, b, f + b - less) for f, b, less in zip(table["F"], table["B"], saved, strict=True)]
+    return msgspec.structs.replace(costs, FB=tuple(woven))
 
 
 def _saved(program: Program, length: Floats, costs: Costs) -> list[float]:
-    """What a stage's pass saves by being woven, so that pairs of any two stages take what they took."""
+    """What a stage's pass saves by being woven, so that pairs of any two stages take what they took.
+
+    Where several answers do that, the one in which stages save alike.
+    """
     work, stages = program.work, program.placement.stages
     forward, whole, late = (costs.per_stage(name, stages=stages) for name in ("F", "B", "BW"))
     paired = work.kind == Kind.PAIR
@@ -68,7 +70,8 @@ def _saved(program: Program, length: Floats, costs: Costs) -> list[float]:
         halves[row, b] += 0.5
         took = np.median(length[paired & (work.stage == a) & (work.stage_b == b)])
         less[row] = forward[a] + whole[b] - late[b] - took
-    found: list[float] = np.linalg.lstsq(halves, less, rcond=None)[0].tolist()
+    usual = less.mean()
+    found: list[float] = (usual + np.linalg.lstsq(halves, less - usual, rcond=None)[0]).tolist()
     return found
 
 

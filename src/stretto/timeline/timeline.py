@@ -7,7 +7,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from stretto.costs import Costs
+from stretto.costs import Costs, Unit
 from stretto.program.graph import queue_edges
 from stretto.program.program import Program
 from stretto.program.task import COPIES, Task
@@ -57,6 +57,8 @@ class Timeline:
     program: Program
     start: Floats
     end: Floats
+    unit: Unit = "s"
+    """Times that were measured are seconds; simulated ones are in the unit of the costs."""
 
     def spans(self) -> Iterator[Span]:
         for task, start, end in zip(self.program.tasks(), self.start.tolist(), self.end.tolist(), strict=True):
