@@ -42,6 +42,7 @@ sys.meta_path.insert(0, Missing())
         ("import stretto; stretto.Pipeline", "stretto.Pipeline needs torch: pip install 'stretto[train]'"),
         ("from stretto import GroupedLinear", "stretto.GroupedLinear needs torch: pip install 'stretto[train]'"),
         ("import stretto; stretto.weights.Sender", "stretto.weights needs torch: pip install 'stretto[train]'"),
+        ("from stretto.weights import Sender", "stretto.weights.Sender needs torch: pip install 'stretto[train]'"),
         ("main('push', 'x', '--dry-run')", "stretto: stretto push needs torch: pip install 'stretto[train]'"),
         ("main('onegpu', 'run', 'x.py')", "stretto: stretto onegpu needs torch: pip install 'stretto[train]'"),
         ("main('show', 'gpipe', '-o', 'x.svg')", "stretto: a figure needs matplotlib: pip install 'stretto[draw]'"),

@@ -131,6 +131,16 @@ def test_time_has_an_axis_with_its_unit(costs: Costs, unit: str, tmp_path: Path)
         assert {"Time →", f"0 {unit}", f"4 {unit}", f"8 {unit}"} <= set(svg_texts(tmp_path / "figure.svg"))
 
 
+def test_a_step_in_seconds_is_drawn_as_wide_as_one_without_a_unit(tmp_path: Path) -> None:
+    sizes = []
+    for costs in (Costs(F=1, B=2), Costs(F=0.001, B=0.002, unit="s")):
+        stretto.draw_figure(stretto.simulate(stretto.gpipe(devices=4, microbatches=24), costs), tmp_path / "x.svg")
+        found = re.search(r'<svg[^>]* width="([\d.]+)pt"', (tmp_path / "x.svg").read_text())
+        assert found is not None
+        sizes.append(float(found[1]))
+    assert 0.5 < sizes[1] / sizes[0] < 1.1  # the middle of what tasks take is at most a backward
+
+
 def test_seconds_and_times_without_a_unit_have_no_common_scale(tmp_path: Path) -> None:
     plan = stretto.gpipe(devices=2, microbatches=2)
     timelines = {str(unit): stretto.simulate(plan, Costs(unit=unit)) for unit in ("s", None)}

@@ -57,7 +57,7 @@ def draw_figure(timeline: Timeline, path: Path, *, number_up_flow: bool = False,
     program = timeline.program
     rows = rows_of(timeline) if lanes else [""]
     count = program.devices * len(rows)
-    width = float(np.clip(timeline.makespan * 0.17, *_WIDTH))
+    width = float(np.clip(_length(timeline) * 0.17, *_WIDTH))
     boxes = list(boxes_of(timeline, lanes=lanes, number_up_flow=number_up_flow))
     with figure_at(path, width, (_THIN if lanes else _ROW) * count + 1.2) as (figure, (axes,)):
         paint(axes, boxes)
@@ -71,6 +71,14 @@ def draw_figure(timeline: Timeline, path: Path, *, number_up_flow: bool = False,
             axes.hlines(np.arange(1, program.devices) * len(rows), 0, timeline.makespan, color="#888888", linewidth=0.5)
         time_axis(axes, length=timeline.makespan, unit=timeline.unit)
         legend(figure, legend_entries(boxes, pairs=bool((program.work.kind == Kind.PAIR).any())))
+
+
+def _length(timeline: Timeline) -> float:
+    """In units of a forward, which is what costs without a unit are mostly given in."""
+    if timeline.unit is None:
+        return timeline.makespan
+    times = (timeline.end - timeline.start)[timeline.program.compute]
+    return timeline.makespan / float(np.median(times[times > 0]))
 
 
 def legend_entries(boxes: Iterable[Box], *, pairs: bool) -> dict[str, str | tuple[str, ...]]:

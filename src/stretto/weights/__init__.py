@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from stretto.ir.extras import demand
+
 if TYPE_CHECKING:
     from stretto.weights.conversation import Hooks
     from stretto.weights.export import Export
@@ -28,5 +30,6 @@ _ROOMS = {
 def __getattr__(name: str) -> Any:
     """Each needs PyTorch, and is imported when it is asked for."""
     if name in _ROOMS:
+        demand("torch", extra="train", what=f"stretto.weights.{name}")
         return getattr(import_module(f"stretto.weights.{_ROOMS[name]}"), name)
     raise AttributeError(f"module 'stretto.weights' has no attribute {name!r}")

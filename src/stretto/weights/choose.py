@@ -81,7 +81,7 @@ def choose(
     best: Choice | None = None
     for it in fits:
         program = weight_update(devices=devices, buckets=buckets, mode=it)
-        predicted = simulate(program, Costs(bucket=times))
+        predicted = simulate(program, Costs(unit="s", bucket=times))
         if best is None or predicted.makespan < best.predicted.makespan:
             best = Choice(it, program, predicted, speeds)
     assert best is not None
