@@ -58,36 +58,3 @@ def test_every_other_rank_names_it(tmp_path: Path, how: str, operation: str) -> 
     while brokers() - before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not brokers() - before
-
-
-def test_a_broker_whose_rank_never_came_or_talks_nonsense_goes_on() -> None:
-    """Bytes that are no message end that connection, and nothing else."""
-    import socket
-    import threading
-
-    from stretto.broker.serve import Broker
-    from stretto.broker.wire import Bye, Join, Joined, hear, tell
-
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    name = f"\0stretto-test-{os.getpid()}"
-    server.bind(name)
-    server.listen(4)
-    thread = threading.Thread(target=Broker(server).serve)
-    thread.start()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as good:
-        good.connect(name)
-        _, file = hear(good)
-        os.close(file)
-        for nonsense in (b"\xff\xff", b"", b"x" * 60_000, b"\x92\x01\x02"):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bad:
-                bad.connect(name)
-                _, file = hear(bad)
-                os.close(file)
-                if nonsense:
-                    bad.send(nonsense)
-        tell(good, Join("g", 0, 1))
-        assert hear(good) == (Joined("g", 0), -1)
-        tell(good, Bye())
-        thread.join(5)
-    assert not thread.is_alive()
-    server.close()
