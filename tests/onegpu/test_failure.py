@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,13 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
 WORDS = {"dies": "rank 1 died", "leaves": "rank 1 has left", "stops": " s for rank 1 to "}
 
 
-def brokers() -> set[str]:
-    """The processes that run a broker."""
+def brokers(mark: str) -> set[str]:
+    """The processes that run a broker for ranks with this mark in their environment."""
     found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if b"stretto.broker.serve" in path.read_bytes():
-                found.add(path.parent.name)
+            if b"stretto.broker.serve" in (path / "cmdline").read_bytes() and mark in (path / "environ").read_text():
+                found.add(path.name)
         except OSError:
             continue
     return found
@@ -29,14 +30,14 @@ def brokers() -> set[str]:
 @pytest.mark.parametrize("operation", ["all_reduce", "messages"])
 @pytest.mark.parametrize("how", sorted(WORDS))
 def test_every_other_rank_names_it(tmp_path: Path, how: str, operation: str) -> None:
-    before = brokers()
+    mark = f"STRETTO_TEST={uuid.uuid4()}"
     script, meeting = str(TESTS / "ending.py"), str(tmp_path / "meeting")
     processes = [
         subprocess.Popen(
             [sys.executable, script, str(rank), "3", meeting, "1", how, operation],
             stdout=subprocess.PIPE,
             text=True,
-            env=ENVIRONMENT,
+            env={**ENVIRONMENT, **dict([mark.split("=")])},
         )
         for rank in range(3)
     ]
@@ -55,6 +56,6 @@ def test_every_other_rank_names_it(tmp_path: Path, how: str, operation: str) -> 
             process.stdout.close()
     assert all(WORDS[how] in text for text in said), said
     deadline = time.monotonic() + 10
-    while brokers() - before and time.monotonic() < deadline:
+    while brokers(mark) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not brokers() - before
+    assert not brokers(mark)

@@ -25,7 +25,6 @@ class Client:
         """Some group: it is a rank, and not a stranger."""
         self._waiting: deque[tuple[bytes, int]] = deque()
         self._moved = 0.0  # when a message last left, while some wait
-        self._broken = False
 
     def say(self, message: FromBroker, file: int = -1) -> None:
         data = msgspec.msgpack.encode(message)
@@ -45,9 +44,9 @@ class Client:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether nothing can be said to it any more."""
+        """Whether it does not read."""
         late = bool(self._waiting) and time.monotonic() > self._moved + _PATIENCE
-        return self._broken or late or len(self._waiting) > _MOST_WAITING
+        return late or len(self._waiting) > _MOST_WAITING
 
     def close(self) -> None:
         self._selector.unregister(self.connection)
@@ -57,11 +56,11 @@ class Client:
         self._waiting.clear()
 
     def _sent(self, data: bytes, file: int) -> bool:
-        """Whether a message has left, or never will."""
+        """Whether a message has left; or there is nobody to hear it, which reading will show."""
         try:
             send(self.connection, data, file)
-        except BlockingIOError:
+        except ConnectionError:
+            return True
+        except OSError:  # its socket is full, or more files are on their way than the kernel allows
             return False
-        except OSError:
-            self._broken = True
         return True

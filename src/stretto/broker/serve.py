@@ -167,7 +167,8 @@ class Broker:
                 self._place(group, rank, message, file)
             case Taken():
                 group.channel(message.peer, rank).take(message)
-                group.members[message.peer].say(Taken(group.name, rank, message.number))
+                if message.peer not in group.left:
+                    group.members[message.peer].say(Taken(group.name, rank, message.number))
             case Failed():
                 self._fail(group, message.why)
             case Links():

@@ -255,9 +255,13 @@ class Engine:
                     return member
                 case Joined():
                     self._lose(f"{_BROKER} failed: it sent a place beyond its board")
+                    why = self._why_lost
                 case Failed(why=why):
-                    raise GroupError(why)
-        raise GroupError(self._why_lost if self.lost else f"{_BROKER} has not answered for {seconds:g} s")
+                    pass
+                case None:
+                    why = self._why_lost if self.lost else f"{_BROKER} has not answered for {seconds:g} s"
+        self.tell(Leave(name))  # it may have been let in by now
+        raise GroupError(why)
 
     def leave(self, name: str) -> None:
         with self.changed:
@@ -274,22 +278,24 @@ class Engine:
 
     def _listen(self) -> None:
         try:
-            while not self.lost:
-                message, file = hear_broker(self._connection)
+            message, file = hear_broker(self._connection)
+            while message is not None:
                 try:
                     self._act(message, file)
                 finally:
                     close(file)
+                message, file = hear_broker(self._connection)
+            self._lose(f"{_BROKER} died")
         except MessageError as error:
             self._lose(f"{_BROKER} failed: it sent {error}")
         except Exception as error:
             self._lose(f"{_BROKER} failed: what it sent could not be read ({error})")
+        with self._telling:
+            self._connection.close()
 
-    def _act(self, message: FromBroker | None, file: int) -> None:
+    def _act(self, message: FromBroker, file: int) -> None:
         with self.changed:
             match message:
-                case None:
-                    self._lose(f"{_BROKER} died")
                 case Refused():
                     self._lose(f"{_BROKER} disconnected this process: {message.why}", let_go=False)  # it has done so
                 case Welcome():
@@ -333,17 +339,18 @@ def _connect(address: str) -> tuple[socket.socket, Board]:
     try:
         connection.connect(f"\0{address}")
         if (user := peer_user(connection)) != os.geteuid():
-            raise MessageError(f"it belongs to user {user}, and this process to user {os.geteuid()}")
+            raise ConnectionError(f"it belongs to user {user}, and this process to user {os.geteuid()}")
         connection.settimeout(_GREETING)
         message, file = hear_broker(connection)
         connection.settimeout(None)
         if not isinstance(message, Welcome):
-            raise MessageError("it does not answer")
+            raise ConnectionError("it does not answer")
         return connection, Board(file)
     except (OSError, ValueError) as error:
         connection.close()
         close(file)
-        raise GroupError(f"{_BROKER} cannot be used: {error}") from None
+        sent = "it sent " if isinstance(error, MessageError) else ""
+        raise GroupError(f"{_BROKER} cannot be used: {sent}{error}") from None
 
 
 def _start_broker() -> str:
