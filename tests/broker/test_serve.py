@@ -11,9 +11,23 @@ import pytest
 
 from stretto.broker import driver
 from stretto.broker.board import EVER, Board
+from stretto.broker.clients import Client
 from stretto.broker.model import LinkModel
 from stretto.broker.serve import Broker
-from stretto.broker.wire import Failed, Join, Leave, Links, Message, Place, hear
+from stretto.broker.wire import (
+    Bye,
+    Failed,
+    Freed,
+    FromBroker,
+    FromRank,
+    Join,
+    Joined,
+    Leave,
+    Links,
+    MessageError,
+    Place,
+    hear_broker,
+)
 
 
 class Device:
@@ -22,6 +36,7 @@ class Device:
     def __init__(self, board: Callable[[], Board]) -> None:
         self._board, self._streams = board, dict[int, deque[Any]]()
         self.copies: list[tuple[int, int, int]] = []
+        self.opened: set[int] = set()
 
     def make_streams(self, device: int, count: int) -> list[int]:
         assert device == 0
@@ -42,7 +57,11 @@ class Device:
         assert not self._streams[stream], "a stream would wait for good"
 
     def open_shared(self, handle: bytes) -> int:
+        self.opened.add(int.from_bytes(handle))
         return int.from_bytes(handle)
+
+    def close_shared(self, address: int) -> None:
+        self.opened.remove(address)
 
     def run(self, order: random.Random | None = None) -> None:
         """All that can be done, stream after stream, in any order."""
@@ -63,6 +82,7 @@ class Device:
         return True
 
     def _copied(self, source: int, target: int, count: int) -> bool:
+        assert {source, target} <= self.opened, "it was closed too soon"
         self.copies.append((source, target, count))
         return True
 
@@ -72,18 +92,32 @@ class World:
 
     def __init__(self, broker: Broker, device: Device, ranks: int) -> None:
         self.broker, self.device, self.ranks = broker, device, ranks
-        self.ends = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(ranks)]
+        self.clients, self.ends = list[Client](), list[socket.socket]()
         for rank in range(ranks):
+            self.connect()
             self.say(rank, Join("g", rank, ranks))
-            hear(self.ends[rank][1])
+            self.hear(rank)
         self.group = broker._groups["g"]
 
-    def say(self, rank: int, message: Message) -> None:
-        self.broker._act(self.ends[rank][0], message, -1)
+    def connect(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.clients.append(Client(ours, self.broker._selector))
+        self.broker._clients.add(self.clients[-1])
+        self.ends.append(theirs)
+
+    def say(self, rank: int, message: FromRank) -> None:
+        self.broker._act(self.clients[rank], message, -1)
+
+    def hear(self, rank: int) -> FromBroker | None:
+        return hear_broker(self.ends[rank])[0]
+
+    def look(self) -> None:
+        for group, why in self.broker._copies.look():
+            self.broker._fail(group, why)
 
     def place(self, rank: int, peer: int, number: int, *, sends: bool, count: int = 8) -> None:
-        handle = (1000 * rank + number + 1).to_bytes(8)
-        self.say(rank, Place("g", peer, number, sends, count, 0, handle))
+        handle = (1000 * rank + number + 1).to_bytes(driver.HANDLE_BYTES)
+        self.say(rank, Place("g", peer, number, sends, count, 0, handle, 0, count))
 
     def flag(self, source: int, target: int, number: int, *, sender: bool) -> None:
         board, block = self.broker._board, self.block(source, target)
@@ -96,9 +130,11 @@ class World:
         return self.broker._board.read(self.broker._board.done(self.block(source, target)))
 
     def close(self) -> None:
-        for pair in self.ends:
-            for end in pair:
-                end.close()
+        for client in self.broker._clients:
+            client.close()
+        self.broker._server.close()
+        for end in self.ends:
+            end.close()
 
 
 @pytest.fixture
@@ -106,10 +142,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], World]]:
     made: list[World] = []
 
     def make(ranks: int) -> World:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-            broker = Broker(server)
+        broker = Broker(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         device = Device(lambda: broker._board)
-        for name in ("make_streams", "wait_value", "write_value", "copy", "synchronize", "open_shared"):
+        for name in ("make_streams", "wait_value", "write_value", "copy", "synchronize", "open_shared", "close_shared"):
             monkeypatch.setattr(driver, name, getattr(device, name))
         monkeypatch.setattr(driver, "register_host", lambda *_: 0)
         made.append(World(broker, device, ranks))
@@ -149,11 +184,11 @@ def test_whatever_comes_first_every_message_is_copied_once_and_in_order(
         if not todo[key]:
             del todo[key]
         if order.random() < 0.3:
-            it.broker._look()
+            it.look()
         if order.random() < 0.1:
             it.device.run(order)
     for _ in range(per):
-        it.broker._look()
+        it.look()
         it.device.run(order)
     assert all(it.done(a, b) == per for a, b in channels)
     expected = [(1000 * a + n + 1, 1000 * b + n + 1, 8) for a, b in channels for n in range(per)]
@@ -161,7 +196,7 @@ def test_whatever_comes_first_every_message_is_copied_once_and_in_order(
     for a, b in channels:
         copies = [source for source, target, _ in it.device.copies if (source // 1000, target // 1000) == (a, b)]
         assert copies == sorted(copies)
-    assert not it.broker._watched
+    assert not it.broker._copies.watched
 
 
 def test_nothing_is_copied_before_both_sides_are_ready(world: Callable[[int], World]) -> None:
@@ -186,7 +221,7 @@ def test_a_link_takes_its_time_and_one_message_after_the_other(world: Callable[[
         it.flag(0, 1, number, sender=False)
     start, seen = time.perf_counter(), {}
     while it.done(0, 1) < 2 and time.perf_counter() - start < 10:
-        it.broker._look()
+        it.look()
         it.device.run()
         seen.setdefault(it.done(0, 1), time.perf_counter() - start)
     assert seen[1] >= 0.05
@@ -198,10 +233,10 @@ def test_when_a_rank_dies_nobody_waits(world: Callable[[int], World]) -> None:
     it.place(0, 1, 0, sends=True)
     it.place(1, 0, 0, sends=False)
     it.flag(0, 1, 0, sender=True)
-    it.broker._gone(it.ends[1][0], in_peace=False)
+    it.broker._gone(it.clients[1], "died")
     assert all(it.done(a, b) == EVER for a in range(3) for b in range(3))
     for rank in (0, 2):
-        assert hear(it.ends[rank][1])[0] == Failed("g", "rank 1 died")
+        assert it.hear(rank) == Failed("g", "rank 1 died")
 
 
 def test_blocks_are_used_again_once_all_have_left(world: Callable[[int], World]) -> None:
@@ -212,7 +247,7 @@ def test_blocks_are_used_again_once_all_have_left(world: Callable[[int], World])
         it.flag(0, 1, 0, sender=sender)
     it.device.run()
     for rank in range(2):
-        it.broker._leave("g", it.group, rank)
+        it.broker._leave(it.group, rank)
     it.say(0, Join("h", 0, 2))
     assert it.broker._groups["h"].first == it.group.first
     assert it.done(0, 1) == 0
@@ -220,18 +255,17 @@ def test_blocks_are_used_again_once_all_have_left(world: Callable[[int], World])
 
 def test_whoever_is_no_member_cannot_leave(world: Callable[[int], World]) -> None:
     it = world(2)
-    stranger, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with stranger, end:
-        for _ in range(2):
-            it.broker._act(stranger, Leave("g"), -1)
+    it.connect()
+    for _ in range(2):
+        it.say(2, Leave("g"))
     it.say(0, Leave("g"))
     assert "g" in it.broker._groups
 
 
-def test_a_peer_that_is_not_there_is_ignored(world: Callable[[int], World]) -> None:
+def test_a_peer_that_is_not_there_is_refused(world: Callable[[int], World]) -> None:
     it = world(2)
-    it.place(0, 7, 0, sends=True)
-    it.place(0, -1, 0, sends=True)
+    with pytest.raises(MessageError, match="a message for rank 7 of a group of 2"):
+        it.place(0, 7, 0, sends=True)
     assert not it.group.channels
 
 
@@ -250,8 +284,8 @@ def test_a_channel_gets_a_stream_to_wait_on_only_when_all_before_it_was_copied(w
         it.place(b, a, number, sends=False)
         for sender in (True, False):
             it.flag(a, b, number, sender=sender)
-        it.broker._look()
-    assert it.block(a, b) not in it.broker._armed
+        it.look()
+    assert it.block(a, b) not in it.broker._copies._armed
     it.device.run()
     assert it.done(a, b) == 2
 
@@ -267,8 +301,8 @@ def test_a_failure_ends_though_streams_were_given_on(world: Callable[[int], Worl
             for sender in (True, False):
                 it.flag(source, target, 0, sender=sender)
             it.device.run()
-    assert it.block(*channels[-1]) in it.broker._armed
-    it.broker._gone(it.ends[0][0], in_peace=False)
+    assert it.block(*channels[-1]) in it.broker._copies._armed
+    it.broker._gone(it.clients[0], "died")
     assert all(it.done(a, b) == EVER for a, b in channels)
 
 
@@ -284,7 +318,7 @@ def test_a_link_may_be_timed_from_some_message_on(world: Callable[[int], World])
             it.flag(0, 1, number, sender=sender)
     deadline = time.perf_counter() + 10
     while it.done(0, 1) < 3 and time.perf_counter() < deadline:
-        it.broker._look()
+        it.look()
         it.device.run()
     assert [source for source, _, _ in it.device.copies] == [1, 2, 3]
     assert it.done(0, 1) == 3
@@ -304,10 +338,10 @@ def test_a_copy_that_fails_ends_the_group_for_good(world: Callable[[int], World]
         for sender in (True, False):
             it.flag(0, 1, number, sender=sender)
     for _ in range(3):
-        it.broker._look()
+        it.look()
         it.device.run()
     assert it.done(0, 1) == EVER
-    found = hear(it.ends[0][1])[0]
+    found = it.hear(0)
     assert isinstance(found, Failed)
     assert "out of luck" in found.why
 
@@ -319,3 +353,92 @@ def test_whoever_leaves_when_all_is_done_fails_nobody(world: Callable[[int], Wor
     it.place(1, 0, 0, sends=True)
     assert it.group.failed == "rank 0 has left"
     assert it.done(1, 2) == EVER
+
+
+def test_memory_that_a_rank_has_freed_is_closed_when_its_last_message_has_arrived(
+    world: Callable[[int], World],
+) -> None:
+    it = world(2)
+    it.place(0, 1, 0, sends=True)
+    it.place(1, 0, 0, sends=False)
+    assert it.device.opened == {1, 1001}
+    it.say(0, Freed((1).to_bytes(driver.HANDLE_BYTES)))
+    assert it.device.opened == {1, 1001}
+    for sender in (True, False):
+        it.flag(0, 1, 0, sender=sender)
+    it.device.run()
+    it.broker._tidy()
+    assert it.device.opened == {1001}
+
+
+@pytest.mark.parametrize("why", ["died", ""])
+def test_memory_of_a_rank_that_is_gone_is_closed(world: Callable[[int], World], why: str) -> None:
+    it = world(2)
+    it.place(0, 1, 0, sends=True)
+    it.place(1, 0, 0, sends=False)
+    if not why:  # in peace, all its messages were copied before
+        for sender in (True, False):
+            it.flag(0, 1, 0, sender=sender)
+        it.device.run()
+    it.broker._gone(it.clients[0], why)
+    assert it.device.opened == {1001}
+
+
+def test_a_message_on_a_timed_link_holds_its_memory_until_it_arrives(world: Callable[[int], World]) -> None:
+    it = world(2)
+    it.say(0, Links("g", LinkModel(1e-6, 0)))  # a kilobyte a second
+    it.place(0, 1, 0, sends=True, count=50)
+    it.place(1, 0, 0, sends=False, count=50)
+    for sender in (True, False):
+        it.flag(0, 1, 0, sender=sender)
+    it.look()
+    it.device.run()
+    it.say(0, Freed((1).to_bytes(driver.HANDLE_BYTES)))
+    assert (len(it.device.copies), it.device.opened) == (1, {1, 1001})
+    deadline = time.perf_counter() + 10
+    while not it.done(0, 1) and time.perf_counter() < deadline:
+        it.look()
+        it.device.run()
+    it.broker._tidy()
+    assert it.device.opened == {1001}
+
+
+def test_a_channel_that_has_waited_on_a_stream_may_be_timed(world: Callable[[int], World]) -> None:
+    """Its one message arrives though no other comes behind it."""
+    it = world(2)
+    for number in range(2):
+        if number == 1:
+            it.say(0, Links("g", LinkModel(1.0)))
+        it.place(0, 1, number, sends=True)
+        it.place(1, 0, number, sends=False)
+        for sender in (True, False):
+            it.flag(0, 1, number, sender=sender)
+        deadline = time.perf_counter() + 10
+        while it.done(0, 1) <= number and time.perf_counter() < deadline:
+            it.look()
+            it.device.run()
+    assert it.done(0, 1) == 2
+
+
+def test_ranks_that_end_before_their_streams_come_to_a_message_leave_no_stream_waiting(
+    world: Callable[[int], World],
+) -> None:
+    it = world(2)
+    it.place(0, 1, 0, sends=True)
+    it.place(1, 0, 0, sends=False)
+    for rank in range(2):
+        it.say(rank, Bye())
+    assert not it.broker._groups
+    assert it.device.opened == set()
+
+
+def test_groups_that_some_never_joined_make_room_for_others(world: Callable[[int], World]) -> None:
+    it = world(2)
+    for name, size in (("large", 90), ("small", 3), ("large again", 90)):
+        it.connect()
+        it.say(-1, Join(name, 0, size))
+        assert isinstance(it.hear(-1), Joined)
+        it.say(-1, Bye())
+    it.say(0, Join("too large", 0, 91))
+    assert it.hear(0) == Failed("too large", "too many groups: the broker has no room for more")
+    assert list(it.broker._groups) == ["g", "large again"]

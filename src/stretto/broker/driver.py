@@ -93,32 +93,37 @@ def copy(stream: int, target: int, source: int, count: int) -> None:
     _call("cuMemcpyDtoDAsync_v2", target, source, count, stream)
 
 
-def share(address: int) -> tuple[bytes, int]:
-    """A handle by which other processes open the allocation that an address lies in, and how far into it that is."""
+def buffer_id(address: int) -> int:
+    """The number of the allocation that an address lies in: of this process's, no two ever have the same."""
     number = ctypes.c_uint64()
     _call("cuPointerGetAttribute", ctypes.byref(number), _BUFFER_ID, address)
-    known = _shared.get(number.value)  # allocations are numbered, so another at the same address is another
-    if known is None:
-        known = _shared[number.value] = _handle_of(address)
-    handle, base = known
-    return handle, address - base
+    return number.value
 
 
-_shared: dict[int, tuple[bytes, int]] = {}
-
-
-def _handle_of(address: int) -> tuple[bytes, int]:
+def extent(address: int) -> tuple[int, int]:
+    """Where the allocation begins that an address lies in, and how many bytes it has."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+    return base.value, size.value
+
+
+def export(base: int) -> bytes:
+    """A handle by which other processes open an allocation."""
     handle = _Handle()
     try:
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
     except DriverError as error:
         raise DriverError(
             f"this memory cannot be shared with other processes ({error}); "
             "if PYTORCH_CUDA_ALLOC_CONF sets expandable_segments, unset it"
         ) from None
-    return bytes(handle), base.value
+    return bytes(handle)
+
+
+def share(address: int) -> tuple[bytes, int]:
+    """A handle by which other processes open the allocation that an address lies in, and how far into it that is."""
+    base, _ = extent(address)
+    return export(base), address - base
 
 
 def open_shared(handle: bytes) -> int:

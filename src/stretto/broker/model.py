@@ -32,9 +32,13 @@ class LinkModel(msgspec.Struct, frozen=True):
             found = LinkModel(float(speed), float(latency or 0))
         except ValueError:
             found = LinkModel(0)
-        if not 0 < found.gigabytes_per_second < float("inf") or not 0 <= found.microseconds < float("inf"):
+        if not found.is_possible:
             raise StrettoError(f"a link is {', '.join(PRESETS)} or GB/s:µs such as 400:3 (got {text!r:.40})")
         return found
+
+    @property
+    def is_possible(self) -> bool:
+        return 0 < self.gigabytes_per_second < float("inf") and 0 <= self.microseconds < float("inf")
 
     def seconds(self, count: int) -> float:
         return count / (self.gigabytes_per_second * 1e9) + self.microseconds * 1e-6

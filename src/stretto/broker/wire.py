@@ -3,13 +3,31 @@
 import array
 import os
 import socket
-from typing import TypeAlias
+import struct
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
+from stretto.broker.board import BLOCKS, EVER
+from stretto.broker.driver import HANDLE_BYTES
 from stretto.broker.model import LinkModel
+from stretto.ir.errors import StrettoError
 
 _LARGEST = 65536
+_MOST_FILES = 253  # that the kernel lets a message have; all of them must be received to be closed
+_CONTROL_BYTES = socket.CMSG_SPACE(_MOST_FILES * array.array("i").itemsize)
+
+Name = Annotated[str, Meta(max_length=128)]
+Reason = Annotated[str, Meta(max_length=1000)]
+Handle = Annotated[bytes, Meta(max_length=HANDLE_BYTES)]
+Rank = Annotated[int, Meta(ge=0, lt=BLOCKS)]
+Number = Annotated[int, Meta(ge=0, lt=EVER)]
+Bytes = Annotated[int, Meta(ge=0, lt=2**62)]
+
+
+class MessageError(StrettoError):
+    """A message that the other side has no reason to send."""
 
 
 class Welcome(msgspec.Struct, tag=True):
@@ -17,18 +35,18 @@ class Welcome(msgspec.Struct, tag=True):
 
 
 class Join(msgspec.Struct, tag=True):
-    """A rank takes part in a group."""
+    """A rank takes part in a group; the answer is Joined, or Failed if it cannot."""
 
-    group: str
-    rank: int
-    size: int
+    group: Name
+    rank: Rank
+    size: Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class Joined(msgspec.Struct, tag=True):
     """Where the group's blocks on the board begin."""
 
-    group: str
-    first: int
+    group: Name
+    first: Annotated[int, Meta(ge=0, lt=BLOCKS)]
 
 
 class Place(msgspec.Struct, tag=True):
@@ -38,77 +56,145 @@ class Place(msgspec.Struct, tag=True):
     no place: the file is handed on.
     """
 
-    group: str
-    peer: int
+    group: Name
+    peer: Rank
     """The other side."""
-    number: int
+    number: Number
     """Which message of this channel it is."""
     sends: bool
-    count: int
-    device: int = -1
-    handle: bytes = b""
-    offset: int = 0
+    count: Bytes
+    device: Annotated[int, Meta(ge=-1, lt=1024)] = -1
+    handle: Handle = b""
+    offset: Bytes = 0
+    size: Bytes = 0
+    """Of the whole allocation."""
 
 
 class Here(msgspec.Struct, tag=True):
     """What a rank wants lies in the attached file."""
 
-    group: str
-    peer: int
-    number: int
+    group: Name
+    peer: Rank
+    number: Number
 
 
 class Taken(msgspec.Struct, tag=True):
     """What lay in a file has been copied by the receiver."""
 
-    group: str
-    peer: int
-    number: int
+    group: Name
+    peer: Rank
+    number: Number
 
 
 class Failed(msgspec.Struct, tag=True):
     """A group cannot go on."""
 
-    group: str
-    why: str
+    group: Name
+    why: Reason
 
 
 class Leave(msgspec.Struct, tag=True):
     """A rank has no more to do with a group."""
 
-    group: str
+    group: Name
 
 
 class Links(msgspec.Struct, tag=True):
     """Messages of a group are to take as long as on such links."""
 
-    group: str
+    group: Name
     model: LinkModel | None
+
+
+class Freed(msgspec.Struct, tag=True):
+    """A rank has freed an allocation that it sent from or received into."""
+
+    handle: Handle
 
 
 class Bye(msgspec.Struct, tag=True):
     """The sender ends in peace."""
 
 
-Message: TypeAlias = Welcome | Join | Joined | Place | Here | Taken | Failed | Leave | Links | Bye
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+class Refused(msgspec.Struct, tag=True):
+    """The broker's last word to a process that it disconnects."""
+
+    why: Reason
 
 
-def tell(connection: socket.socket, message: Message, file: int = -1) -> None:
+FromRank: TypeAlias = Join | Place | Taken | Failed | Leave | Links | Freed | Bye
+FromBroker: TypeAlias = Welcome | Joined | Here | Taken | Failed | Refused
+_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_FROM_BROKER: msgspec.msgpack.Decoder[FromBroker] = msgspec.msgpack.Decoder(FromBroker)
+_M = TypeVar("_M", FromRank, FromBroker)
+
+
+def tell(connection: socket.socket, message: FromRank | FromBroker, file: int = -1) -> None:
+    send(connection, msgspec.msgpack.encode(message), file)
+
+
+def send(connection: socket.socket, data: bytes, file: int) -> None:
     files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))] if file >= 0 else []
-    connection.sendmsg([msgspec.msgpack.encode(message)], files)
+    connection.sendmsg([data], files)
 
 
-def hear(connection: socket.socket) -> tuple[Message | None, int]:
-    """A message and its file, −1 for none; no message once the other side is gone, or talks nonsense."""
-    file = -1
+def hear_rank(connection: socket.socket) -> tuple[FromRank | None, int]:
+    """What a rank says and its file, −1 for none; no message once it is gone."""
+    return _hear(connection, _FROM_RANK)
+
+
+def hear_broker(connection: socket.socket) -> tuple[FromBroker | None, int]:
+    """What the broker says and its file, −1 for none; no message once it is gone."""
+    return _hear(connection, _FROM_BROKER)
+
+
+def close(file: int) -> None:
+    if file >= 0:
+        os.close(file)
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user that the process at the other end runs as."""
+    user: int = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    return user
+
+
+def _hear(connection: socket.socket, decoder: msgspec.msgpack.Decoder[_M]) -> tuple[_M | None, int]:
     try:
-        data, attached, flags, _ = connection.recvmsg(_LARGEST, socket.CMSG_SPACE(array.array("i").itemsize))
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):  # a file was lost: too many are open
-            return None, -1
-        file = next((array.array("i", bytes(what)[:4])[0] for _, _, what in attached), -1)
-        return (_DECODER.decode(data) if data else None), file
-    except (OSError, msgspec.DecodeError):
-        if file >= 0:
-            os.close(file)
+        data, attached, flags = _receive(connection)
+    except OSError:
         return None, -1
+    files = array.array("i")
+    for _, _, content in attached:
+        files.frombytes(content[: len(content) - len(content) % files.itemsize])
+    try:
+        if not data:
+            return None, -1
+        if flags & socket.MSG_CTRUNC:
+            raise MessageError("a file that could not be opened: too many are open")
+        if flags & socket.MSG_TRUNC:
+            raise MessageError(f"a message of more than {_LARGEST} bytes")
+        message = decoder.decode(data)
+        if len(files) != _has_file(message):
+            raise MessageError(f"a {type(message).__name__} with {len(files)} files")
+        return message, files.pop() if files else -1
+    except msgspec.DecodeError as error:
+        raise MessageError(f"a malformed message ({error!s:.200})") from None
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
+    try:
+        return connection.recvmsg(_LARGEST, _CONTROL_BYTES)[:3]
+    except ConnectionResetError:  # it has not read all that it was told, but may have said something before it left
+        return connection.recvmsg(_LARGEST, _CONTROL_BYTES)[:3]
+
+
+def _has_file(message: FromRank | FromBroker) -> bool:
+    match message:
+        case Place():
+            return message.sends and message.device < 0
+        case _:
+            return isinstance(message, Welcome | Here)

@@ -17,11 +17,34 @@ import torch
 from torch import Tensor
 
 from stretto.broker import driver
-from stretto.broker.board import EVER, RING, Board
+from stretto.broker.board import BLOCKS, EVER, RING, Board
 from stretto.broker.model import LinkModel
-from stretto.broker.wire import Bye, Failed, Here, Join, Joined, Leave, Links, Message, Place, Taken, hear, tell
+from stretto.broker.wire import (
+    Bye,
+    Failed,
+    Freed,
+    FromBroker,
+    FromRank,
+    Here,
+    Join,
+    Joined,
+    Leave,
+    Links,
+    MessageError,
+    Place,
+    Refused,
+    Taken,
+    Welcome,
+    close,
+    hear_broker,
+    peer_user,
+    tell,
+)
+from stretto.onegpu.allocations import Allocations
 
 _WINDOW = 64  # messages on the host that a channel's sender may be ahead of its receiver
+_GREETING = 60.0  # seconds in which a broker has started
+_BROKER = "the broker of this machine's ranks"
 
 
 class GroupError(RuntimeError):
@@ -127,9 +150,7 @@ class Member:
     def here(self, peer: int, number: int, file: int) -> None:
         """What a receive waits for lies in a file."""
         move = self._waiting.pop((peer, False, number), None)
-        if move is not None and file < 0:
-            self.fail(f"message {number} from rank {peer} to rank {self.rank} was lost")
-        elif move is not None:
+        if move is not None:
             _read(file, move.tensor)
             self._engine.tell(Taken(self.name, peer, number))
             move.end()
@@ -162,7 +183,9 @@ class Member:
             time.sleep(0.0002)
         place.device = tensor.device.index
         if tensor.nbytes:
-            place.handle, place.offset = driver.share(tensor.data_ptr())
+            allocation = self._engine.allocations.find(tensor.data_ptr())
+            place.handle, place.size = allocation.handle, allocation.size
+            place.offset = tensor.data_ptr() - allocation.base
         word = board.address(board.ready(move.block, move.number, sender=move.sends))
         self._engine.tell(place)
         driver.write_value(torch.cuda.current_stream(tensor.device.index).cuda_stream, word, move.number + 1)
@@ -209,38 +232,43 @@ class Engine:
         return next((address for address, engine in cls._all.items() if not engine.lost), None) or _start_broker()
 
     def __init__(self, address: str) -> None:
+        self._connection, self.board = _connect(address)
+        self.allocations = Allocations()
         self.changed = threading.Condition()
         self.lost = False
+        self._why_lost = f"this process has left {_BROKER}"
         self._members: dict[str, Member] = {}
-        self._joined: dict[str, int] = {}
-        self._failures: dict[str, str] = {}  # of groups that this process is about to join
+        self._answers: dict[str, Joined | Failed | None] = {}  # of groups that this process is about to join
         self._telling = threading.Lock()
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.connect(f"\0{address}")
-        _, file = hear(self._connection)
-        self.board = Board(file)
         threading.Thread(target=self._listen, name="stretto onegpu", daemon=True).start()
         threading.Thread(target=self._watch, name="stretto onegpu watch", daemon=True).start()
 
     def join(self, name: str, rank: int, size: int, seconds: float) -> Member:
         """Take part in a group."""
-        self.tell(Join(name, rank, size))
         with self.changed:
-            if not self.changed.wait_for(lambda: name in self._joined or self.lost, seconds) or self.lost:
-                raise GroupError("the broker of this machine's ranks does not answer")
-            first = self._joined.pop(name)
-            if first < 0:
-                raise GroupError("too many groups: the broker has no room for more")
-            self._members[name] = member = Member(self, name, rank, size, first, seconds)
-            member.error = self._failures.pop(name, None)
-        return member
+            self._answers[name] = None
+            self.tell(Join(name, rank, size))
+            self.changed.wait_for(lambda: self._answers[name] is not None or self.lost, seconds)
+            match self._answers.pop(name):
+                case Joined(first=first) if first + size**2 <= BLOCKS:
+                    self._members[name] = member = Member(self, name, rank, size, first, seconds)
+                    return member
+                case Joined():
+                    self._lose(f"{_BROKER} failed: it sent a place beyond its board")
+                    why = self._why_lost
+                case Failed(why=why):
+                    pass
+                case None:
+                    why = self._why_lost if self.lost else f"{_BROKER} has not answered for {seconds:g} s"
+        self.tell(Leave(name))  # it may have been let in by now
+        raise GroupError(why)
 
     def leave(self, name: str) -> None:
         with self.changed:
             self._members.pop(name, None)
         self.tell(Leave(name))
 
-    def tell(self, message: Message, file: int = -1) -> None:
+    def tell(self, message: FromRank, file: int = -1) -> None:
         with self._telling, contextlib.suppress(OSError):
             tell(self._connection, message, file)
 
@@ -249,32 +277,51 @@ class Engine:
         self.tell(Bye())
 
     def _listen(self) -> None:
-        while True:
-            message, file = hear(self._connection)
-            if message is None:
-                break
-            self._act(message, file)
-            if file >= 0:
-                os.close(file)
-        if not self.lost:
-            self.lost = True
-            for member in list(self._members.values()):
-                member.fail("the broker of this machine's ranks died", tell=False)
-                member.let_go()
+        try:
+            message, file = hear_broker(self._connection)
+            while message is not None:
+                try:
+                    self._act(message, file)
+                finally:
+                    close(file)
+                message, file = hear_broker(self._connection)
+            self._lose(f"{_BROKER} died")
+        except MessageError as error:
+            self._lose(f"{_BROKER} failed: it sent {error}")
+        except Exception as error:
+            self._lose(f"{_BROKER} failed: what it sent could not be read ({error})")
+        with self._telling:
+            self._connection.close()
 
-    def _act(self, message: Message, file: int) -> None:
+    def _act(self, message: FromBroker, file: int) -> None:
         with self.changed:
             match message:
-                case Joined():
-                    self._joined[message.group] = message.first
+                case Refused():
+                    self._lose(f"{_BROKER} disconnected this process: {message.why}", let_go=False)  # it has done so
+                case Welcome():
+                    raise MessageError("a second Welcome")
+                case Joined() | Failed() if message.group in self._answers:
+                    self._answers[message.group] = message
+                case Failed() if message.group in self._members:
+                    self._members[message.group].fail(message.why, tell=False)
                 case Here() if message.group in self._members:
                     self._members[message.group].here(message.peer, message.number, file)
                 case Taken() if message.group in self._members:
                     self._members[message.group].taken(message.peer, message.number)
-                case Failed() if message.group in self._members:
-                    self._members[message.group].fail(message.why, tell=False)
-                case Failed() if message.group in self._joined:
-                    self._failures[message.group] = message.why
+            self.changed.notify_all()
+
+    def _lose(self, why: str, *, let_go: bool = True) -> None:
+        """Go on without a broker, which may still live."""
+        with self.changed:
+            if self.lost:
+                return
+            self.lost, self._why_lost = True, why
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            for member in list(self._members.values()):
+                member.fail(why, tell=False)
+                if let_go:
+                    member.let_go()
             self.changed.notify_all()
 
     def _watch(self) -> None:
@@ -282,6 +329,28 @@ class Engine:
             time.sleep(0.1)
             for member in list(self._members.values()):
                 member.watch()
+            for allocation in self.allocations.take_freed():
+                self.tell(Freed(allocation.handle))
+
+
+def _connect(address: str) -> tuple[socket.socket, Board]:
+    """A connection to a broker of this user, and its board."""
+    connection, file = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), -1
+    try:
+        connection.connect(f"\0{address}")
+        if (user := peer_user(connection)) != os.geteuid():
+            raise ConnectionError(f"it belongs to user {user}, and this process to user {os.geteuid()}")
+        connection.settimeout(_GREETING)
+        message, file = hear_broker(connection)
+        connection.settimeout(None)
+        if not isinstance(message, Welcome):
+            raise ConnectionError("it does not answer")
+        return connection, Board(file)
+    except (OSError, ValueError) as error:
+        connection.close()
+        close(file)
+        sent = "it sent " if isinstance(error, MessageError) else ""
+        raise GroupError(f"{_BROKER} cannot be used: {sent}{error}") from None
 
 
 def _start_broker() -> str:

@@ -1,0 +1,66 @@
+"""Processes that talk to the broker. None of them can make it wait."""
+
+import os
+import selectors
+import socket
+import time
+from collections import deque
+
+import msgspec
+
+from stretto.broker.wire import FromBroker, close, send
+
+_MOST_WAITING = 65536  # messages; a client has asked for each of them
+_PATIENCE = 60.0  # seconds in which a client reads nothing
+
+
+class Client:
+    """One process. What does not fit into its socket waits here until it does."""
+
+    def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ, self)
+        self.connection, self._selector = connection, selector
+        self.has_joined = False
+        """Some group: it is a rank, and not a stranger."""
+        self._waiting: deque[tuple[bytes, int]] = deque()
+        self._moved = 0.0  # when a message last left, while some wait
+
+    def say(self, message: FromBroker, file: int = -1) -> None:
+        data = msgspec.msgpack.encode(message)
+        if self._waiting or not self._sent(data, file):
+            if not self._waiting:
+                self._moved = time.monotonic()
+                self._selector.modify(self.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, self)
+            self._waiting.append((data, os.dup(file) if file >= 0 else -1))
+
+    def send_waiting(self) -> None:
+        """As much as fits."""
+        while self._waiting and self._sent(*self._waiting[0]):
+            close(self._waiting.popleft()[1])
+            self._moved = time.monotonic()
+        if not self._waiting:
+            self._selector.modify(self.connection, selectors.EVENT_READ, self)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it does not read."""
+        late = bool(self._waiting) and time.monotonic() > self._moved + _PATIENCE
+        return late or len(self._waiting) > _MOST_WAITING
+
+    def close(self) -> None:
+        self._selector.unregister(self.connection)
+        self.connection.close()
+        for _, file in self._waiting:
+            close(file)
+        self._waiting.clear()
+
+    def _sent(self, data: bytes, file: int) -> bool:
+        """Whether a message has left; or there is nobody to hear it, which reading will show."""
+        try:
+            send(self.connection, data, file)
+        except ConnectionError:
+            return True
+        except OSError:  # its socket is full, or more files are on their way than the kernel allows
+            return False
+        return True

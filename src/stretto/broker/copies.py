@@ -1,0 +1,145 @@
+"""Has the device copy messages whose two sides are known.
+
+A stream that waits can hold up others, once there are more of them than the device has queues. So only a few channels
+at a time have a stream to wait on; for all others the broker looks at the flags itself, and queues what is ready.
+"""
+
+import contextlib
+import time
+
+from stretto.broker import driver
+from stretto.broker.board import EVER, RING, Board
+from stretto.broker.groups import Channel, Group
+from stretto.broker.mappings import Mappings
+from stretto.broker.wire import Place
+
+_WAITING = 24  # streams that may wait; the device has 32 queues for a process that asks for them
+_COPYING = 4  # streams that never wait
+
+
+class Copies:
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self.mappings = Mappings(lambda block, number: self.arrived(block) <= number)
+        self._idle: list[int] = []  # streams to wait on
+        self._armed: dict[int, Channel] = {}  # channels that have one, by their block
+        self._copying: list[int] = []
+        self.watched: dict[int, tuple[Group, Channel]] = {}
+        """Channels with flags or clocks to look at."""
+
+    def arrived(self, block: int) -> int:
+        """How many messages of a channel."""
+        return self._board.read(self._board.done(block))
+
+    def begin(self, group: Group, channel: Channel) -> None:
+        """A message is known on both sides: queue it if its channel may wait on a stream, or else look at its flags."""
+        if not self._copying:
+            made = driver.make_streams(channel.matched[0][0].device, _WAITING + _COPYING)
+            self._idle, self._copying = made[_COPYING:], made[:_COPYING]
+        behind = len(channel.matched) > 1 or bool(channel.flying)
+        if group.model is None and not behind and self._arm(channel):
+            self._move(group, channel, waits=True)
+        else:
+            self.watched[channel.block] = group, channel
+
+    def look(self) -> list[tuple[Group, str]]:
+        """Copy what both sides are ready for, and let arrive what has had its link's time; what failed, and why."""
+        failures = []
+        for group, channel in list(self.watched.values()):
+            try:
+                self._look_at(group, channel)
+            except driver.DriverError as error:
+                failures.append((group, f"the broker could not move a message from rank {channel.source}: {error}"))
+        return failures
+
+    def stop(self, group: Group) -> None:
+        """Forget what a group was to move, and wait for what the device is at."""
+        for channel in group.channels.values():
+            self.watched.pop(channel.block, None)
+            channel.clear()
+            if channel.block in self._armed:  # let go of the stream
+                for number in range(RING):
+                    self._board.write(self._board.ready(channel.block, number, sender=True), EVER)
+                    self._board.write(self._board.ready(channel.block, number, sender=False), EVER)
+        for channel in group.channels.values():  # only now, since one may be queued behind another
+            if channel.stream:
+                with contextlib.suppress(driver.DriverError):
+                    driver.synchronize(channel.stream)
+
+    def let_go(self, group: Group) -> None:
+        """Let all streams of ranks go on that wait for a message of a group that was stopped."""
+        for block in group.blocks:
+            self._board.write(self._board.done(block), EVER)
+
+    def release(self, group: Group) -> None:
+        """Give back the blocks and streams of a group that was stopped."""
+        self.mappings.ended(group.blocks)
+        for block in group.blocks:
+            self._board.clear(block)
+            if block in self._armed:
+                self._idle.append(self._armed.pop(block).stream)
+
+    def _arm(self, channel: Channel) -> bool:
+        """Whether a channel has a stream to wait on. One whose messages another stream still counts gets none."""
+        if channel.block in self._armed:
+            return True
+        if not self._is_done(channel):
+            return False
+        if not self._idle:
+            for block, other in list(self._armed.items()):
+                if self._is_done(other):
+                    del self._armed[block]
+                    self._idle.append(other.stream)
+                    other.stream = 0
+        if not self._idle:
+            return False
+        channel.stream = self._idle.pop()
+        self._armed[channel.block] = channel
+        return True
+
+    def _is_done(self, channel: Channel) -> bool:
+        """Whether all that was queued has been copied, and has arrived."""
+        return not channel.flying and self.arrived(channel.block) >= channel.queued
+
+    def _look_at(self, group: Group, channel: Channel) -> None:
+        read, ready, block = self._board.read, self._board.ready, channel.block
+        while channel.matched:
+            number = channel.matched[0][0].number
+            if read(ready(block, number, sender=True)) <= number or read(ready(block, number, sender=False)) <= number:
+                break
+            if block not in self._armed:
+                channel.stream = self._copying[block % _COPYING]
+            self._move(group, channel, waits=False)
+        while channel.flying and time.perf_counter() >= channel.flying[0][1]:
+            self._arrive(channel, channel.flying.popleft()[0])
+        if not channel.matched and not channel.flying:
+            del self.watched[block]
+
+    def _move(self, group: Group, channel: Channel, *, waits: bool) -> None:
+        """Queue the first message that is known on both sides."""
+        sent, wanted = channel.matched.popleft()
+        board, stream, number = self._board, channel.stream, sent.number
+        if waits:
+            for sender in (True, False):
+                word = board.ready(channel.block, number, sender=sender)
+                if board.read(word) <= number:
+                    driver.wait_value(stream, board.address(word), number + 1)
+        if sent.count:
+            target = self._open(group, channel, channel.target, wanted)
+            source = self._open(group, channel, channel.source, sent)
+            driver.copy(stream, target, source, sent.count)
+        if group.model is None:
+            self._arrive(channel, number)
+        else:
+            begin = max(time.perf_counter(), channel.flying[-1][1] if channel.flying else 0.0)
+            channel.flying.append((number, begin + group.model.seconds(sent.count)))
+
+    def _arrive(self, channel: Channel, number: int) -> None:
+        channel.queued = number + 1
+        board = self._board
+        driver.write_value(channel.stream, board.address(board.done(channel.block)), number + 1)
+
+    def _open(self, group: Group, channel: Channel, rank: int, place: Place) -> int:
+        owner = group.members[rank]
+        start = self.mappings.open(owner, place.handle, place.size, block=channel.block, number=place.number)
+        return start + place.offset

@@ -1,0 +1,235 @@
+"""A rank's side of a broker that is none, or that fails; and what a rank knows of its memory."""
+
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+
+from stretto.broker import driver
+from stretto.broker.board import BLOCKS, EVER, Board
+from stretto.broker.wire import Bye, Failed, Freed, Here, Join, Joined, Refused, Taken, Welcome, hear_rank, tell
+from stretto.onegpu import engine
+from stretto.onegpu.allocations import Allocations
+from stretto.onegpu.engine import Engine, GroupError, Member
+
+NUMBERS = count()
+
+
+class Impostor:
+    """A broker that says what it is told to."""
+
+    def __init__(self) -> None:
+        self.address = f"stretto-test-engine-{os.getpid()}-{next(NUMBERS)}"
+        self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.server.bind(f"\0{self.address}")
+        self.server.listen(4)
+        self.board = Board()
+        self.accepted: list[socket.socket] = []
+
+    def accept(self, *words: Any) -> socket.socket:
+        """A rank is told these words, of which a Welcome or Here has a file."""
+        connection, _ = self.server.accept()
+        self.accepted.append(connection)
+        for word in words:
+            if isinstance(word, bytes):
+                connection.send(word)
+            else:
+                tell(connection, word, self.board.file if isinstance(word, Welcome | Here) else -1)
+        return connection
+
+    def serve(self, first: int) -> tuple[Engine, Member, socket.socket]:
+        """A rank that has joined a group of two, whose blocks begin here."""
+
+        def answer() -> None:
+            connection = self.accept(Welcome())
+            assert hear_rank(connection)[0] == Join("g", 0, 2)
+            tell(connection, Joined("g", first))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            made = Engine(self.address)
+            return made, made.join("g", 0, 2, 30), self.accepted[0]
+        finally:
+            thread.join()
+
+    def close(self) -> None:
+        for connection in (*self.accepted, self.server):
+            connection.close()
+        os.close(self.board.file)
+
+
+@pytest.fixture
+def impostor() -> Iterator[Impostor]:
+    made = Impostor()
+    yield made
+    made.close()
+
+
+def files() -> int:
+    gc.collect()  # boards of other tests
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "it does not answer"),
+        ((b"nonsense",), "it sent a malformed message (Expected `object`, got `int`)"),
+        ((Joined("g", 0),), "it does not answer"),
+        ((Here("g", 0, 0),), "it does not answer"),
+        ((Bye(),), "it sent a malformed message (Invalid value 'Bye' - at `$.type`)"),
+        ((msgspec.msgpack.encode(Welcome()),), "it sent a Welcome with 0 files"),
+    ],
+)
+def test_what_does_not_greet_as_a_broker_is_none(impostor: Impostor, words: tuple[Any, ...], said: str) -> None:
+    before = files()
+    thread = threading.Thread(target=lambda: impostor.accept(*words).close())
+    thread.start()
+    with pytest.raises(GroupError) as error:
+        Engine(impostor.address)
+    thread.join()
+    assert str(error.value) == f"the broker of this machine's ranks cannot be used: {said}"
+    assert files() == before
+
+
+def test_a_broker_that_is_not_there_is_named() -> None:
+    with pytest.raises(GroupError, match=r"the broker of this machine's ranks cannot be used: .*Connection refused"):
+        Engine("stretto-test-nobody")
+
+
+def test_a_board_that_is_too_small_is_refused(impostor: Impostor) -> None:
+    impostor.board.file, board = os.memfd_create("small"), impostor.board.file
+    os.close(board)
+    before = files()
+    thread = threading.Thread(target=lambda: impostor.accept(Welcome()).close())
+    thread.start()
+    with pytest.raises(GroupError, match="cannot be used"):
+        Engine(impostor.address)
+    thread.join()
+    assert files() == before
+
+
+def test_another_users_broker_is_not_talked_to(impostor: Impostor, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.geteuid()
+    monkeypatch.setattr(engine, "peer_user", lambda _: user + 1)
+    with pytest.raises(GroupError, match=f"it belongs to user {user + 1}, and this process to user {user}$"):
+        Engine(impostor.address)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (None, "the broker of this machine's ranks died"),
+        (b"nonsense", "failed: it sent a malformed message ("),
+        (Welcome(), "failed: it sent a second Welcome"),
+        (Bye(), "failed: it sent a malformed message (Invalid value 'Bye'"),
+        (Refused("it said no"), "the broker of this machine's ranks disconnected this process: it said no"),
+    ],
+)
+def test_nonsense_is_the_end_of_the_broker(impostor: Impostor, word: Any, said: str) -> None:
+    rank, member, connection = impostor.serve(first=4)
+    before = files() - 1  # the connection
+    for stray in (Taken("unknown", 0, 0), Here("unknown", 0, 0), Joined("unknown", 0), Failed("unknown", "no")):
+        tell(connection, stray, impostor.board.file if isinstance(stray, Here) else -1)
+    if isinstance(word, bytes):
+        connection.send(word)
+    elif word is not None:
+        tell(connection, word, impostor.board.file if isinstance(word, Welcome) else -1)
+    else:
+        connection.shutdown(socket.SHUT_RDWR)
+    with rank.changed:
+        assert rank.changed.wait_for(lambda: rank.lost, 10)
+    with pytest.raises(GroupError) as error:
+        member.check()
+    assert said in str(error.value)
+    assert connection.recv(100) == b""  # and a broker that lives knows that we have gone
+    done = [impostor.board.read(impostor.board.done(block)) for block in range(4, 8)]
+    assert done == ([0] * 4 if isinstance(word, Refused) else [EVER] * 4)  # it is for the broker to let streams go
+    with pytest.raises(GroupError) as error:
+        rank.join("h", 0, 2, 30)
+    assert said in str(error.value)
+    deadline = time.monotonic() + 10
+    while files() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert files() == before
+
+
+def test_a_place_beyond_the_board_is_nonsense(impostor: Impostor) -> None:
+    with pytest.raises(GroupError, match="it sent a place beyond its board"):
+        impostor.serve(first=BLOCKS - 1)
+
+
+class Driver:
+    """Numbers allocations, which lie one after the other and are 100 bytes long."""
+
+    def __init__(self) -> None:
+        self.numbers = {100 * k: k for k in range(1, 5)}
+        self.exports = 0
+
+    def buffer_id(self, address: int) -> int:
+        if address // 100 * 100 not in self.numbers:
+            raise driver.DriverError("invalid argument")
+        return self.numbers[address // 100 * 100]
+
+    def extent(self, address: int) -> tuple[int, int]:
+        return address // 100 * 100, 100
+
+    def export(self, base: int) -> bytes:
+        self.exports += 1
+        return b"%d" % self.numbers[base]
+
+
+@pytest.fixture
+def memory() -> Iterator[Driver]:
+    fake = Driver()
+    with mock.patch.multiple(driver, buffer_id=fake.buffer_id, extent=fake.extent, export=fake.export):
+        yield fake
+
+
+def test_an_allocation_is_exported_once_and_forgotten_when_it_is_freed(memory: Driver) -> None:
+    known = Allocations()
+    assert known.find(130) is known.find(170)
+    assert (known.find(250).base, known.find(250).size, known.find(250).handle) == (200, 100, b"2")
+    assert memory.exports == 2
+    assert known.take_freed() == []
+    del memory.numbers[100]  # freed
+    memory.numbers[200] = 9  # freed, and another lies there now
+    assert sorted(it.handle for it in known.take_freed()) == [b"1", b"2"]
+    assert known.take_freed() == []
+    assert known.find(250).handle == b"9"
+
+
+def test_allocations_are_found_and_freed_by_several_threads(memory: Driver) -> None:
+    known, freed, numbers = Allocations(), list[bytes](), count(10)
+
+    def allocate(base: int) -> None:
+        for _ in range(300):
+            memory.numbers[base] = next(numbers)  # which frees the one before
+            known.find(base + 50)
+
+    threads = [threading.Thread(target=allocate, args=(base,)) for base in (100, 200, 300)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        freed += [it.handle for it in known.take_freed()]
+    memory.numbers.clear()
+    freed += [it.handle for it in known.take_freed()]
+    assert sorted(map(int, freed)) == list(range(10, 910))
+
+
+def test_the_broker_is_told_what_was_freed(impostor: Impostor, memory: Driver) -> None:
+    rank, _, connection = impostor.serve(first=0)
+    rank.allocations.find(150)
+    del memory.numbers[100]
+    connection.settimeout(10)
+    assert hear_rank(connection)[0] == Freed(b"1")
+    rank.close()
