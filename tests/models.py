@@ -459,19 +459,24 @@ class Blocking:
         return Ended()
 
 
-class BlockingGroups:
-    def __init__(self, groups: Any) -> None:
-        self._groups, self.pipeline = groups, groups.pipeline
+class BlockingTeam:
+    """A team whose groups block."""
+
+    def __init__(self, team: Any) -> None:
+        self._team = team
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._team, name)
 
     def make(self, members: Any) -> Any:
-        made = self._groups.make(members)
+        made = self._team.make(members)
         return None if made is None else Blocking(made)
 
 
 def train_blocking(mesh: Any, case: Case) -> tuple[float, dict[str, Any]]:
     """The same over links that block until matched: nothing but the program's own order keeps ranks from deadlock."""
     usual = runtime.Links
-    runtime.Links = lambda groups, *rest, **named: usual(BlockingGroups(groups), *rest, **named)  # type: ignore[assignment,misc,arg-type,return-value]
+    runtime.Links = lambda team, *rest, **named: usual(BlockingTeam(team), *rest, **named)  # type: ignore[assignment,misc,arg-type,return-value]
     try:
         return train(mesh, case)
     finally:
