@@ -118,3 +118,23 @@ def missing_key(mesh: Any) -> str:
         said = str(error)
     pipe.close()
     return said
+
+
+def asked_late(mesh: Any) -> tuple[float, float, str, float]:
+    """Losses that are asked for after a pipeline was closed, and after it has failed."""
+    batch = torch.ones(BATCH, 3, 8)
+    pipe = _pipeline(mesh)
+    expected = _step(pipe)
+    result = pipe.step(batch, batch, check_finite=False)
+    pipe.close()
+    found, said = result.loss, ""
+    pipe = _pipeline(mesh)
+    result = pipe.step(batch, batch, check_finite=False)
+    with contextlib.suppress(stretto.PipelineError):
+        pipe.step(batch[:3], batch)
+    begun = time.monotonic()
+    try:
+        result.loss  # noqa: B018
+    except stretto.PipelineError as error:
+        said = str(error)
+    return expected, found, said, time.monotonic() - begun

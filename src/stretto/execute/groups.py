@@ -79,7 +79,7 @@ class Groups:
     def close(self) -> None:
         """Let go of all that were made."""
         for group in self._made if dist.is_initialized() else ():  # or all have gone with the world's
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, ValueError):  # or with an earlier world's
                 dist.destroy_process_group(group)
         self._made.clear()
 

@@ -78,6 +78,7 @@ class HostLane:
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._closed = False
         self._thread = threading.Thread(target=self._wait, name=f"stretto {name}", daemon=True)
         self._thread.start()
         _lanes.add(self)
@@ -85,10 +86,15 @@ class HostLane:
     def follow(self, work: Work, held: object = None) -> Ticket:
         """A ticket for this work, which keeps `held` alive until it has ended."""
         ticket = Ticket(work, held)
-        self._queue.put(ticket)
+        if self._closed:
+            ticket.settle(RuntimeError("nothing more is waited for here"))
+        else:
+            self._queue.put(ticket)
         return ticket
 
     def close(self) -> None:
+        """Wait for nothing more than what was begun."""
+        self._closed = True
         self._queue.put(None)
 
     def join(self, seconds: float) -> None:

@@ -1,6 +1,5 @@
 """Makes the ring of supervisors of ranks that have met, and connections between any of them."""
 
-import atexit
 import contextlib
 import hmac
 import os
@@ -36,7 +35,6 @@ def supervised(meeting: Meeting | None, *, timeout: float, turns: str) -> Superv
     if meeting is not None:
         with opened_doors(meeting) as (server, doors):
             supervisor.watch(neighbours(meeting.rank, doors, server))
-        atexit.register(supervisor.close)
     return supervisor
 
 

@@ -1,5 +1,6 @@
 """The supervisor: ranks watch each other in a ring, and what stops one is known to all within seconds."""
 
+import atexit
 import contextlib
 import os
 import selectors
@@ -79,6 +80,7 @@ class Supervisor:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._heard[peer], self._doing[peer] = now, (_Message(peer, doing=self._idle), now)
         self._looked = now
+        atexit.register(self.close)
         threading.Thread(target=self._watch, name="stretto supervisor", daemon=True).start()
 
     def ready(self) -> None:
@@ -219,6 +221,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Leave the ring in peace."""
+        atexit.unregister(self.close)
         if not self._closing:
             self._tell(_Message(self.rank, doing=self._where(), turn=self._now[0], bye=True))
             self._closing = True  # the thread that watches closes the connections
@@ -264,6 +267,7 @@ class Supervisor:
                         self._hear(peer, msgspec.json.decode(line, type=_Message))
                 self._judge()
         self._closing = True
+        atexit.unregister(self.close)
 
     def _lost(self, peer: int) -> None:
         """A connection has ended: if its rank has not said farewell, it died."""

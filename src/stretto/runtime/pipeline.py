@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
@@ -133,6 +133,7 @@ class Pipeline:
         self._gradients.several_streams = self._passes.several_streams
         self._evaluation: Passes | None = None
         self._evaluations = 0
+        self._total_of_last: Total | None = None  # step, whose loss may not have been asked for yet
         self._counted: bool | None = None  # whether the loss gives a sum and a count, once a step has shown it
         self._key = RngKey(seed=seed, replica=self._team.number)
         self._team.supervisor.ready()
@@ -278,6 +279,9 @@ class Pipeline:
 
     def close(self) -> None:
         """Let go of connections and threads. A pipeline that failed, or was closed, runs nothing more."""
+        if not self._finished and self._total_of_last is not None:
+            with suppress(PipelineError):  # whoever asks for that loss is told
+                self._total_of_last.wait()
         self._finished = self._finished or "this pipeline was closed"
         self._team.close()
         self._links.close()
@@ -530,7 +534,8 @@ class Pipeline:
             self._team.settle(work, whole)
             self._catch_up()
 
-        return Total(whole[: table.numel()].view_as(table), whole[table.numel() :], wait)
+        self._total_of_last = Total(whole[: table.numel()].view_as(table), whole[table.numel() :], wait)
+        return self._total_of_last
 
 
 def _demand_mesh(mesh: Any) -> None:
