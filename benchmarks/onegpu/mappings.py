@@ -77,7 +77,11 @@ def main() -> None:
     )
     batch = torch.randn(MICROBATCHES * ROWS, WIDTH, dtype=torch.bfloat16, device="cuda")
     for step in range(given.steps):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
         pipe.step(batch, batch)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begun
         if (step + 1) % given.empty_every == 0:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -88,7 +92,8 @@ def main() -> None:
         if dist.get_rank() == 0 and ((step + 1) % given.empty_every == 0 or step < 3):
             free, total = torch.cuda.mem_get_info()
             rest = (total - free - float(ours)) / GIB
-            print(f"step {step + 1:3}: ranks {float(ours) / GIB:5.1f} GiB, everything else {rest:5.1f} GiB", flush=True)
+            held = f"ranks {float(ours) / GIB:5.1f} GiB, everything else {rest:5.1f} GiB"
+            print(f"step {step + 1:3}: {held}, {seconds * 1e3:6.0f} ms", flush=True)
         dist.barrier()
     pipe.close()
     dist.destroy_process_group()

@@ -35,8 +35,9 @@ class World:
     """Mappings, and which messages have arrived on each channel."""
 
     def __init__(self, fake: Driver) -> None:
-        self.driver, self.arrived = fake, dict[int, int]()
-        self.mappings = Mappings(lambda block, number: self.arrived.get(block, 0) <= number)
+        self.driver, self.arrived, self.waiting = fake, dict[int, int](), False
+        self.mappings = Mappings(lambda block, number: self.arrived.get(block, 0) <= number, lambda: self.waiting)
+        self.mappings.is_short = True
 
     def use(self, handle: bytes, size: int = GIB, *, owner: object = "rank 0", block: int = 0, number: int = 0) -> int:
         return self.mappings.open(owner, handle, size, block=block, number=number)
@@ -93,6 +94,30 @@ def test_more_than_the_bound_is_kept_only_while_it_is_used(world: World) -> None
     assert world.open == [b"small"]
 
 
+def test_where_memory_is_not_short_all_that_is_there_stays_open(world: World) -> None:
+    world.mappings.is_short = False
+    for number in range(8):
+        world.use(b"%d" % number, number=number)
+        world.arrived[0] = number + 1
+    world.mappings.trim()
+    assert len(world.open) == 8
+    world.mappings.freed("rank 0", b"3")
+    assert len(world.open) == 7
+    world.mappings.is_short = True
+    world.mappings.trim()
+    assert world.open == [b"4", b"5", b"6", b"7"]
+
+
+def test_nothing_is_closed_while_a_stream_waits_which_none_begins_to_until_then(world: World) -> None:
+    world.use(b"a")
+    world.arrived[0], world.waiting = 1, True
+    world.mappings.freed("rank 0", b"a")
+    assert (world.open, world.mappings.has_work) == ([b"a"], True)
+    world.waiting = False
+    world.mappings.trim()
+    assert (world.open, world.mappings.has_work) == ([], False)
+
+
 def test_what_its_owner_has_freed_is_closed_at_once(world: World) -> None:
     for owner in ("rank 0", "rank 1"):
         world.use(b"a", owner=owner)
@@ -121,7 +146,7 @@ def test_a_handle_that_cannot_be_opened_leaves_nothing(world: World) -> None:
 
 
 STEP = st.tuples(
-    st.sampled_from(("use", "use", "use", "arrive", "free", "gone", "end", "trim")), *[st.integers(0, 5)] * 3
+    st.sampled_from(("use", "use", "use", "arrive", "free", "gone", "end", "trim", "wait")), *[st.integers(0, 5)] * 3
 )
 
 
@@ -155,16 +180,18 @@ def test_whatever_happens_the_bound_holds_and_nothing_used_is_closed(
                     world.mappings.ended(range(c, c + 1))
                     used = {key: places for key, places in used.items() if key[0] != c}
                     begun[c] = world.arrived[c] = 0
+                case "wait":
+                    world.waiting = bool(a % 2)
                 case "trim":
                     world.mappings.trim()
             used = {key: places for key, places in used.items() if world.arrived.get(key[0], 0) <= key[1]}
             in_use = {place for places in used.values() for place in places}
             assert in_use <= set(fake.open)
-            if what in ("free", "gone", "trim"):
+            if what in ("free", "gone", "trim") and not world.waiting:
                 idle = [(place, handle) for place, handle in fake.open.items() if place not in in_use]
                 assert sum(sizes[int(handle)] for _, handle in idle) <= KEPT
                 assert world.mappings._bytes == sum(sizes[int(handle)] for handle in fake.open.values())
-        world.arrived = dict.fromkeys(range(6), 10**6)
+        world.arrived, world.waiting = dict.fromkeys(range(6), 10**6), False
         for owner in range(3):
             world.mappings.gone(owner)
         assert (fake.open, world.mappings._bytes) == ({}, 0)

@@ -37,6 +37,7 @@ class Device:
         self._board, self._streams = board, dict[int, deque[Any]]()
         self.copies: list[tuple[int, int, int]] = []
         self.opened: set[int] = set()
+        self.free = 4000
 
     def make_streams(self, device: int, count: int) -> list[int]:
         assert device == 0
@@ -61,7 +62,13 @@ class Device:
         return int.from_bytes(handle)
 
     def close_shared(self, address: int) -> None:
+        """As the driver does, behind all that is queued."""
+        self.run()
+        assert not any(self._streams.values()), "the broker would wait for a rank"
         self.opened.remove(address)
+
+    def memory(self) -> tuple[int, int]:
+        return self.free, 8000
 
     def run(self, order: random.Random | None = None) -> None:
         """All that can be done, stream after stream, in any order."""
@@ -144,7 +151,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], World]]:
     def make(ranks: int) -> World:
         broker = Broker(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         device = Device(lambda: broker._board)
-        for name in ("make_streams", "wait_value", "write_value", "copy", "synchronize", "open_shared", "close_shared"):
+        for name in ("make_streams", "wait_value", "write_value", "copy", "synchronize"):
+            monkeypatch.setattr(driver, name, getattr(device, name))
+        for name in ("open_shared", "close_shared", "memory"):
             monkeypatch.setattr(driver, name, getattr(device, name))
         monkeypatch.setattr(driver, "register_host", lambda *_: 0)
         made.append(World(broker, device, ranks))
@@ -369,6 +378,34 @@ def test_memory_that_a_rank_has_freed_is_closed_when_its_last_message_has_arrive
     it.device.run()
     it.broker._tidy()
     assert it.device.opened == {1001}
+
+
+def test_memory_is_closed_only_when_no_stream_waits_for_a_rank(world: Callable[[int], World]) -> None:
+    """From when some is freed no stream begins to wait, and messages arrive all the same."""
+    it = world(3)
+    it.place(0, 1, 0, sends=True)
+    it.place(1, 0, 0, sends=False)
+    for sender in (True, False):
+        it.flag(0, 1, 0, sender=sender)
+    it.device.run()
+    it.place(1, 2, 0, sends=True)  # a stream waits for its flags
+    it.place(2, 1, 0, sends=False)
+    it.say(0, Freed((1).to_bytes(driver.HANDLE_BYTES)))
+    it.place(0, 2, 0, sends=True)
+    it.place(2, 0, 0, sends=False)
+    it.broker._tidy()
+    assert 1 in it.device.opened
+    for source, target in ((1, 2), (0, 2)):
+        for sender in (True, False):
+            it.flag(source, target, 0, sender=sender)
+        it.look()
+        it.device.run()
+        assert it.done(source, target) == 1
+    it.broker._tidy()
+    assert it.device.opened == {1001, 2001}
+    it.place(0, 1, 1, sends=True)  # and then they may wait again
+    it.place(1, 0, 1, sends=False)
+    assert it.broker._copies._is_waiting()
 
 
 @pytest.mark.parametrize("why", ["died", ""])

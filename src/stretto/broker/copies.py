@@ -15,12 +15,13 @@ from stretto.broker.wire import Place
 
 _WAITING = 24  # streams that may wait; the device has 32 queues for a process that asks for them
 _COPYING = 4  # streams that never wait
+_SHORT = 8  # memory is short if less than this part of it is free
 
 
 class Copies:
     def __init__(self, board: Board) -> None:
         self._board = board
-        self.mappings = Mappings(lambda block, number: self.arrived(block) <= number)
+        self.mappings = Mappings(lambda block, number: self.arrived(block) <= number, self._is_waiting)
         self._idle: list[int] = []  # streams to wait on
         self._armed: dict[int, Channel] = {}  # channels that have one, by their block
         self._copying: list[int] = []
@@ -37,7 +38,7 @@ class Copies:
             made = driver.make_streams(channel.matched[0][0].device, _WAITING + _COPYING)
             self._idle, self._copying = made[_COPYING:], made[:_COPYING]
         behind = len(channel.matched) > 1 or bool(channel.flying)
-        if group.model is None and not behind and self._arm(channel):
+        if group.model is None and not behind and not self.mappings.has_work and self._arm(channel):
             self._move(group, channel, waits=True)
         else:
             self.watched[channel.block] = group, channel
@@ -97,6 +98,18 @@ class Copies:
         self._armed[channel.block] = channel
         return True
 
+    def _is_waiting(self) -> bool:
+        """Whether a stream may be waiting for a rank."""
+        return any(self.arrived(block) < channel.waited for block, channel in self._armed.items())
+
+    def tidy(self) -> None:
+        """Close memory that is not needed."""
+        if self._copying:
+            with contextlib.suppress(driver.DriverError):
+                free, total = driver.memory()
+                self.mappings.is_short = free < total // _SHORT
+        self.mappings.trim()
+
     def _is_done(self, channel: Channel) -> bool:
         """Whether all that was queued has been copied, and has arrived."""
         return not channel.flying and self.arrived(channel.block) >= channel.queued
@@ -124,6 +137,7 @@ class Copies:
                 word = board.ready(channel.block, number, sender=sender)
                 if board.read(word) <= number:
                     driver.wait_value(stream, board.address(word), number + 1)
+                    channel.waited = number + 1
         if sent.count:
             target = self._open(group, channel, channel.target, wanted)
             source = self._open(group, channel, channel.source, sent)

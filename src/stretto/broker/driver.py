@@ -37,6 +37,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuIpcGetMemHandle": (ctypes.c_void_p, _ADDRESS),
     "cuIpcOpenMemHandle_v2": (ctypes.c_void_p, _Handle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (_ADDRESS,),
+    "cuMemGetInfo_v2": (ctypes.c_void_p, ctypes.c_void_p),
     "cuMemHostRegister_v2": (ctypes.c_void_p, _SIZE, ctypes.c_uint),
     "cuMemHostGetDevicePointer_v2": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint),
 }
@@ -137,6 +138,13 @@ def open_shared(handle: bytes) -> int:
 def close_shared(address: int) -> None:
     """Let go of it again."""
     _call("cuIpcCloseMemHandle", address)
+
+
+def memory() -> tuple[int, int]:
+    """How many bytes of the device are free, and how many it has."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    _call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value
 
 
 def register_host(address: int, count: int) -> int:

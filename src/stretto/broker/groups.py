@@ -28,6 +28,8 @@ class Channel:
     stream: int = 0
     """The last one it was copied on, and if that waits, the number of messages it will have moved."""
     queued: int = 0
+    waited: int = 0
+    """As many messages will have arrived when its stream waits for no rank any more."""
     next: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     """The number of the sender's next message, and of the receiver's."""
 

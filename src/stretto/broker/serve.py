@@ -87,7 +87,7 @@ class Broker:
         self._tidied = time.monotonic()
         for client in [client for client in self._clients if client.is_stuck]:
             self._disconnect(client, "does not read what it is told")
-        self._copies.mappings.trim()
+        self._copies.tidy()
 
     def _accept(self) -> None:
         try:
