@@ -24,6 +24,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "memory-4": ([*RUN, "-d", "4", PROVE, "memory"], 60),
     "overlap-4": ([*RUN, "-d", "4", PROVE, "overlap"], 60),
     "kill-4": ([*RUN, "-d", "4", PROVE, "kill"], 60),
+    "mappings-4": ([*RUN, "-d", "4", "--link", "50:10", str(HERE / "mappings.py")], 120),
     "sanitizer-2": ([*SANITIZER, *TORCHRUN, PROVE, "small"], 240),
 }
 for name in SCHEDULES:  # each in processes of its own
