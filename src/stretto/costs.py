@@ -248,7 +248,7 @@ def parse_costs(text: str) -> Costs:
             table[name] = value if name == "unit" else float(value)
         except ValueError:
             raise CostError(f"cost {name} must be a number (got {value!r:.40})") from None
-    return costs_from(table)
+    return _given(table)
 
 
 def parse_costs_toml(text: str) -> Costs:
@@ -257,10 +257,20 @@ def parse_costs_toml(text: str) -> Costs:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also numbers of thousands of digits
         raise CostError(f"not valid TOML: {error}") from None
+    return _given(table)
+
+
+def _given(table: Mapping[str, Any]) -> Costs:
+    """Defaults are units, not seconds."""
+    missing = [name for name in ("F", "I", "W") if name not in table]
+    if table.get("unit") == "s" and missing and not table.get("phases") and not table.get("bucket"):
+        raise CostError(f"times in seconds have no defaults: give {' and '.join(missing)} too")
     return costs_from(table)
 
 
 def costs_from(table: Mapping[str, Any]) -> Costs:
+    if table.get("unit") not in (None, "s"):
+        raise CostError(f"unit is s if times are seconds, or left out (got {table['unit']!r:.40})")
     try:
         return msgspec.convert(table, Costs)
     except msgspec.ValidationError as error:

@@ -222,7 +222,7 @@ BAD = {
     "NaN cost": (["simulate", "gpipe", "--cost", "F=nan"], "F must be a number of at least 0 (got nan)"),
     "no cost": (["simulate", "gpipe", "--cost", "F=one"], "cost F must be a number (got 'one')"),
     "unknown cost": (["simulate", "gpipe", "--cost", "X=1"], "unknown cost 'X'; known are F, B,"),
-    "no unit": (["simulate", "gpipe", "--cost", "unit=h"], "bad cost table: Invalid enum value 'h'"),
+    "no unit": (["simulate", "gpipe", "--cost", "unit=h"], "unit is s if times are seconds, or left out (got 'h')"),
     "cost twice": (["simulate", "gpipe", "--cost", "F=1,F=2"], "cost F is given twice"),
     "cost of a file": (["check", "good.csv", "--cost", "F=1"], "costs matter to a check only with --memory-limit"),
     "cost of an order": (

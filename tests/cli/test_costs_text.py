@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -71,3 +72,18 @@ def test_the_same_model_in_more_stages_costs_the_same() -> None:
 def test_infinite_costs_are_refused(text: str) -> None:
     with pytest.raises(stretto.CostError, match="at least 0"):
         parse_costs(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("unit=s,F=0.01,B=0.02", "times in seconds have no defaults: give I and W too"),
+        ("unit=s", "times in seconds have no defaults: give F and I and W too"),
+        ("unit=ms,F=1", "unit is s if times are seconds, or left out (got 'ms')"),
+    ],
+)
+def test_seconds_have_no_defaults(text: str, says: str) -> None:
+    with pytest.raises(stretto.CostError, match=re.escape(says)):
+        parse_costs(text)
+    assert parse_costs("unit=s,F=0.01,I=0.01,W=0.01").unit == "s"
+    assert parse_costs_toml('unit = "s"\n[bucket]\nh2d = 0.1').unit == "s"

@@ -34,6 +34,23 @@ def test_a_request_to_end_leaves_time_to_tell_of_a_failure() -> None:
     assert ended.returncode == -signal.SIGTERM
 
 
+HANGING = """
+import os, signal, time
+from stretto.execute.supervise import Supervisor
+print("begun", flush=True)
+with Supervisor(0, timeout=600).guarding("step 1"):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+def test_a_request_to_end_is_followed_though_the_step_hangs() -> None:
+    begun = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=40)
+    assert ended.returncode == -signal.SIGTERM
+    assert time.monotonic() - begun > 5  # until then it might have come back
+
+
 class Never:
     """Something that does not come."""
 
@@ -100,11 +117,25 @@ def test_who_has_not_begun_is_named(two: list[Supervisor], monkeypatch: pytest.M
 def test_ranks_that_do_different_things_are_told(two: list[Supervisor]) -> None:
     first, second = two
     with (
-        pytest.raises(PipelineError, match=r"runs (evaluation|step) 1 while rank . runs (step|evaluation) 1"),
+        pytest.raises(
+            PipelineError,
+            match=r"^rank . runs (evaluation|step) 1 while rank . runs (step|evaluation) 1; all ranks must",
+        ),
         first.guarding("evaluation 1"),
         second.guarding("step 1"),
     ):
         second.wait(Never(), lambda: "the value of 0F0")
+
+
+def test_the_step_in_which_a_rank_died_is_known_however_short_steps_are(two: list[Supervisor]) -> None:
+    first, second = two
+    for step in range(1, 30):
+        with first.guarding(f"step {step}"):
+            pass
+    first._closing = True  # as if it had died
+    time.sleep(0.5)
+    with pytest.raises(PipelineError, match=r"rank 0 died; it was last seen (at the start of|after) step 29"):
+        second.check()
 
 
 def test_a_rank_that_was_given_up_on_is_told_so(two: list[Supervisor]) -> None:

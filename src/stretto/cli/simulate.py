@@ -83,7 +83,8 @@ def _print(summary: Summary, timeline: Timeline) -> None:
         ]
         for index, device in enumerate(summary.devices)
     ]
-    print_table(["device", "busy", "span", "bubble", "exposed", "comm", "copy", "activations", "I to W", "bytes"], rows)
+    times = [f"{name}, s" if timeline.unit else name for name in ("busy", "span", "bubble", "exposed", "comm", "copy")]
+    print_table(["device", *times, "activations", "I to W", "bytes"], rows)
     out.print(f"\nmakespan {time_text(summary.makespan, timeline.unit)}, bubble {summary.bubble_ratio:.1%}")
     names = [str(span.task).removesuffix("OVERLAP_F_B") for span in timeline.critical_path() if span.end > span.start]
     shown = names if len(names) <= 24 else [*names[:12], "…", *names[-11:]]

@@ -22,6 +22,7 @@ SILENCE = 6.0  # seconds without one, after which a rank is taken to be stopped
 _POLL = 0.1
 _LATE = 1.0  # seconds without a turn of ours, after which it was us who stood still
 _GRACE = 3.0  # seconds in which the reason of something that was seen to fail is expected
+_NOBODY = -1
 _TELLING = 2.0  # seconds that a program has to tell of a failure before it ends on request
 
 
@@ -39,7 +40,7 @@ class _Message(msgspec.Struct, omit_defaults=True):
     """Whether it does that itself, and does not wait for others."""
     failure: str = ""
     """Why the whole cannot go on; passed on by everyone."""
-    about: int = -1
+    about: int = _NOBODY
     """Which rank that is about."""
     bye: bool = False
 
@@ -70,7 +71,7 @@ class Supervisor:
         self._left: dict[int, _Message] = {}
         self._looked = time.monotonic()
         self._closing, self._until = False, float("inf")
-        self._lock = threading.Lock()
+        self._lock, self._telling = threading.Lock(), threading.Lock()
 
     def watch(self, peers: dict[int, socket.socket]) -> None:
         """Begin, with connections to the neighbours by their ranks."""
@@ -129,7 +130,8 @@ class Supervisor:
                 self._give_up(what(), time.monotonic() - since, knowing=left < -_LATE)
             self._give_up_if_asked()
             if self._reason is not None and not ticket.wait(_POLL):
-                raise self._error(f"; rank {self.rank} was waiting for {what()}")
+                mine = self._reason_is_ours and f"rank {self.rank} waited for " in self._reason
+                raise self._error("" if mine else f"; rank {self.rank} was waiting for {what()}")
         self._waiting = False
         self.waited += time.monotonic() - since
         if isinstance(ticket.error, PipelineError) and self._reason is None:
@@ -181,7 +183,7 @@ class Supervisor:
         """Tell everybody of an error that this rank has run into."""
         told = isinstance(error, PipelineError) and self._reason is not None
         if not told:
-            self.fail(f"rank {self.rank} failed {self._where()}: {type(error).__name__}: {one_line(error)}")
+            self.fail(f"rank {self.rank} failed {self._where()}: {named(error)}")
 
     @contextmanager
     def guarding(self, label: str = "") -> Iterator[None]:
@@ -190,7 +192,12 @@ class Supervisor:
         """
 
         def stop(*_: Any) -> None:
-            self._asked = self._asked or time.monotonic()
+            if not self._asked:
+                self._asked = time.monotonic()
+                _ask_again(_GRACE + _TELLING)
+            elif time.monotonic() - self._asked >= _GRACE + _TELLING:  # whatever it does, it does not come back from it
+                signal.signal(signal.SIGTERM, before)
+                os.kill(os.getpid(), signal.SIGTERM)
 
         before, failed = None, False
         if threading.current_thread() is threading.main_thread():
@@ -199,6 +206,8 @@ class Supervisor:
             self.task, self._last, self._idle = lambda: "the start", label, f"after {label}"
         self._waiting = False
         self._now = self._now[0] + bool(label), self._last
+        if label:
+            self._beat()
         try:
             if label:  # what has begun is ended, if it can be: another rank may have failed in its next turn
                 self.check()
@@ -234,11 +243,16 @@ class Supervisor:
         _, label = self._now
         return f"at {self.task()} of {label}" if label else self._idle
 
+    def _beat(self) -> None:
+        turn, label = self._now
+        self._tell(_Message(self.rank, self._where(), turn, label, bool(label) and not self._waiting))
+
     def _tell(self, message: _Message) -> None:
         line = msgspec.json.encode(message) + b"\n"
-        for connection in list(self._peers.values()):
-            with contextlib.suppress(OSError):
-                connection.sendall(line)
+        with self._telling:
+            for connection in list(self._peers.values()):
+                with contextlib.suppress(OSError):
+                    connection.sendall(line)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_ones:
@@ -249,8 +263,7 @@ class Supervisor:
             beat = 0.0
             while not self._closing and time.monotonic() < self._until:
                 if time.monotonic() >= beat:
-                    turn, label = self._now
-                    self._tell(_Message(self.rank, self._where(), turn, label, bool(label) and not self._waiting))
+                    self._beat()
                     beat = time.monotonic() + BEAT
                 found = selector.select(timeout=_POLL)
                 self._forgive()
@@ -310,7 +323,8 @@ class Supervisor:
                     f"rank {peer} left {message.doing}, before {label}: it was closed, or its program has ended", peer
                 )
             elif label and message.label and message.turn == turn and message.label != label:
-                self.fail(f"rank {peer} runs {message.label} while rank {self.rank} runs {label}", peer)
+                said = f"rank {peer} runs {message.label} while rank {self.rank} runs {label}"
+                self.fail(f"{said}; all ranks must call the same", _NOBODY)
 
 
 def _told(text: str) -> PipelineError:
@@ -318,6 +332,13 @@ def _told(text: str) -> PipelineError:
     error = PipelineError(text)
     error.is_told = True
     return error
+
+
+def _ask_again(seconds: float) -> None:
+    """Ask this process to end, once more, after a while."""
+    again = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+    again.daemon = True
+    again.start()
 
 
 def _later(before: Any) -> Callable[..., None]:
@@ -328,14 +349,17 @@ def _later(before: Any) -> Callable[..., None]:
         nonlocal asked
         if asked is None:
             asked = time.monotonic()
-            again = threading.Timer(_TELLING, os.kill, (os.getpid(), signal.SIGTERM))
-            again.daemon = True
-            again.start()
+            _ask_again(_TELLING)
         elif time.monotonic() - asked >= _TELLING:
             signal.signal(signal.SIGTERM, before)
             os.kill(os.getpid(), signal.SIGTERM)
 
     return stop
+
+
+def named(error: BaseException) -> str:
+    """An error by its type and what it says, if it says anything."""
+    return ": ".join(filter(None, (type(error).__name__, one_line(error))))
 
 
 def one_line(error: BaseException) -> str:

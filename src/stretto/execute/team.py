@@ -14,7 +14,7 @@ from stretto.execute.lanes import Awaited, HostLane
 from stretto.execute.meeting import Meeting, demand_none
 from stretto.execute.ring import supervised
 from stretto.execute.streams import Reached, StreamTicket
-from stretto.execute.supervise import one_line
+from stretto.execute.supervise import named, one_line
 from stretto.execute.uncaught import print_told_errors_as_one_line
 from stretto.ir.errors import PipelineError, StrettoError
 
@@ -198,4 +198,4 @@ def _others() -> str:
 
 def _what(error: Exception) -> str:
     """What went wrong, for those who did not see it."""
-    return one_line(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {one_line(error)}"
+    return one_line(error) if isinstance(error, StrettoError) else named(error)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stretto.check import check
 from stretto.costs import Costs
 from stretto.execute.record import Recorder
-from stretto.execute.supervise import one_line
+from stretto.execute.supervise import named
 from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError, PlanError, ProgramError, StrettoError
 from stretto.ir.plan import Plan
@@ -223,7 +223,7 @@ class Pipeline:
         begun = False
         self._demand_open()
         try:
-            with self._guarding(f"step {self._key.step + 1}"):
+            with self._guarding(f"step {self._key.step + 1}{' (recorded)' if record else ''}"):
                 if not torch.is_grad_enabled():
                     raise PipelineError(
                         "step() needs gradients, which are off here (torch.no_grad); eval_step() needs none"
@@ -347,9 +347,12 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's part from a state dict, which may hold more."""
         mine = {f"{number}." for number in self._layers}
-        self._module.load_state_dict(
-            {name: value for name, value in state.items() if name[: name.find(".") + 1] in mine}
-        )
+        try:
+            self._module.load_state_dict(
+                {name: value for name, value in state.items() if name[: name.find(".") + 1] in mine}
+            )
+        except RuntimeError as error:
+            raise RuntimeError(str(error).replace("ModuleDict", f"the layers of rank {self.rank}")) from None
 
     def split_report(self) -> dict[str, bool]:
         """This rank's parameters, and whether their gradients are put off into the weight part of the backward."""
@@ -436,7 +439,7 @@ class Pipeline:
                         raise
                     raise self._team.supervisor.explained(error, "the others") from error
         except BaseException as error:
-            self._finished = f"this pipeline has failed and is finished ({type(error).__name__}: {one_line(error)})"
+            self._finished = f"this pipeline has failed and is finished ({named(error)})"
             self._team.end()
             self._links.close()
             raise
