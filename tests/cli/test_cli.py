@@ -428,8 +428,8 @@ def test_compare_says_where_sizes_differ(tmp_path: Path) -> None:
 
 
 def test_seconds_are_compared_with_seconds(tmp_path: Path) -> None:
-    run("show", "1f1b", "--cost", "unit=s,F=0.5", "-o", "mine.trace.json", cwd=tmp_path)
-    done = run("compare", "mine.trace.json", "gpipe", "--cost", "unit=s,F=1", cwd=tmp_path)
+    run("show", "1f1b", "--cost", "unit=s,F=0.5,I=0.5,W=0.5", "-o", "mine.trace.json", cwd=tmp_path)
+    done = run("compare", "mine.trace.json", "gpipe", "--cost", "unit=s,F=1,I=1,W=1", cwd=tmp_path)
     assert done.stdout.startswith("schedule        makespan, s ")
     assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["mine.trace.json", "gpipe"]
     assert done.stderr == ""
