@@ -61,15 +61,14 @@ def test_strangers_who_say_nothing_delay_nobody() -> None:
                 stream.close()
 
 
-def test_a_neighbour_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_JOINING", 0.2)
+def test_a_neighbour_that_does_not_come_is_named() -> None:
     with ExitStack() as stack:
         servers, doors = _doors(stack, 3)
         with pytest.raises(PipelineError, match="rank 2 did not connect to rank 0 within 0 s"):
-            ring.neighbours(0, doors, servers[0])
+            ring.neighbours(0, doors, servers[0], timeout=0.2)
         servers[2].close()
         with pytest.raises(PipelineError, match="rank 1 cannot reach rank 2 at 127"):
-            ring.neighbours(1, doors, servers[1])
+            ring.neighbours(1, doors, servers[1], timeout=0.2)
 
 
 def test_one_rank_has_no_neighbours() -> None:

@@ -4,12 +4,13 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from stretto.ir.errors import PipelineError, StrettoError
+from stretto.ir.errors import StrettoError, told
 
 _SHORTEST, _LONGEST = 0.002, 0.2  # seconds between two looks
 _Shown = tuple[str, list[str]]
@@ -25,8 +26,12 @@ class Meeting:
         """Raises if there is no more reason to wait."""
         ranks = " ".join(map(str, dist.get_process_group_ranks(group)))
         place = hashlib.blake2b(ranks.encode(), digest_size=8).hexdigest()
-        self._store = PrefixStore(f"stretto/{place}", dist.distributed_c10d._get_default_store())
+        self._store = PrefixStore(f"stretto/{place}", _client())
         self._name = self._agreed()
+
+    def store(self) -> Store:
+        """One that only these ranks use, and only this time."""
+        return PrefixStore(f"stretto/groups/{self._name}", _client())
 
     def _agreed(self) -> str:
         """A name for this meeting that no other has had.
@@ -52,7 +57,7 @@ class Meeting:
                     confirmed.add(name)
             if time.monotonic() > deadline:
                 who = " and rank ".join(place for place in places if not self._sees(place, mine)) or "another"
-                raise PipelineError(f"rank {self.rank} has waited {self._timeout:g} s (timeout) for rank {who} to come")
+                raise told(f"rank {self.rank} has waited {self._timeout:g} s (timeout) for rank {who} to come")
             pause = _slept(pause)
 
     def _sees(self, place: str, mine: str) -> bool:
@@ -72,7 +77,7 @@ class Meeting:
             self.check()
             if time.monotonic() > deadline:
                 missing = next(rank for rank, key in enumerate(keys) if not self._store.check([key]))
-                raise PipelineError(f"rank {missing} came, but was not heard of for {self._timeout:g} s (timeout)")
+                raise told(f"rank {missing} came, but was not heard of for {self._timeout:g} s (timeout)")
             pause = _slept(pause)
         return [self._store.get(key).decode() for key in keys]
 
@@ -81,15 +86,20 @@ class Meeting:
         demand_none(wrong, self.gather("" if wrong is None else str(wrong)))
 
 
+def _client() -> Store:
+    """Of the world's store, and of our own: who waits in one for a key lets nobody else of the process use it."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    client: Store = store.clone()
+    return client
+
+
 def demand_none(wrong: Exception | None, said: Sequence[str]) -> None:
     """Raise what is wrong here, or else what another rank has said to be wrong there."""
     if wrong is not None:
         raise wrong
     for rank, text in enumerate(said):
         if text:
-            error = PipelineError(f"rank {rank}: {text}")
-            error.is_told = True
-            raise error
+            raise told(f"rank {rank}: {text}")
 
 
 def _slept(seconds: float) -> float:

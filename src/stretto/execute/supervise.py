@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import hashlib
 import os
 import selectors
 import signal
@@ -15,8 +16,9 @@ from typing import Any
 import msgspec
 
 from stretto.execute.lanes import Awaited
-from stretto.ir.errors import PipelineError
+from stretto.ir.errors import PipelineError, told
 
+_COMING = 60.0  # seconds that a rank may wait for its neighbours
 BEAT = 0.2  # seconds between two heartbeats
 SILENCE = 6.0  # seconds without one, after which a rank is taken to be stopped
 _POLL = 0.1
@@ -38,6 +40,8 @@ class _Message(msgspec.Struct, omit_defaults=True):
     """What this turn is, until it has ended."""
     busy: bool = False
     """Whether it does that itself, and does not wait for others."""
+    quiet: float = 0.0
+    """Seconds since it last knew of a rank that was busy."""
     failure: str = ""
     """Why the whole cannot go on; passed on by everyone."""
     about: int = _NOBODY
@@ -58,6 +62,8 @@ class Supervisor:
         """What this rank is at, within its turn."""
         self._now = 0, ""  # how many turns were begun, and what this one is; one value, which threads see whole
         self._last, self._idle = "", "setting up"
+        self.mark = 0
+        """A number that ranks have in common if they are in the same turn."""
         self._waiting = False
         self.waited = 0.0
         """Seconds that this rank has spent waiting."""
@@ -69,7 +75,7 @@ class Supervisor:
         self._doing: dict[int, tuple[_Message, float]] = {}
         self._heard: dict[int, float] = {}
         self._left: dict[int, _Message] = {}
-        self._looked = time.monotonic()
+        self._looked = self._stirred = time.monotonic()  # when we last looked, and last knew of a rank that was busy
         self._closing, self._until = False, float("inf")
         self._lock, self._telling = threading.Lock(), threading.Lock()
 
@@ -79,7 +85,8 @@ class Supervisor:
         for peer, connection in peers.items():
             connection.settimeout(5)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._heard[peer], self._doing[peer] = now, (_Message(peer, doing=self._idle), now)
+            self._doing[peer] = _Message(peer, doing=self._idle), now
+            self._heard[peer] = now + _COMING  # it may still be waiting for its other neighbour, and say nothing yet
         self._looked = now
         atexit.register(self.close)
         threading.Thread(target=self._watch, name="stretto supervisor", daemon=True).start()
@@ -89,27 +96,24 @@ class Supervisor:
         self._idle = f"before its first {self._turns}"
 
     @property
+    def label(self) -> str:
+        """What this turn is, or the last one was."""
+        return self._last
+
+    @property
     def has_failed(self) -> bool:
         """Whether it is known that the whole cannot go on."""
         return self._reason is not None
 
     def check(self) -> None:
         """Raise if the whole cannot go on."""
-        while self._asked and self._reason is None:
-            self._give_up_if_asked()
-            time.sleep(0.02)
         if self._reason is not None:
             raise self._error()
 
     def _error(self, more: str = "") -> PipelineError:
         """What all ranks are told of. The rank that it is about, if it hears of that at all, was given up on."""
         given_up = self._about == self.rank and not self._reason_is_ours
-        return _told(f"{'the other ranks gave up on this one: ' if given_up else ''}{self._reason}{more}")
-
-    def _give_up_if_asked(self) -> None:
-        """A launcher asks all to end when one has died; why is about to be known, and says more than that."""
-        if self._reason is None and self._asked and time.monotonic() - self._asked > _GRACE:
-            self.fail(f"rank {self.rank} was asked to end")
+        return told(f"{'the other ranks gave up on this one: ' if given_up else ''}{self._reason}{more}")
 
     def wait(self, ticket: Awaited, what: Callable[[], str], *, patience: float | None = None) -> None:
         """Wait for something that was started; raise if it fails, or if what it waits for can never come.
@@ -126,9 +130,9 @@ class Supervisor:
         left = (patience or self._timeout) + SILENCE
         while not ticket.wait(_POLL):
             left -= _POLL  # by turns of ours and not by the clock, which goes on while this process is stopped
-            if self._reason is None and left < 0:
+            quiet = time.monotonic() - self._stirred  # while any rank is busy, what we wait for may come
+            if self._reason is None and left < 0 and quiet > (patience or self._timeout):
                 self._give_up(what(), time.monotonic() - since, knowing=left < -_LATE)
-            self._give_up_if_asked()
             if self._reason is not None and not ticket.wait(_POLL):
                 mine = self._reason_is_ours and f"rank {self.rank} waited for " in self._reason
                 raise self._error("" if mine else f"; rank {self.rank} was waiting for {what()}")
@@ -164,7 +168,7 @@ class Supervisor:
             time.sleep(0.02)
         waiting = f"; rank {self.rank} was waiting for {what}"
         if self._reason is None:
-            return _told(f"rank {self.rank} lost a connection: {one_line(error)}{waiting}")
+            return told(f"rank {self.rank} lost a connection: {one_line(error)}{waiting}")
         return self._error(waiting)
 
     def fail(self, reason: str, about: int | None = None) -> None:
@@ -181,8 +185,7 @@ class Supervisor:
 
     def failed_by(self, error: BaseException) -> None:
         """Tell everybody of an error that this rank has run into."""
-        told = isinstance(error, PipelineError) and self._reason is not None
-        if not told:
+        if not (isinstance(error, PipelineError) and self._reason is not None):
             self.fail(f"rank {self.rank} failed {self._where()}: {named(error)}")
 
     @contextmanager
@@ -207,6 +210,7 @@ class Supervisor:
         self._waiting = False
         self._now = self._now[0] + bool(label), self._last
         if label:
+            self.mark = int.from_bytes(hashlib.blake2b(f"{self._now}".encode(), digest_size=8).digest())
             self._beat()
         try:
             if label:  # what has begun is ended, if it can be: another rank may have failed in its next turn
@@ -220,7 +224,7 @@ class Supervisor:
             self._now = self._now[0], ""
             if before is not None:
                 signal.signal(signal.SIGTERM, _later(before) if failed else before)
-                if self._asked and not failed:  # the turn has ended all the same; what follows is as it would be
+                if self._asked:  # the turn has ended; what follows is as it would be
                     self._asked = 0.0
                     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -245,7 +249,9 @@ class Supervisor:
 
     def _beat(self) -> None:
         turn, label = self._now
-        self._tell(_Message(self.rank, self._where(), turn, label, bool(label) and not self._waiting))
+        now, busy = time.monotonic(), bool(label) and not self._waiting
+        self._stirred = now if busy else self._stirred
+        self._tell(_Message(self.rank, self._where(), turn, label, busy, now - self._stirred))
 
     def _tell(self, message: _Message) -> None:
         line = msgspec.json.encode(message) + b"\n"
@@ -297,8 +303,11 @@ class Supervisor:
             self._left[peer] = message
             self._doing[peer] = message, now
             self._heard.pop(peer, None)
-        elif self._doing[peer][0] != message:
-            self._doing[peer] = message, now
+        else:
+            self._stirred = max(self._stirred, now - message.quiet)
+            message.quiet = 0.0
+            if self._doing[peer][0] != message:
+                self._doing[peer] = message, now
 
     def _forgive(self) -> None:
         """If this process was stopped itself, what it has not heard meanwhile says nothing."""
@@ -327,13 +336,6 @@ class Supervisor:
                 self.fail(f"{said}; all ranks must call the same", _NOBODY)
 
 
-def _told(text: str) -> PipelineError:
-    """An error that its own words explain, and not the place where it was raised."""
-    error = PipelineError(text)
-    error.is_told = True
-    return error
-
-
 def _ask_again(seconds: float) -> None:
     """Ask this process to end, once more, after a while."""
     again = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
@@ -343,14 +345,13 @@ def _ask_again(seconds: float) -> None:
 
 def _later(before: Any) -> Callable[..., None]:
     """A request to end that follows a failure, as torchrun's does at once, leaves the program time to tell of it."""
-    asked: float | None = None
+    until = time.monotonic() + _TELLING
 
     def stop(*_: Any) -> None:
-        nonlocal asked
-        if asked is None:
-            asked = time.monotonic()
-            _ask_again(_TELLING)
-        elif time.monotonic() - asked >= _TELLING:
+        left = until - time.monotonic()
+        if left > 0:
+            _ask_again(left)
+        else:
             signal.signal(signal.SIGTERM, before)
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.execute.groups import Groups
+from stretto.execute.groups import Groups, all_gather, all_reduce, broadcast
 from stretto.execute.lanes import Awaited, HostLane
 from stretto.execute.meeting import Meeting, demand_none
 from stretto.execute.ring import supervised
@@ -19,7 +19,7 @@ from stretto.execute.uncaught import print_told_errors_as_one_line
 from stretto.ir.errors import PipelineError, StrettoError
 
 T = TypeVar("T")
-_LONG = 3600.0  # seconds
+_LONG, _USUAL = 3600.0, 300.0  # seconds
 
 
 class Team:
@@ -36,8 +36,9 @@ class Team:
         error: type[StrettoError] = PipelineError,
     ) -> None:
         """`turns` are what is done together, again and again. If something is `wrong` on any rank, there is no team."""
-        if not timeout > 0:
-            raise error(f"timeout is a number of seconds above 0 (got {timeout})")
+        if not isinstance(timeout, int | float) or not timeout > 0:
+            wrong = wrong or error(f"timeout is a number of seconds above 0 (got {timeout!r:.40})")
+            timeout = _USUAL
         self._device, self._error = device, error
         self._patience: float | None = None
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
@@ -53,7 +54,7 @@ class Team:
         if self.meeting is not None and group is not None:
             self.meeting.check = self.supervisor.check
             with self.closing_if_it_fails():
-                self.groups = Groups(group, device, timeout=timeout, blocking=self._blocking, settle=self.settle)
+                self.groups = Groups(group, device, self.meeting.store(), timeout=timeout, blocking=self._blocking)
 
     @property
     def everybody(self) -> dist.ProcessGroup | None:
@@ -64,11 +65,6 @@ class Team:
     def host(self) -> dist.ProcessGroup | None:
         """A group of all, for tensors of the host."""
         return None if self.groups is None else self.groups.host
-
-    @property
-    def number(self) -> int:
-        """Which of the teams that work side by side this is."""
-        return 0 if self.groups is None else self.groups.number
 
     def make(self, members: "list[int] | tuple[int, ...]") -> dist.ProcessGroup | None:
         """A group of these ranks; None on a rank that is not among them."""
@@ -89,7 +85,9 @@ class Team:
         return [msgspec.msgpack.decode(text, type=kind) for text in found]
 
     def _all_gather(self, rows: list[Tensor], mine: Tensor) -> None:
-        self.settle(self.start(lambda: dist.all_gather(rows, mine, group=self.host, async_op=True)), mine)
+        host = self.host
+        assert host is not None
+        self.settle(self.start(lambda: all_gather(host, rows, mine)), mine)
 
     def jointly(self, act: Callable[[], T]) -> T:
         """Each rank's own part; if it goes wrong for one, all raise, and can go on."""
@@ -116,13 +114,13 @@ class Team:
         demand_none(wrong, self.gather("" if wrong is None else _what(wrong), str))
         return result
 
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> None:
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a tensor over a group of ours, in place."""
-        self.settle(self.start(lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True)), tensor)
+        self.settle(self.start(lambda: all_reduce(group, tensor, op)), tensor)
 
     def broadcast(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
         """Give a rank's tensor to all others of a group of ours; `source` is its rank there."""
-        self.settle(self.start(lambda: dist.broadcast(tensor, group_src=source, group=group, async_op=True)), tensor)
+        self.settle(self.start(lambda: broadcast(group, tensor, source)), tensor)
 
     def start(self, begin: Callable[[], T]) -> T:
         """Begin what is done together; if that fails, say why."""

@@ -5,8 +5,7 @@ import socket
 from collections.abc import Callable, Iterable
 
 from stretto.execute.meeting import Meeting
-from stretto.execute.ring import connection_to, guests, opened_doors
-from stretto.ir.errors import PipelineError
+from stretto.execute.ring import connected, opened_doors
 
 _POLL = 0.2  # seconds after which a wait looks whether there is still reason to
 
@@ -66,15 +65,7 @@ def wired(meeting: Meeting, directed: Iterable[tuple[int, int]]) -> tuple[dict[i
     """
     rank, pairs = meeting.rank, list(directed)
     sources = {source for source, target in pairs if target == rank}
+    targets = sorted(target for source, target in pairs if source == rank)
     with opened_doors(meeting) as (server, doors):
-        targets = sorted(target for source, target in pairs if source == rank)
-        to = {target: Wire(connection_to(doors[target], rank, target)) for target in targets}
-        of: dict[int, Wire] = {}
-        for source, stream in guests(server, doors[rank].word) if sources else ():
-            of[source] = Wire(stream)
-            if of.keys() == sources:
-                break
-        else:
-            if sources:
-                raise PipelineError(f"rank {min(sources - of.keys())} did not connect to rank {rank}")
-    return to, of
+        to, of = connected(rank, targets, sources, doors, server, check=meeting.check)
+    return {peer: Wire(stream) for peer, stream in to.items()}, {peer: Wire(stream) for peer, stream in of.items()}

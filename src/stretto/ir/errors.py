@@ -33,5 +33,12 @@ class PipelineError(StrettoError):
     nothing then, and where nothing catches it, it is printed as one line."""
 
 
+def told(text: str) -> PipelineError:
+    """An error whose words say all."""
+    error = PipelineError(text)
+    error.is_told = True
+    return error
+
+
 class WeightsError(StrettoError):
     """A push of weights cannot be made as it was asked for, or failed, at a sender or a receiver."""

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from stretto.execute.lanes import HostLane, Ticket
 from stretto.execute.streams import StreamTicket
+from stretto.execute.supervise import Supervisor
 from stretto.execute.team import Team
 from stretto.execute.wires import Wire, wired
+from stretto.ir.errors import told
 from stretto.program.program import Program
 from stretto.program.task import Kind
 from stretto.runtime.descriptions import Description, describe, moved_as
@@ -24,8 +26,8 @@ from stretto.runtime.structure import LEAF, Tree, demand_unchanged
 Channel = tuple[Kind, int]
 """A kind of transfer and its stage: messages of one channel mostly look alike."""
 
-_WORD = struct.Struct("<Q")  # the length of the description that follows
-_SAME = _WORD.pack(0)
+_WORD = struct.Struct("<QQ")  # the length of the description that follows, 0 for none, and what the message belongs to
+_KINDS = {kind: number for number, kind in enumerate(Kind)}
 
 
 @dataclass(slots=True)
@@ -63,14 +65,18 @@ class _Link:
         """
         return self.known[channel] if channel in self.steady else None
 
-    def hear(self, channel: Channel, check: Callable[[], None]) -> Description:
-        """What the next message is, once its word is there; `check` raises if there is no more reason to wait."""
+    def hear(self, channel: Channel, supervisor: Supervisor) -> Description:
+        """What the next message is, once its word is there."""
         assert self.wire is not None
-        word = self.wire.receive(_WORD.size, check)
-        if word == _SAME:
+        length, mark = _WORD.unpack(self.wire.receive(_WORD.size, supervisor.check))
+        if mark != _mark(channel, supervisor):
+            raise told(
+                f"a message came that does not belong to {supervisor.label}; all ranks must call step() and "
+                "eval_step() in the same order, with the same record and accumulate"
+            )
+        if not length:
             return self.known[channel]
-        (length,) = _WORD.unpack(word)
-        return Description.decode(self.wire.receive(length, check))
+        return Description.decode(self.wire.receive(length, supervisor.check))
 
     def fill(self, lent: Lent) -> list[dist.Work]:
         return [self.group.recv([raw], self.peer, 0) for raw in lent.raws]
@@ -159,7 +165,7 @@ class Links:
             moved = [*(moved_as(part) for part in guess.empty(self.device) if part.numel()), *moved]
         unchanged = partial(demand_unchanged, tree, tree.versions())
         with self._supervisor.explaining(lambda: "what it sent to be taken"):
-            link.wire.send(_WORD.pack(len(text)) + text, self._supervisor.check)
+            link.wire.send(_WORD.pack(len(text), _mark(channel, self._supervisor)) + text, self._supervisor.check)
             works = [link.group.send([part], link.peer, 0) for part in moved]
             if self.device.type == "cuda":
                 for work, raw in zip(works, moved, strict=True):
@@ -185,7 +191,7 @@ class Links:
             else:
                 self._fill(arrival, guess)
         else:
-            coming = _Coming(arrival, self._supervisor.check)
+            coming = _Coming(arrival, self._supervisor)
             if link.last is None or link.last.done:
                 with self._supervisor.explaining(lambda: f"rank {peer}"):
                     coming.begin()  # or else on the lane, when what comes before is known
@@ -201,7 +207,7 @@ class Links:
         assert link.wire is not None
         self._supervisor.wait(link.wire, what)
         with self._supervisor.explaining(what):
-            arrival.what = link.hear(arrival.channel, self._supervisor.check)
+            arrival.what = link.hear(arrival.channel, self._supervisor)
         if arrival.lent is None or arrival.lent.metas != arrival.what.metas:
             self._fill(arrival, arrival.what)
         link.learn(arrival.channel, arrival.what)
@@ -272,9 +278,9 @@ class _Sent:
 class _Coming:
     """A message of the host, which a lane waits for, one after the other."""
 
-    def __init__(self, arrival: Arrival, check: Callable[[], None]) -> None:
+    def __init__(self, arrival: Arrival, supervisor: Supervisor) -> None:
         self._link, self._channel, self._room, self._arrival = arrival.link, arrival.channel, arrival.room, arrival
-        self._check = check
+        self._supervisor = supervisor
         self._works: list[dist.Work] | None = None
 
     def begin(self) -> None:
@@ -287,12 +293,18 @@ class _Coming:
             self.begin()
         assert self._works is not None
         _wait(self._works)
-        what = self._link.hear(self._channel, self._check)
+        what = self._link.hear(self._channel, self._supervisor)
         if self._filled is None or self._filled.metas != what.metas:
             self._filled = self._room(what)
             _wait(self._link.fill(self._filled))
         self._link.learn(self._channel, what)
         self._arrival.what, self._arrival.lent = what, self._filled
+
+
+def _mark(channel: Channel, supervisor: Supervisor) -> int:
+    """What a message belongs to: a step and a channel."""
+    kind, stage = channel
+    return (supervisor.mark + (_KINDS[kind] << 32) + stage) % 2**64
 
 
 def check_group(group: dist.ProcessGroup) -> None:

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.check import check
 from stretto.costs import Costs
+from stretto.execute.groups import all_reduce, place_among
 from stretto.execute.record import Recorder
 from stretto.execute.supervise import named
 from stretto.execute.team import Team
-from stretto.ir.errors import PipelineError, PlanError, ProgramError, StrettoError
+from stretto.ir.errors import PipelineError, PlanError, ProgramError, StrettoError, told
 from stretto.ir.plan import Plan
 from stretto.program.lower import lower
 from stretto.program.phases import Layer, cut_layers
@@ -47,6 +48,7 @@ from stretto.runtime.ties import conflicting, demand_names, joined, places_of, t
 from stretto.schedules.forward_only import forward_only
 from stretto.timeline import Timeline
 
+_EXAMPLES = {"recompute": '["*.norm"]', "tied": '[("0.weight", "5.weight")]'}
 Loss = Callable[[Value, Value], Tensor | tuple[Tensor, Tensor | int]]
 
 
@@ -106,7 +108,7 @@ class Pipeline:
         self.plan, self._loss, self._gradient_kind = plan, loss, gradients
         self.rank, self._device = mesh.get_local_rank(), torch.device(mesh.device_type)
         self._finished = ""  # why nothing more can be run
-        wrong = _wrong(plan, loss, mesh, seed, gradients, checkpoint=checkpoint, recompute=recompute)
+        wrong = _wrong(plan, loss, mesh, seed, gradients, checkpoint, recompute, tied)
         self._team = Team(mesh.get_group(), self._device, timeout=timeout, wrong=wrong)
         with self._team.closing_if_it_fails():
             build, shares = self._team.all_or_none(lambda: self._build(layers, layer_count, balance, tied))
@@ -122,6 +124,7 @@ class Pipeline:
                     "tied": str([list(some) for some in tied]),
                     "gradients": gradients,
                     "seed": str(seed),
+                    "timeout": str(timeout),
                 }
             )
             given = layers if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else []
@@ -135,7 +138,7 @@ class Pipeline:
         self._evaluations = 0
         self._total_of_last: Total | None = None  # step, whose loss may not have been asked for yet
         self._counted: bool | None = None  # whether the loss gives a sum and a count, once a step has shown it
-        self._key = RngKey(seed=seed, replica=self._team.number)
+        self._key = RngKey(seed=seed, replica=place_among(mesh.mesh.tolist()))
         self._team.supervisor.ready()
 
     def _build(
@@ -223,7 +226,7 @@ class Pipeline:
         begun = False
         self._demand_open()
         try:
-            with self._guarding(f"step {self._key.step + 1}{' (recorded)' if record else ''}"):
+            with self._guarding(self._step_label(record=record, accumulate=accumulate)):
                 if not torch.is_grad_enabled():
                     raise PipelineError(
                         "step() needs gradients, which are off here (torch.no_grad); eval_step() needs none"
@@ -394,7 +397,7 @@ class Pipeline:
             for name, value in first.items():
                 if other[name] != value:
                     values = f" ({other[name]:.40} and {value:.40})" if name != "plan" else ""
-                    raise PipelineError(f"rank {rank} was given another {name} than rank 0{values}")
+                    raise told(f"rank {rank} was given another {name} than rank 0{values}")
 
     def _all_or_none(self, wrong: str | None) -> None:
         """Refuse what is wrong on any rank, on all."""
@@ -409,6 +412,7 @@ class Pipeline:
         """For each name that is tied, all that it is tied to. Here, they are one parameter from now on."""
 
         def most(table: Tensor) -> Tensor:
+            assert self._team.host is not None
             self._team.all_reduce(table, self._team.host, dist.ReduceOp.MAX)
             return table
 
@@ -426,6 +430,11 @@ class Pipeline:
     def _demand_open(self) -> None:
         if self._finished:
             raise PipelineError(f"{self._finished}; make a new one")
+
+    def _step_label(self, **options: bool) -> str:
+        """With what must be the same on all ranks."""
+        given = [name for name, value in options.items() if value]
+        return f"step {self._key.step + 1}" + (f" ({', '.join(given)})" if given else "")
 
     @contextmanager
     def _guarding(self, label: str = "") -> Iterator[None]:
@@ -531,7 +540,9 @@ class Pipeline:
         told = [float(refuses), *self._replicas.digests(self._gradients)]
         more = [table.new_full((1,), number) for number in told]  # of a list, a device would be waited for
         whole = torch.cat([table.flatten(), *more])
-        work = self._team.start(lambda: dist.all_reduce(whole, group=self._team.everybody, async_op=True))
+        everybody = self._team.everybody
+        assert everybody is not None
+        work = self._team.start(lambda: all_reduce(everybody, whole, dist.ReduceOp.SUM))
 
         def wait() -> None:
             self._team.settle(work, whole)
@@ -554,7 +565,7 @@ def _demand_mesh(mesh: Any) -> None:
 
 
 def _wrong(
-    plan: Any, loss: Any, mesh: DeviceMesh, seed: Any, gradients: Any, *, checkpoint: bool, recompute: Sequence[str]
+    plan: Any, loss: Any, mesh: DeviceMesh, seed: Any, gradients: Any, checkpoint: bool, recompute: Any, tied: Any
 ) -> StrettoError | None:
     """What is wrong with what a pipeline is to be made of, if anything is."""
     if not isinstance(plan, Plan):
@@ -567,6 +578,9 @@ def _wrong(
         return PipelineError(f"seed is a whole number of at most 63 bits (got {seed!r:.60})")
     if gradients not in KINDS:
         return PipelineError(f"gradients is one of {', '.join(map(repr, KINDS))} (got {gradients!r:.60})")
+    for name, given in (("recompute", recompute), ("tied", tied)):
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            return PipelineError(f"{name} is a list, such as {_EXAMPLES[name]} (got {given!r:.40})")
     if checkpoint and recompute:
         return PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
     return None

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.execute.groups import broadcast
 from stretto.execute.lanes import Deferred, HostLane, Ticket
 from stretto.execute.record import Recorder
 from stretto.execute.supervise import Supervisor
@@ -215,7 +216,8 @@ class Push:
         count = self._buckets[bucket].nbytes
         into = self._staging.shared.tensors[bucket % 2][:count]
         word = torch.tensor([int(self._stopped.is_set()), self._sums.get(bucket, 0)])
-        _wait(dist.broadcast(word, group_src=source, group=group.host, async_op=True))
+        assert group.host is not None
+        _wait(broadcast(group.host, word, source))
         if int(word[0]):
             self._stopped.set()
             return
@@ -232,15 +234,16 @@ class Push:
 
     def _move(self, tensor: Tensor, source: int, takers: list[int]) -> None:
         """To all senders at once; or, if only some want it, to those, and nobody else has to do with it."""
-        group = self._group
+        group, device = self._group, self._group.device
+        assert device is not None
         if len({*takers, source}) == group.size:
-            _wait(dist.broadcast(tensor, group_src=source, group=group.device, async_op=True))
+            _wait(broadcast(device, tensor, source))
         elif group.rank == source:
             for taker in takers:
                 if taker != source:
-                    _wait(dist.isend(tensor, group_dst=taker, group=group.device))
+                    _wait(device.send([tensor], taker, 0))
         elif group.rank in takers:
-            _wait(dist.irecv(tensor, group_src=source, group=group.device))
+            _wait(device.recv([tensor], source, 0))
 
     def _reload(self, bucket: int) -> None:
         if bucket not in self._wanted[self._group.rank]:

@@ -6,7 +6,6 @@ from math import inf
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from stretto.execute.team import Team
 from stretto.weights.choose import Speeds
@@ -22,12 +21,12 @@ def measure(device: torch.device, group: Group, team: Team) -> Speeds:
     if group.size > 1:
         buffer = torch.empty(_BYTES, dtype=torch.uint8, device=device)
 
-        def broadcast() -> None:
-            work = team.start(lambda: dist.broadcast(buffer, group_src=0, group=group.device, async_op=True))
-            team.settle(work, buffer)
+        def share() -> None:
+            assert group.device is not None
+            team.broadcast(buffer, 0, group.device)
             team.catch_up("the other senders")
 
-        here = msgspec.structs.replace(here, broadcast=_fastest(broadcast, device))
+        here = msgspec.structs.replace(here, broadcast=_fastest(share, device))
     return slowest(here, team)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from stretto.execute.groups import all_to_all
 from stretto.execute.team import Team
 from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import Box, common, extent, inside, runs
@@ -208,7 +209,7 @@ def _exchange(
     packed = [_bytes(reading(move).to(device), move.room) for row in outgoing for move in row]
     sent = torch.cat(packed) if packed else torch.empty(0, dtype=torch.uint8, device=device)
     taken = torch.empty(sum(bytes_in), dtype=torch.uint8, device=device)
-    work = team.start(lambda: dist.all_to_all_single(taken, sent, bytes_in, bytes_out, group=group, async_op=True))
+    work = team.start(lambda: all_to_all(group, taken, sent, bytes_in, bytes_out))
     team.settle(work, taken)
     team.catch_up("the other senders")
     ordered = [move for row in incoming for move in row]
