@@ -1,12 +1,15 @@
 """The supervisor by itself: what it says of others, and what a request to end does around a failure."""
 
+import contextlib
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from stretto.execute import supervise
@@ -146,3 +149,65 @@ def test_a_rank_that_was_given_up_on_is_told_so(two: list[Supervisor]) -> None:
         first.check()
     with pytest.raises(PipelineError, match=r"^rank 0 has not been heard of"):
         second.check()
+
+
+def test_a_process_that_says_nothing_is_blamed_only_if_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lets none of its threads run, as a long garbage collection does, is judged by the timeout."""
+    monkeypatch.setattr(supervise, "SILENCE", 0.5)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            end, other = socket.create_connection(server.getsockname()), server.accept()[0]
+        watching = Supervisor(1, timeout=60)
+        watching.watch({0: end}, on_one_machine=True)
+        beat = supervise._Message(0, process.pid, "at 0F0 of step 1", 1, "step 1", True)
+        other.sendall(msgspec.json.encode(beat) + b"\n")
+        time.sleep(1.5)
+        watching.check()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        with pytest.raises(
+            PipelineError, match=r"rank 0 has not been heard of for 2 s; it was last seen at 0F0 of step 1"
+        ):
+            watching.check()
+        process.kill()
+        watching.close()
+        other.close()
+
+
+def test_nobody_is_blamed_while_any_rank_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three in a row, the last hears only of one that waits itself, and that somebody is busy."""
+    monkeypatch.setattr(supervise, "SILENCE", 0.5)
+    made = [Supervisor(rank, timeout=1.0) for rank in range(3)]
+    peers: list[dict[int, socket.socket]] = [{}, {}, {}]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for rank in range(2):
+            peers[rank][rank + 1], peers[rank + 1][rank] = (
+                socket.create_connection(server.getsockname()),
+                server.accept()[0],
+            )
+    for supervisor, some in zip(made, peers, strict=True):
+        supervisor.watch(some)
+    stop = threading.Event()
+
+    def work() -> None:
+        with made[0].guarding("step 1"):
+            for task in range(8):
+                made[0].task = lambda task=task: f"0F{task}"  # type: ignore[misc]
+                stop.wait(0.5)
+
+    def wait() -> None:
+        with contextlib.suppress(PipelineError), made[1].guarding("step 1"):
+            made[1].wait(Never(), lambda: "the value of 0F7")
+
+    threads = [threading.Thread(target=it) for it in (work, wait)]
+    for thread in threads:
+        thread.start()
+    begun = time.monotonic()
+    with pytest.raises(PipelineError, match=r"waited for the value of"), made[2].guarding("step 1"):
+        made[2].wait(Never(), lambda: "the value of 1F7")
+    assert time.monotonic() - begun > 4.5  # four seconds of work, and then the timeout
+    stop.set()
+    for thread in threads:
+        thread.join()
+    for supervisor in made:
+        supervisor.close()

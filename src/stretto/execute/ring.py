@@ -19,6 +19,7 @@ from stretto.ir.errors import told
 
 _JOINING = 60.0  # seconds for a neighbour to come
 _POLL = 0.2
+_HERE = "127.0.0.1"
 _BACKLOG = 128
 _STRANGERS = 64  # who may stand at a door and say nothing
 _WORD, _RANK = 32, 8  # characters
@@ -37,7 +38,8 @@ def supervised(meeting: Meeting | None, *, timeout: float, turns: str) -> Superv
     supervisor = Supervisor(0 if meeting is None else meeting.rank, timeout=timeout, turns=turns)
     if meeting is not None:
         with opened_doors(meeting) as (server, doors):
-            supervisor.watch(neighbours(meeting.rank, doors, server, timeout=min(timeout, _JOINING)))
+            peers = neighbours(meeting.rank, doors, server, timeout=min(timeout, _JOINING))
+            supervisor.watch(peers, on_one_machine=doors[0].host == _HERE)
     return supervisor
 
 
@@ -45,18 +47,19 @@ def supervised(meeting: Meeting | None, *, timeout: float, turns: str) -> Superv
 def opened_doors(meeting: Meeting) -> Iterator[tuple[socket.socket, list[Door]]]:
     """This rank's server, and where all wait, for as long as they are needed. On one machine nobody else can come."""
     alone = len(set(meeting.gather(_machine()))) == 1
-    with socket.create_server(("127.0.0.1" if alone else "", 0), backlog=max(_BACKLOG, meeting.size)) as server:
-        host = "127.0.0.1" if alone else socket.gethostname()
+    with socket.create_server((_HERE if alone else "", 0), backlog=max(_BACKLOG, meeting.size)) as server:
+        host = _HERE if alone else socket.gethostname()
         mine = Door(host, server.getsockname()[1], secrets.token_hex(_WORD // 2))
         said = meeting.gather(msgspec.json.encode(mine).decode())
         yield server, [msgspec.json.decode(it, type=Door) for it in said]
 
 
 def _machine() -> str:
-    """What ranks have in common that reach each other by 127.0.0.1: a machine since it was started, and its network."""
+    """What ranks have in common that can reach and see each other: a machine, its network and its processes."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        found += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
     return " ".join(found)
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ class _Message(msgspec.Struct, omit_defaults=True):
     """One line of the ring's wire."""
 
     rank: int
+    process: int = 0
     doing: str = ""
     """What the sender is doing: a heartbeat."""
     turn: int = 0
@@ -77,10 +79,14 @@ class Supervisor:
         self._left: dict[int, _Message] = {}
         self._looked = self._stirred = time.monotonic()  # when we last looked, and last knew of a rank that was busy
         self._closing, self._until = False, float("inf")
+        self._on_one_machine = False
         self._lock, self._telling = threading.Lock(), threading.Lock()
 
-    def watch(self, peers: dict[int, socket.socket]) -> None:
-        """Begin, with connections to the neighbours by their ranks."""
+    def watch(self, peers: dict[int, socket.socket], *, on_one_machine: bool = False) -> None:
+        """Begin, with connections to the neighbours by their ranks. On one machine it can be seen whether a process
+        that says nothing is stopped, or does something that lets none of its threads run.
+        """
+        self._on_one_machine = on_one_machine
         self._peers, now = peers, time.monotonic()
         for peer, connection in peers.items():
             connection.settimeout(5)
@@ -251,7 +257,7 @@ class Supervisor:
         turn, label = self._now
         now, busy = time.monotonic(), bool(label) and not self._waiting
         self._stirred = now if busy else self._stirred
-        self._tell(_Message(self.rank, self._where(), turn, label, busy, now - self._stirred))
+        self._tell(_Message(self.rank, os.getpid(), self._where(), turn, label, busy, now - self._stirred))
 
     def _tell(self, message: _Message) -> None:
         line = msgspec.json.encode(message) + b"\n"
@@ -321,7 +327,8 @@ class Supervisor:
         now, (turn, label) = time.monotonic(), self._now
         for peer, (message, since) in list(self._doing.items()):
             silence = now - self._heard.get(peer, now)
-            if silence > SILENCE:
+            busy = self._on_one_machine and silence < self._timeout and not is_stopped(message.process)
+            if silence > SILENCE and not busy:
                 self.fail(
                     f"rank {peer} has not been heard of for {silence:.0f} s; it was last seen {message.doing}", peer
                 )
@@ -356,6 +363,14 @@ def _later(before: Any) -> Callable[..., None]:
             os.kill(os.getpid(), signal.SIGTERM)
 
     return stop
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process of this machine is stopped, or gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] in "TtZX"
+    except (OSError, IndexError):
+        return True
 
 
 def named(error: BaseException) -> str:
