@@ -1,20 +1,24 @@
 """Jobs in which ranks of a pipeline fail, stay away or come late, and go on afterwards in the same processes."""
 
 import contextlib
+import os
+import signal
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import stretto
 from models import Block
+from stretto.execute.groups import Groups
 
 BATCH = 4
 
 
-def _pipeline(mesh: Any, timeout: float = 30.0, build: Any = None) -> stretto.Pipeline:
+def _pipeline(mesh: Any, timeout: float = 30.0, build: Any = None, seed: int = 0) -> stretto.Pipeline:
     torch.manual_seed(0)
     layers = [Block() for _ in range(2)]
     return stretto.Pipeline(
@@ -24,6 +28,7 @@ def _pipeline(mesh: Any, timeout: float = 30.0, build: Any = None) -> stretto.Pi
         loss=nn.functional.mse_loss,
         mesh=mesh,
         timeout=timeout,
+        seed=seed,
     )
 
 
@@ -138,3 +143,84 @@ def asked_late(mesh: Any) -> tuple[float, float, str, float]:
     except stretto.PipelineError as error:
         said = str(error)
     return expected, found, said, time.monotonic() - begun
+
+
+def interrupted(mesh: Any, at: int) -> tuple[str, float, float]:
+    """One rank fails between two groups that it makes, the others are in the middle of one; then all try again."""
+    usual, made = Groups._new, [0]
+
+    def new(self: Groups, *given: Any) -> Any:
+        made[0] += 1
+        if mesh.get_local_rank() == 1 and made[0] == at:
+            raise KeyboardInterrupt
+        return usual(self, *given)
+
+    Groups._new = new  # type: ignore[method-assign]
+    said = ""
+    try:
+        _pipeline(mesh, timeout=10)
+    except (stretto.PipelineError, KeyboardInterrupt) as error:
+        said = str(error)
+    finally:
+        Groups._new = usual  # type: ignore[method-assign]
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    pipe = _pipeline(mesh, timeout=10)
+    loss = _step(pipe)
+    pipe.close()
+    return said, float(ones), loss
+
+
+def side_by_side(mesh: Any) -> tuple[str, float, int]:
+    """Two pipelines over four ranks, of which one is refused; then both are made anew."""
+    pp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["pp"]
+    said = ""
+    try:
+        _pipeline(pp, seed=int(mesh.get_local_rank() == 2)).close()
+    except stretto.PipelineError as error:
+        said = str(error)
+    pipe = _pipeline(pp)
+    loss = _step(pipe)
+    pipe.close()
+    return said, loss, pipe._key.replica
+
+
+def mismatched(mesh: Any, option: str) -> str:
+    """One rank is asked for something else than the other."""
+    pipe, batch = _pipeline(mesh), torch.ones(BATCH, 3, 8)
+    _step(pipe)
+    try:
+        pipe.step(batch, batch, **({option: True} if mesh.get_local_rank() else {}))
+    except stretto.PipelineError as error:
+        return str(error)
+    return ""
+
+
+def handlers(mesh: Any) -> tuple[int, float]:
+    """How often the user's handler is called for a request that comes during a step, and how long one takes that
+    comes long after several failures.
+    """
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    before = signal.signal(signal.SIGTERM, count)
+    for _ in range(4):
+        pipe = _pipeline(mesh)
+        with contextlib.suppress(stretto.PipelineError):
+            pipe.step(torch.ones(3, 3, 8), torch.ones(BATCH, 3, 8))
+    time.sleep(2.5)
+    begun = time.monotonic()
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not calls[0] and time.monotonic() < begun + 20:
+        time.sleep(0.01)
+    took = time.monotonic() - begun
+    pipe = _pipeline(mesh)
+    pipe._passes._runs.insert(0, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    pipe._passes._walk.tasks.insert(0, pipe._passes._walk.tasks[0])
+    _step(pipe)
+    time.sleep(6)
+    pipe.close()
+    signal.signal(signal.SIGTERM, before)
+    return calls[0], took

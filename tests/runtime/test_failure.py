@@ -147,7 +147,7 @@ def test_a_failure_at_any_task_leaves_nothing_behind(tmp_path: Path, how: str, b
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    made = Ranks(2)
+    made = Ranks(4)
     yield made
     made.stop()
 
@@ -193,3 +193,32 @@ def test_a_loss_can_be_asked_for_after_the_end(ranks: Ranks) -> None:
         assert found == expected
         assert said == "" or "cannot be cut into 4 equal microbatches" in said
         assert seconds < 5
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_failure_between_two_groups_leaves_the_next_pipeline_alone(ranks: Ranks, at: int) -> None:
+    first, second = ranks.run(failure_jobs.interrupted, 2, at)
+    assert first[0].startswith("rank 1 failed setting up: KeyboardInterrupt"), first
+    assert second[0] == ""
+    assert first[1:] == second[1:]
+    assert first[1] == 2.0
+
+
+def test_a_pipeline_that_is_refused_does_not_concern_those_beside_it(ranks: Ranks) -> None:
+    found = ranks.run(failure_jobs.side_by_side, 4)
+    refused = "rank 1 was given another seed than rank 0 (1 and 0)"
+    assert [said for said, _, _ in found] == [refused, "", refused, ""]
+    assert len({loss for _, loss, _ in found}) == 1
+    assert [number for _, _, number in found] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("option", ["record", "accumulate"])
+def test_what_one_rank_is_asked_for_all_must_be(ranks: Ranks, option: str) -> None:
+    for said in ranks.run(failure_jobs.mismatched, 2, option):
+        assert f"step 2 ({option})" in said or "does not belong to step 2" in said, said
+
+
+def test_requests_to_end_reach_the_users_handler_once_and_in_time(ranks: Ranks) -> None:
+    for calls, took in ranks.run(failure_jobs.handlers, 2):
+        assert calls == 2
+        assert took < 1

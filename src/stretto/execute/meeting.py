@@ -4,6 +4,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from stretto.ir.errors import StrettoError, told
 
 _SHORTEST, _LONGEST = 0.002, 0.2  # seconds between two looks
-_Shown = tuple[str, list[str]]
+_Shown = tuple[str, list[str], int]
 
 
 class Meeting:
@@ -36,36 +37,37 @@ class Meeting:
     def _agreed(self) -> str:
         """A name for this meeting that no other has had.
 
-        Each rank shows a token and whose tokens it has seen. When all show that they have seen the same of all, that is
-        the name; and when all have confirmed it, nobody is left behind at an earlier one.
+        Each rank shows a token, whose tokens it has seen, and how often it has looked. When all show that they have
+        seen the same of all, that is the name; and when all have confirmed it, nobody is left behind at an earlier one.
         """
         mine, deadline = secrets.token_hex(8), time.monotonic() + self._timeout
         places = [str(rank) for rank in range(self.size)]
         confirmed, seen, pause = set[str](), list[str](), _SHORTEST
-        while True:
+        for look in count():
             for name in confirmed:
                 if self._store.check([f"{name}/{place}" for place in places]):
                     return name
-            self._store.set(places[self.rank], msgspec.json.encode((mine, seen)).decode())
+            self._store.set(places[self.rank], msgspec.json.encode((mine, seen, look)).decode())
             if self._store.check(places):
                 shown = [msgspec.json.decode(self._store.get(place), type=_Shown) for place in places]
-                if seen != (seen := [token for token, _ in shown]):
+                if seen != (seen := [token for token, *_ in shown]):
                     continue
-                if all(other == seen for _, other in shown):
+                if all(other == seen for _, other, _ in shown):
                     name = hashlib.blake2b(" ".join(seen).encode(), digest_size=8).hexdigest()
                     self._store.set(f"{name}/{self.rank}", "here")
                     confirmed.add(name)
             if time.monotonic() > deadline:
-                who = " and rank ".join(place for place in places if not self._sees(place, mine)) or "another"
+                who = " and rank ".join(self._away(places)) or "another"
                 raise told(f"rank {self.rank} has waited {self._timeout:g} s (timeout) for rank {who} to come")
             pause = _slept(pause)
+        raise AssertionError("there is always another look")
 
-    def _sees(self, place: str, mine: str) -> bool:
-        """Whether the rank at a place has seen this one's token."""
-        if not self._store.check([place]):
-            return False
-        token, seen = msgspec.json.decode(self._store.get(place), type=_Shown)
-        return mine in (token, *seen)
+    def _away(self, places: list[str]) -> list[str]:
+        """Whose places show nothing, or what no longer changes."""
+        others = [place for place in places if place != places[self.rank]]
+        before = {place: self._store.get(place) for place in others if self._store.check([place])}
+        time.sleep(3 * _LONGEST)
+        return [place for place in others if place not in before or self._store.get(place) == before[place]]
 
     def gather(self, word: str) -> list[str]:
         """Everybody's word, in the order of ranks."""

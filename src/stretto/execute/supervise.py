@@ -203,12 +203,12 @@ class Supervisor:
         def stop(*_: Any) -> None:
             if not self._asked:
                 self._asked = time.monotonic()
-                _ask_again(_GRACE + _TELLING)
+                again.append(_ask_again(_GRACE + _TELLING))
             elif time.monotonic() - self._asked >= _GRACE + _TELLING:  # whatever it does, it does not come back from it
                 signal.signal(signal.SIGTERM, before)
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        before, failed = None, False
+        before, failed, again = None, False, list[threading.Timer]()
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, stop)
         if label:
@@ -232,6 +232,7 @@ class Supervisor:
                 signal.signal(signal.SIGTERM, _later(before) if failed else before)
                 if self._asked:  # the turn has ended; what follows is as it would be
                     self._asked = 0.0
+                    again[0].cancel()
                     os.kill(os.getpid(), signal.SIGTERM)
 
     def retire(self) -> None:
@@ -343,11 +344,12 @@ class Supervisor:
                 self.fail(f"{said}; all ranks must call the same", _NOBODY)
 
 
-def _ask_again(seconds: float) -> None:
+def _ask_again(seconds: float) -> threading.Timer:
     """Ask this process to end, once more, after a while."""
     again = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
     again.daemon = True
     again.start()
+    return again
 
 
 def _later(before: Any) -> Callable[..., None]:
