@@ -75,6 +75,22 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def shapes(mesh: Any) -> None:
+    """Tensors of any number of dimensions are reduced, and several are gathered at once: by rank, then by tensor."""
+    device, rank, ranks = mesh.device_type, dist.get_rank(), dist.get_world_size()
+    for shape in ((), (2, 3), (2, 0), (1, 2, 3)):
+        total = torch.full(shape, float(rank + 1), device=device)
+        dist.reduce(total, dst=0)
+        if rank == 0:
+            same(total, torch.full_like(total, ranks * (ranks + 1) / 2))
+    mine = [torch.full((size,), 10.0 * rank + size, device=device) for size in (1, 2, 3)]
+    rooms = [[torch.empty_like(tensor) for tensor in mine] for _ in range(ranks)]
+    dist.all_gather_coalesced(rooms, mine)
+    for other, row in enumerate(rooms):
+        for size, room in enumerate(row, 1):
+            same(room, torch.full((size,), 10.0 * other + size, device=device))
+
+
 def uneven(mesh: Any, sizes: list[list[int]], width: int) -> None:
     """All to all: row r of sizes says how many rows rank r sends to each."""
     device, rank, ranks = mesh.device_type, dist.get_rank(), dist.get_world_size()

@@ -15,6 +15,7 @@ from messages import (
     meshes,
     rendezvous,
     ring,
+    shapes,
     sub_groups,
     uneven,
     unknown_reduction,
@@ -42,6 +43,11 @@ def test_collectives(ranks: Ranks, dtype: torch.dtype) -> None:
 
 def test_large_tensors(ranks: Ranks) -> None:
     ranks.run(collectives, 3, torch.float32, 100_003)
+
+
+def test_shapes_and_several_tensors_at_once(ranks: Ranks) -> None:
+    for count in (1, 2, 3):
+        ranks.run(shapes, count)
 
 
 def test_uneven_all_to_all(ranks: Ranks) -> None:

@@ -142,7 +142,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                     parts = self._rooms(whole)
                     self._exchange({}, {peer: parts[peer] for peer in self._peers()})
                     parts[self._rank] = whole
-                    tensor.copy_(reduced(parts, op))
+                    tensor.copy_(reduced(parts, op).view_as(tensor))
                 else:
                     self._exchange({opts.rootRank: whole}, {})
 
@@ -166,7 +166,12 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._single(self.allgather([rooms], [given.reshape(-1)], *_given(opts)), [output])
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self.allgather(outputs, inputs, opts)
+        """Outputs are by rank here, and then by tensor."""
+        if self._is_gloo(inputs):
+            return self._gloo.allgather_coalesced(outputs, inputs, *_given(opts))
+        if len(outputs) != self._size:
+            raise ValueError(f"an all-gather among {self._size} ranks needs as many outputs (got {len(outputs)})")
+        return self.allgather([list(rooms) for rooms in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         works = [self.all_gather_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
