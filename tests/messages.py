@@ -216,3 +216,68 @@ def unknown_reduction(mesh: Any) -> str:
         dist.all_reduce(tensor)
         return f"{error} {tensor.tolist()}"
     return ""
+
+
+def refused(mesh: Any) -> list[str]:
+    """What cannot be moved is refused on all ranks before anything is posted, and the group goes on."""
+    device, rank, ranks = mesh.device_type, dist.get_rank(), dist.get_world_size()
+    mine, errors = torch.full((4,), float(rank), device=device), []
+    apart = [torch.zeros(4, device=device) for _ in range(ranks)]
+    apart[(rank + 2) % ranks] = torch.zeros(8, device=device)[::2]
+    short = [torch.zeros(4, device=device)] * (ranks - 1) + [torch.zeros(3, device=device)]
+    lazy = [torch.zeros(4, device=device)] * (ranks - 1) + [torch._neg_view(torch.zeros(4, device=device))]
+    for rooms in (apart, short, lazy, apart[1:]):
+        try:
+            dist.all_gather(rooms, mine + 100)
+        except ValueError as error:
+            errors.append(str(error))
+    try:
+        dist.all_reduce(mine, op=dist.ReduceOp.BAND)
+    except RuntimeError as error:
+        errors.append(type(error).__name__)
+    rooms = [torch.zeros(4, device=device) for _ in range(ranks)]
+    dist.all_gather(rooms, mine)
+    same(torch.stack(rooms)[:, 0], torch.arange(float(ranks), device=device))
+    return errors
+
+
+def refused_by_one(mesh: Any) -> str:
+    """A collective that one rank was refused must not be taken for the next."""
+    device, rank = mesh.device_type, dist.get_rank()
+    works = []
+    try:
+        room = torch.full((4,), 7.0, device=device)
+        works.append(dist.broadcast(room if rank == 0 else torch.zeros(8, device=device)[::2], 0, async_op=True))
+    except ValueError:
+        pass
+    room = torch.full((4,), 8.0, device=device) if rank == 0 else torch.zeros(4, device=device)
+    try:
+        dist.broadcast(room, 0)
+        while True:
+            dist.barrier()
+            dist.broadcast(room, 0)
+    except RuntimeError as error:
+        return f"{error} {room[0].item():g}"
+
+
+def lazy_tensors(mesh: Any) -> None:
+    """Negatives that PyTorch has put off, and tensors of inference mode."""
+    device, rank = mesh.device_type, dist.get_rank()
+    if rank == 0:
+        dist.send(torch._neg_view(torch.tensor([1.0, 2.0], device=device)), 1)
+    else:
+        room = torch.zeros(2, device=device)
+        dist.recv(room, 0)
+        same(room, torch.tensor([-1.0, -2.0], device=device))
+    for size in (2, 100_000):
+        total = torch._neg_view(torch.ones(size, device=device))
+        dist.all_reduce(total)
+        same(total.resolve_neg(), torch.full((size,), -2.0, device=device))
+    with torch.inference_mode():
+        total, room = torch.ones(2, device=device), torch.full((2,), float(rank), device=device)
+        dist.all_reduce(total)
+        dist.broadcast(room, 0)
+        same(total, torch.full((2,), 2.0, device=device))
+        same(room, torch.zeros(2, device=device))
+    dist.all_reduce(total)
+    same(total, torch.full((2,), 4.0, device=device))

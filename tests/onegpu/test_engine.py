@@ -12,10 +12,11 @@ from unittest import mock
 
 import msgspec
 import pytest
+import torch
 
 from stretto.broker import driver
 from stretto.broker.board import BLOCKS, EVER, Board
-from stretto.broker.wire import Bye, Failed, Freed, Here, Join, Joined, Refused, Taken, Welcome, hear_rank, tell
+from stretto.broker.wire import Bye, Failed, Freed, Here, Join, Joined, Place, Refused, Taken, Welcome, hear_rank, tell
 from stretto.onegpu import engine
 from stretto.onegpu.allocations import Allocations
 from stretto.onegpu.engine import Engine, GroupError, Member
@@ -161,6 +162,19 @@ def test_nonsense_is_the_end_of_the_broker(impostor: Impostor, word: Any, said: 
     while files() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert files() == before
+
+
+def test_a_file_that_cannot_be_read_fails_one_group_only(impostor: Impostor) -> None:
+    rank, member, connection = impostor.serve(first=0)
+    move = member.receive(torch.zeros(8), 1)
+    assert isinstance(hear_rank(connection)[0], Place)
+    with open(os.devnull) as empty:
+        tell(connection, Here("g", 1, 0), empty.fileno())
+    with pytest.raises(GroupError) as error:
+        member.wait(move)
+    assert str(error.value) == "rank 0 could not read message 0 from rank 1: its file ends after 0 of 32 bytes"
+    assert hear_rank(connection)[0] == Failed("g", str(error.value))
+    assert not rank.lost
 
 
 def test_a_place_beyond_the_board_is_nonsense(impostor: Impostor) -> None:

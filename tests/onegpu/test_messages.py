@@ -12,7 +12,10 @@ import torch
 from messages import (
     collectives,
     in_order,
+    lazy_tensors,
     meshes,
+    refused,
+    refused_by_one,
     rendezvous,
     ring,
     shapes,
@@ -84,3 +87,24 @@ def test_messages_of_different_size_are_an_error_on_both_sides(ranks: Ranks) -> 
 
 def test_a_reduction_that_we_do_not_know_is_refused_at_once(ranks: Ranks) -> None:
     assert ranks.run(unknown_reduction, 2) == ["onegpu does not reduce by RedOpType.PREMUL_SUM [2.0, 2.0]"] * 2
+
+
+def test_what_cannot_be_moved_is_refused_before_anything_is_posted(ranks: Ranks) -> None:
+    for errors in ranks.run(refused, 3):
+        assert errors == [
+            "a tensor to be received must be contiguous",
+            "the tensors of a collective must be alike (got 3 of torch.float32 and 4 of torch.float32)",
+            "a tensor to be received must not be a lazy conjugate or negative; use resolve_conj() or resolve_neg()",
+            "a collective of 3 ranks needs a tensor for each (got 2)",
+            "NotImplementedError",
+        ]
+
+
+def test_a_collective_that_one_rank_was_refused_is_not_taken_for_the_next(ranks: Ranks) -> None:
+    first, second = ranks.run(refused_by_one, 2)
+    assert first.startswith("rank 0 is at collective ")
+    assert second.endswith("one of them has left out or was refused a collective that the other has begun 0")
+
+
+def test_lazy_negatives_and_tensors_of_inference_mode(ranks: Ranks) -> None:
+    ranks.run(lazy_tensors, 2)

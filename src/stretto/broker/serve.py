@@ -228,6 +228,12 @@ class Broker:
                     f"rank {channel.source} sent {sent.count} bytes on {where[0]} as message {sent.number} "
                     f"to rank {channel.target}, which expected {wanted.count} on {where[1]}",
                 )
+            elif sent.turn != wanted.turn:
+                self._fail(
+                    group,
+                    f"rank {channel.source} is at collective {sent.turn} and rank {channel.target} at {wanted.turn}: "
+                    f"one of them has left out or was refused a collective that the other has begun",
+                )
             elif sent.device >= 0:
                 channel.matched.append((sent, wanted))
                 self._copies.begin(group, channel)

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import mmap
 import os
 import socket
 import subprocess
@@ -40,6 +39,7 @@ from stretto.broker.wire import (
     peer_user,
     tell,
 )
+from stretto.onegpu import memory
 from stretto.onegpu.allocations import Allocations
 
 _WINDOW = 64  # messages on the host that a channel's sender may be ahead of its receiver
@@ -95,6 +95,8 @@ class Member:
         """On the host: by peer, direction and number."""
         self._begin = threading.Lock()
         self.error: str | None = None
+        self.turn = 0
+        """The collective that messages belong to from now on. Ranks that are at different ones are out of step."""
 
     def check(self) -> None:
         if self.error is not None:
@@ -102,12 +104,12 @@ class Member:
 
     def send(self, tensor: Tensor, peer: int) -> Move:
         """Offer a tensor to a rank."""
-        return self._moved(tensor.contiguous(), peer, sends=True)
+        memory.demand_source(tensor)
+        return self._moved(memory.plain(tensor), peer, sends=True)
 
     def receive(self, tensor: Tensor, peer: int) -> Move:
         """Take a tensor from a rank."""
-        if not tensor.is_contiguous():
-            raise ValueError("a tensor to be received must be contiguous")
+        memory.demand_target(tensor)
         return self._moved(tensor, peer, sends=False)
 
     def wait(self, move: Move) -> None:
@@ -150,10 +152,15 @@ class Member:
     def here(self, peer: int, number: int, file: int) -> None:
         """What a receive waits for lies in a file."""
         move = self._waiting.pop((peer, False, number), None)
-        if move is not None:
-            _read(file, move.tensor)
-            self._engine.tell(Taken(self.name, peer, number))
-            move.end()
+        if move is None:
+            return
+        try:
+            memory.read(file, move.tensor)
+        except OSError as error:
+            self.fail(f"rank {self.rank} could not read message {number} from rank {peer}: {error}")
+            return
+        self._engine.tell(Taken(self.name, peer, number))
+        move.end()
 
     def taken(self, peer: int, number: int) -> None:
         move = self._waiting.pop((peer, True, number), None)
@@ -167,7 +174,7 @@ class Member:
             source, target = (self.rank, peer) if sends else (peer, self.rank)
             block = self._first + source * self._size + target
             move = Move(self._engine, block, peer, number, sends, tensor, time.monotonic() + self._seconds)
-            place = Place(self.name, peer, number, sends, tensor.nbytes)
+            place = Place(self.name, peer, number, sends, tensor.nbytes, turn=self.turn)
             if tensor.is_cuda:
                 self._on_device(move, place)
             else:
@@ -199,7 +206,7 @@ class Member:
         file = os.memfd_create("stretto-message") if move.sends else -1
         try:
             if file >= 0:
-                _write(file, move.tensor)
+                memory.write(file, move.tensor)
             self._engine.tell(place, file)
         finally:
             if file >= 0:
@@ -373,24 +380,3 @@ def _start_broker() -> str:
     )
     server.close()
     return address
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _write(file: int, tensor: Tensor) -> None:
-    if tensor.nbytes:
-        os.ftruncate(file, tensor.nbytes)
-        with mmap.mmap(file, tensor.nbytes) as memory:
-            there = torch.frombuffer(memory, dtype=torch.uint8)
-            there.copy_(_bytes(tensor))
-            del there
-
-
-def _read(file: int, tensor: Tensor) -> None:
-    if tensor.nbytes:
-        with mmap.mmap(file, tensor.nbytes) as memory:
-            there = torch.frombuffer(memory, dtype=torch.uint8)
-            _bytes(tensor).copy_(there)
-            del there

@@ -116,7 +116,11 @@ class All(Work):
         return all(work.is_completed() for work in self._works)
 
 
+def updating(tensors: Sequence[Tensor]) -> Any:
+    """The mode in which these can be written to: those of inference mode only within it."""
+    return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else torch.no_grad()
+
+
 def serve(works: "queue.SimpleQueue[InThread | None]") -> None:
     while (work := works.get()) is not None:
-        with torch.no_grad():
-            work.run()
+        work.run()
