@@ -126,6 +126,36 @@ def in_order(mesh: Any, count: int) -> None:
             same(room, torch.full_like(room, 1000 * other + k))
 
 
+def far_ahead(mesh: Any, count: int) -> None:
+    """Both send all before they receive any, and then both receive all before they send any."""
+    device, other = mesh.device_type, 1 - dist.get_rank()
+    for sends_first in (True, False):
+        rooms = [torch.empty(1, device=device) for _ in range(count)]
+        works = [] if sends_first else [dist.irecv(room, other) for room in rooms]
+        works += [dist.isend(torch.full((1,), float(k), device=device), other) for k in range(count)]
+        works += [dist.irecv(room, other) for room in rooms] if sends_first else []
+        for work in works:
+            work.wait()
+        same(torch.cat(rooms), torch.arange(float(count), device=device))
+
+
+def left_behind(mesh: Any) -> list[str]:
+    """What a rank waits for in a group that it has left itself."""
+    group, errors = dist.new_group([0, 1]), list[str]()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        works = [dist.irecv(torch.zeros(1, device=mesh.device_type), 1, group=group)]
+        works.append(dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group, async_op=True))
+        dist.destroy_process_group(group)
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                errors.append(str(error))
+    dist.barrier()
+    return errors
+
+
 def ring(mesh: Any) -> None:
     """Everybody sends before it receives."""
     device, rank, ranks = mesh.device_type, dist.get_rank(), dist.get_world_size()

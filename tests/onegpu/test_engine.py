@@ -1,12 +1,16 @@
 """A rank's side of a broker that is none, or that fails; and what a rank knows of its memory."""
 
+import errno
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -246,4 +250,69 @@ def test_the_broker_is_told_what_was_freed(impostor: Impostor, memory: Driver) -
     del memory.numbers[100]
     connection.settimeout(10)
     assert hear_rank(connection)[0] == Freed(b"1")
+    rank.close()
+
+
+def test_a_message_that_the_broker_cannot_be_handed_fails_the_group(
+    impostor: Impostor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, member, connection = impostor.serve(first=0)
+
+    def tell_without_files(connection: socket.socket, message: Any, file: int = -1) -> None:
+        if file >= 0:
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+        tell(connection, message)
+
+    monkeypatch.setattr(engine, "tell", tell_without_files)
+    with pytest.raises(GroupError) as error:
+        member.send(torch.zeros(8), 1)
+    assert str(error.value) == (
+        f"rank 0 could not hand message 0 for rank 1 to the broker: [Errno {errno.ETOOMANYREFS}] Too many references"
+    )
+    assert hear_rank(connection)[0] == Failed("g", str(error.value))
+    assert not rank.lost
+
+
+def test_closing_ends_all_threads_and_what_waits(impostor: Impostor) -> None:
+    rank, member, connection = impostor.serve(first=0)
+    move = member.receive(torch.zeros(8), 1)
+    rank.close()
+    assert not any(thread.is_alive() for thread in rank._threads)
+    with pytest.raises(GroupError, match="rank 0 has left this group"):
+        member.wait(move)
+    heard = [hear_rank(connection)[0] for _ in range(3)]
+    assert isinstance(heard[0], Place)
+    assert heard[1:] == [Bye(), None]
+
+
+def test_no_thread_of_ours_is_left_when_a_program_ends(tmp_path: Path) -> None:
+    script = f"""
+import atexit, threading
+atexit.register(lambda: print(sorted(thread.name for thread in threading.enumerate() if "stretto" in thread.name)))
+import torch, torch.distributed as dist, stretto.onegpu
+dist.init_process_group("onecpu", init_method="file://{tmp_path}/meeting", rank=0, world_size=1)
+dist.all_reduce(torch.ones(2))
+print(sorted(thread.name for thread in threading.enumerate() if "stretto" in thread.name))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0
+    assert result.stdout.splitlines() == ["['stretto onecpu', 'stretto onegpu', 'stretto onegpu watch']", "[]"]
+
+
+def test_a_forked_child_says_nothing_in_its_parents_name(impostor: Impostor, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, member, connection = impostor.serve(first=0)
+    monkeypatch.setattr(Engine, "_all", {impostor.address: rank})
+    child = os.fork()
+    if not child:
+        try:
+            forgotten = rank._connection.fileno() < 0 and Engine._all == {} and member.error is not None
+            rank.leave("g")
+            rank.close()
+            os._exit(0 if forgotten else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    member.check()
+    rank.tell(Freed(b"parent"))
+    assert hear_rank(connection)[0] == Freed(b"parent")
     rank.close()

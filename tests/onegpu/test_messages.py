@@ -11,8 +11,10 @@ import torch
 
 from messages import (
     collectives,
+    far_ahead,
     in_order,
     lazy_tensors,
+    left_behind,
     meshes,
     refused,
     refused_by_one,
@@ -66,6 +68,15 @@ def test_messages_keep_their_order(ranks: Ranks) -> None:
 def test_everybody_may_send_first(ranks: Ranks) -> None:
     for count in (2, 3, 4):
         ranks.run(ring, count)
+
+
+def test_many_messages_are_begun_before_any_is_met(ranks: Ranks) -> None:
+    ranks.run(far_ahead, 2, 200 if DEVICE == "cuda" else 1000)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a group with streams that wait is left when they have ended")
+def test_nothing_waits_in_a_group_that_its_rank_has_left(ranks: Ranks) -> None:
+    assert ranks.run(left_behind, 2) == [["rank 0 has left this group"] * 2, []]
 
 
 def test_a_send_ends_when_it_was_received(ranks: Ranks) -> None:

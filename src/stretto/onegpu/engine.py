@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,7 @@ from stretto.onegpu.allocations import Allocations
 
 _WINDOW = 64  # messages on the host that a channel's sender may be ahead of its receiver
 _GREETING = 60.0  # seconds in which a broker has started
+_ENDING = 5.0  # seconds in which a thread has ended
 _BROKER = "the broker of this machine's ranks"
 
 
@@ -93,6 +95,9 @@ class Member:
         self._under_way: deque[Move] = deque()
         self._waiting: dict[tuple[int, bool, int], Move] = {}
         """On the host: by peer, direction and number."""
+        self._later: dict[tuple[int, bool], deque[tuple[Move, Place]]] = {}
+        """On the host: messages that wait until fewer are under way."""
+        self._ahead: dict[tuple[int, bool], int] = {}
         self._begin = threading.Lock()
         self.error: str | None = None
         self.turn = 0
@@ -131,6 +136,10 @@ class Member:
                     self._engine.tell(Failed(self.name, why))
             self._engine.changed.notify_all()
 
+    def leave(self) -> None:
+        """Nothing of this member goes on."""
+        self.fail(f"rank {self.rank} has left this group", tell=False)
+
     def let_go(self) -> None:
         """Let all streams go on that wait for a message, where the broker cannot."""
         for block in range(self._first, self._first + self._size**2):
@@ -141,7 +150,8 @@ class Member:
         now = time.monotonic()
         with self._engine.changed:
             self._under_way = deque(move for move in self._under_way if not move.ended)
-        for move in list(self._under_way):
+            later = {move for moves in self._later.values() for move, _ in moves}
+        for move in [move for move in self._under_way if move not in later]:
             if self.error is None and now > move.deadline and not move.ended:
                 verb = "take" if move.sends else "send"
                 self.fail(
@@ -154,6 +164,7 @@ class Member:
         move = self._waiting.pop((peer, False, number), None)
         if move is None:
             return
+        self._ahead[peer, False] -= 1
         try:
             memory.read(file, move.tensor)
         except OSError as error:
@@ -165,52 +176,77 @@ class Member:
     def taken(self, peer: int, number: int) -> None:
         move = self._waiting.pop((peer, True, number), None)
         if move is not None:
+            self._ahead[peer, True] -= 1
             move.end()
 
     def _moved(self, tensor: Tensor, peer: int, *, sends: bool) -> Move:
+        while (move := self._begun(tensor, peer, sends=sends)) is None:
+            time.sleep(0.0002)
+        return move
+
+    def _begun(self, tensor: Tensor, peer: int, *, sends: bool) -> Move | None:
+        """None while the board has no room for more messages on the device."""
+        board = self._engine.board
         with self._begin:
             self.check()
             number = self._counts.get((peer, sends), 0)
             source, target = (self.rank, peer) if sends else (peer, self.rank)
             block = self._first + source * self._size + target
+            if tensor.is_cuda and number - board.read(board.done(block)) >= RING - 1:
+                return None
             move = Move(self._engine, block, peer, number, sends, tensor, time.monotonic() + self._seconds)
             place = Place(self.name, peer, number, sends, tensor.nbytes, turn=self.turn)
             if tensor.is_cuda:
                 self._on_device(move, place)
             else:
-                self._on_host(move, place)
+                self._later.setdefault((peer, sends), deque()).append((move, place))
+                self._post_later(peer, sends=sends)
             self._counts[peer, sends] = number + 1
             self._keep(move)
+            self.check()
         return move
 
     def _on_device(self, move: Move, place: Place) -> None:
         board, tensor = self._engine.board, move.tensor
-        while move.number - board.read(board.done(move.block)) >= RING - 1:
-            self.check()
-            time.sleep(0.0002)
         place.device = tensor.device.index
         if tensor.nbytes:
             allocation = self._engine.allocations.find(tensor.data_ptr())
             place.handle, place.size = allocation.handle, allocation.size
             place.offset = tensor.data_ptr() - allocation.base
         word = board.address(board.ready(move.block, move.number, sender=move.sends))
-        self._engine.tell(place)
+        self._hand_over(place)
         driver.write_value(torch.cuda.current_stream(tensor.device.index).cuda_stream, word, move.number + 1)
 
-    def _on_host(self, move: Move, place: Place) -> None:
-        with self._engine.changed:
-            while sum(peer == move.peer and sends == move.sends for peer, sends, _ in self._waiting) >= _WINDOW:
-                self.check()
-                self._engine.changed.wait(0.05)
-            self._waiting[move.peer, move.sends, move.number] = move
-        file = os.memfd_create("stretto-message") if move.sends else -1
+    def post_later(self, peer: int, *, sends: bool) -> None:
+        """A message has ended: there is room for another."""
+        with self._begin:
+            self._post_later(peer, sends=sends)
+
+    def _post_later(self, peer: int, *, sends: bool) -> None:
+        """Messages on the host, in their order, as many as may be ahead of the other side."""
+        later = self._later.get((peer, sends), ())
+        while later and self._ahead.get((peer, sends), 0) < _WINDOW and self.error is None:
+            move, place = later.popleft()
+            with self._engine.changed:
+                move.deadline = time.monotonic() + self._seconds
+                self._ahead[peer, sends] = self._ahead.get((peer, sends), 0) + 1
+                self._waiting[peer, sends, move.number] = move
+            self._hand_over(place, move.tensor)
+
+    def _hand_over(self, place: Place, tensor: Tensor | None = None) -> None:
+        """Tell the broker of one side of a message; what it never hears of would put the two sides out of step."""
+        file = -1
         try:
-            if file >= 0:
-                memory.write(file, move.tensor)
-            self._engine.tell(place, file)
+            if place.sends and tensor is not None:
+                file = os.memfd_create("stretto-message")
+                memory.write(file, tensor)
+            self._engine.post(place, file)
+        except OSError as error:
+            self.fail(
+                f"rank {self.rank} could not hand message {place.number} for rank {place.peer} to the broker: {error}"
+            )
         finally:
-            if file >= 0:
-                os.close(file)
+            close(file)
 
     def _keep(self, move: Move) -> None:
         """Hold on to what is under way, and let go of what is not."""
@@ -247,8 +283,15 @@ class Engine:
         self._members: dict[str, Member] = {}
         self._answers: dict[str, Joined | Failed | None] = {}  # of groups that this process is about to join
         self._telling = threading.Lock()
-        threading.Thread(target=self._listen, name="stretto onegpu", daemon=True).start()
-        threading.Thread(target=self._watch, name="stretto onegpu watch", daemon=True).start()
+        self._process, self._closing = os.getpid(), threading.Event()
+        self.enders: dict[Callable[[], None], None] = {}
+        """What ends other threads that use this connection."""
+        self._threads = [
+            threading.Thread(target=self._listen, name="stretto onegpu", daemon=True),
+            threading.Thread(target=self._watch, name="stretto onegpu watch", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def join(self, name: str, rank: int, size: int, seconds: float) -> Member:
         """Take part in a group."""
@@ -272,16 +315,51 @@ class Engine:
 
     def leave(self, name: str) -> None:
         with self.changed:
-            self._members.pop(name, None)
+            member = self._members.pop(name, None)
         self.tell(Leave(name))
+        if member is not None:
+            member.leave()
 
-    def tell(self, message: FromRank, file: int = -1) -> None:
-        with self._telling, contextlib.suppress(OSError):
-            tell(self._connection, message, file)
+    def tell(self, message: FromRank) -> None:
+        with contextlib.suppress(OSError):
+            self.post(message)
+
+    def post(self, message: FromRank, file: int = -1) -> None:
+        """Raises if a broker that lives cannot be told."""
+        with self._telling, contextlib.suppress(ConnectionError):  # which the listener notices
+            if not self.lost:
+                tell(self._connection, message, file)
 
     def close(self) -> None:
-        self.lost = True
+        """Leave, and end all threads: PyTorch's code must not be running when the interpreter is taken down."""
+        if self._process != os.getpid():  # a forked child
+            return
         self.tell(Bye())
+        with self.changed:
+            self.lost = True
+            for member in self._members.values():
+                member.leave()
+            enders, self.enders = list(self.enders), {}
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        for end in enders:
+            end()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_ENDING)
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """In a forked child: the connections and groups are its parent's, and locks may have been held there."""
+        for engine in cls._all.values():
+            engine.lost, engine._why_lost = True, "this process was forked from the rank"
+            engine._connection.close()
+            engine._telling, engine.changed = threading.Lock(), threading.Condition()
+            for member in engine._members.values():
+                member._begin = threading.Lock()
+                member.error = member.error or engine._why_lost
+        cls._all = {}
 
     def _listen(self) -> None:
         try:
@@ -291,6 +369,8 @@ class Engine:
                     self._act(message, file)
                 finally:
                     close(file)
+                if isinstance(message, Here | Taken) and (member := self._members.get(message.group)) is not None:
+                    member.post_later(message.peer, sends=isinstance(message, Taken))
                 message, file = hear_broker(self._connection)
             self._lose(f"{_BROKER} died")
         except MessageError as error:
@@ -323,6 +403,7 @@ class Engine:
             if self.lost:
                 return
             self.lost, self._why_lost = True, why
+            self._closing.set()
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             for member in list(self._members.values()):
@@ -332,12 +413,14 @@ class Engine:
             self.changed.notify_all()
 
     def _watch(self) -> None:
-        while not self.lost:
-            time.sleep(0.1)
+        while not self._closing.wait(0.1):
             for member in list(self._members.values()):
                 member.watch()
             for allocation in self.allocations.take_freed():
                 self.tell(Freed(allocation.handle))
+
+
+os.register_at_fork(after_in_child=Engine.forget_all)
 
 
 def _connect(address: str) -> tuple[socket.socket, Board]:

@@ -1,8 +1,6 @@
 """A process group whose ranks share one GPU, or only a machine: `torch.distributed` on top of sends and receives."""
 
 import os
-import queue
-import threading
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from stretto.broker.model import LinkModel
 from stretto.onegpu import memory
 from stretto.onegpu.engine import Engine, Member, Move
 from stretto.onegpu.reduce import demand, reduced
-from stretto.onegpu.works import All, InThread, Moves, OnStream, Work, serve, settle, updating
+from stretto.onegpu.works import All, InThread, Moves, OnStream, Server, Work, settle, updating
 
 _ProcessGroup: Any = dist.ProcessGroup
 _cuda: Any = torch.cuda
@@ -62,7 +60,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self._turn = 0  # collectives that were begun
         self._stream: Any = None
         self._held: deque[tuple[Any, object]] = deque()
-        self._queue: queue.SimpleQueue[InThread | None] | None = None
+        self._server: Server | None = None
 
     def model_links(self, model: LinkModel | None) -> None:
         """Let messages take the time that they would on such links."""
@@ -100,8 +98,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             _cuda.synchronize()
         for part in _PARTS:
             self._engine.leave(f"{self._key} {part}")
-        if self._queue is not None:
-            self._queue.put(None)
+        if self._server is not None:
+            self._engine.enders.pop(self._server.end, None)
+            self._server.end()
 
     def abort(self) -> None:
         for member in self._members:
@@ -392,11 +391,11 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                 raise
 
         if not like.is_cuda:
-            if self._queue is None:
-                self._queue = queue.SimpleQueue()
-                threading.Thread(target=serve, args=(self._queue,), name="stretto onecpu", daemon=True).start()
+            if self._server is None:
+                self._server = Server()
+                self._engine.enders[self._server.end] = None
             work = InThread(run_whole, result)
-            self._queue.put(work)
+            self._server.put(work)
             return work
         with torch.cuda.device(like.device):
             if self._stream is None:
