@@ -17,11 +17,12 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
 from stretto.broker import driver
 from stretto.broker.board import BLOCKS, EVER, Board
 from stretto.broker.wire import Bye, Failed, Freed, Here, Join, Joined, Place, Refused, Taken, Welcome, hear_rank, tell
-from stretto.onegpu import engine
+from stretto.onegpu import engine, group
 from stretto.onegpu.allocations import Allocations
 from stretto.onegpu.engine import Engine, GroupError, Member
 
@@ -316,3 +317,32 @@ def test_a_forked_child_says_nothing_in_its_parents_name(impostor: Impostor, mon
     rank.tell(Freed(b"parent"))
     assert hear_rank(connection)[0] == Freed(b"parent")
     rank.close()
+
+
+def test_a_store_that_has_served_a_group_serves_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "any_address", lambda: "address")
+    store = dist.HashStore()
+
+    seen = set[str]()
+
+    def meet_both() -> None:
+        keys = [group._meet(store, rank, 2)[1] for rank in (0, 1)]
+        assert keys[0] == keys[1]
+        assert keys[0] not in seen
+        seen.add(keys[0])
+
+    for _ in range(3):
+        meet_both()
+    group._meet(store, 0, 2)  # a group that the other rank never came to
+    meet_both()
+    store.add("asked 1", 1)  # one that rank 0 never came to
+    keys = list[str]()
+    other = threading.Thread(target=lambda: keys.append(group._meet(store, 1, 2)[1]))
+    asked = store.add("asked 1", 0)
+    other.start()
+    while store.add("asked 1", 0) == asked:
+        pass
+    assert group._meet(store, 0, 2)[1] not in seen
+    other.join(10)
+    assert keys
+    assert keys[0] not in seen

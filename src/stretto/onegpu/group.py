@@ -48,13 +48,11 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._rank, self._size, self._name = rank, size, ""
         self._seconds = timeout.total_seconds()
-        if rank == 0:
-            store.set("broker", f"{Engine.any_address()} {uuid.uuid4().hex}")
-        address, self._key = store.get("broker").decode().split()
+        address, self._key = _meet(store, rank, size)
         self._engine = Engine.get(address)
         self._members = tuple(self._engine.join(f"{self._key} {part}", rank, size, self._seconds) for part in _PARTS)
         self._host = host
-        self._gloo: Any = None if host else _gloo(c10d.PrefixStore("gloo", store), rank, size, timeout)
+        self._gloo: Any = None if host else _gloo(c10d.PrefixStore(f"gloo {self._key}", store), rank, size, timeout)
         if link := os.environ.get("STRETTO_ONEGPU_LINK"):
             self.model_links(LinkModel.parse(link))
         self._turn = 0  # collectives that were begun
@@ -422,6 +420,20 @@ def _given(opts: Any) -> tuple[Any, ...]:
 
 def _op(opts: Any, tensors: list[Tensor]) -> Any:
     return demand(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensors)
+
+
+def _meet(store: c10d.Store, rank: int, size: int) -> tuple[str, str]:
+    """The address of a broker and a key of this group's own, though the store may have served groups before."""
+    if rank > 0:
+        address, key = store.get(f"broker {rank} {store.add(f'asked {rank}', 1)}").decode().split()
+        return address, key
+    address, key = Engine.any_address(), uuid.uuid4().hex
+    for peer in range(1, size):
+        asked, answered = store.add(f"asked {peer}", 0), store.add(f"answered {peer}", 0)
+        number = answered if asked < answered else max(asked, answered + 1)  # what nobody has asked for is replaced
+        store.set(f"broker {peer} {number}", f"{address} {key}")
+        store.add(f"answered {peer}", number - answered)
+    return address, key
 
 
 def _line(error: BaseException) -> str:
