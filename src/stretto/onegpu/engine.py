@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import math
 import os
 import socket
 import subprocess
@@ -64,7 +65,8 @@ class Move:
     sends: bool
     tensor: Tensor
     """Kept until the move has ended."""
-    deadline: float
+    deadline: float = math.inf
+    """From when the broker is told of it."""
     _ended: bool = False
 
     def end(self) -> None:
@@ -150,8 +152,7 @@ class Member:
         now = time.monotonic()
         with self._engine.changed:
             self._under_way = deque(move for move in self._under_way if not move.ended)
-            later = {move for moves in self._later.values() for move, _ in moves}
-        for move in [move for move in self._under_way if move not in later]:
+        for move in list(self._under_way):
             if self.error is None and now > move.deadline and not move.ended:
                 verb = "take" if move.sends else "send"
                 self.fail(
@@ -194,9 +195,10 @@ class Member:
             block = self._first + source * self._size + target
             if tensor.is_cuda and number - board.read(board.done(block)) >= RING - 1:
                 return None
-            move = Move(self._engine, block, peer, number, sends, tensor, time.monotonic() + self._seconds)
+            move = Move(self._engine, block, peer, number, sends, tensor)
             place = Place(self.name, peer, number, sends, tensor.nbytes, turn=self.turn)
             if tensor.is_cuda:
+                move.deadline = time.monotonic() + self._seconds
                 self._on_device(move, place)
             else:
                 self._later.setdefault((peer, sends), deque()).append((move, place))
