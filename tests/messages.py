@@ -75,6 +75,22 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def shapes(mesh: Any) -> None:
+    """Tensors of any number of dimensions are reduced, and several are gathered at once: by rank, then by tensor."""
+    device, rank, ranks = mesh.device_type, dist.get_rank(), dist.get_world_size()
+    for shape in ((), (2, 3), (2, 0), (1, 2, 3)):
+        total = torch.full(shape, float(rank + 1), device=device)
+        dist.reduce(total, dst=0)
+        if rank == 0:
+            same(total, torch.full_like(total, ranks * (ranks + 1) / 2))
+    mine = [torch.full((size,), 10.0 * rank + size, device=device) for size in (1, 2, 3)]
+    rooms = [[torch.empty_like(tensor) for tensor in mine] for _ in range(ranks)]
+    dist.all_gather_coalesced(rooms, mine)
+    for other, row in enumerate(rooms):
+        for size, room in enumerate(row, 1):
+            same(room, torch.full((size,), 10.0 * other + size, device=device))
+
+
 def uneven(mesh: Any, sizes: list[list[int]], width: int) -> None:
     """All to all: row r of sizes says how many rows rank r sends to each."""
     device, rank, ranks = mesh.device_type, dist.get_rank(), dist.get_world_size()
@@ -108,6 +124,36 @@ def in_order(mesh: Any, count: int) -> None:
     for other in others:
         for k, room in enumerate(rooms[other]):
             same(room, torch.full_like(room, 1000 * other + k))
+
+
+def far_ahead(mesh: Any, count: int) -> None:
+    """Both send all before they receive any, and then both receive all before they send any."""
+    device, other = mesh.device_type, 1 - dist.get_rank()
+    for sends_first in (True, False):
+        rooms = [torch.empty(1, device=device) for _ in range(count)]
+        works = [] if sends_first else [dist.irecv(room, other) for room in rooms]
+        works += [dist.isend(torch.full((1,), float(k), device=device), other) for k in range(count)]
+        works += [dist.irecv(room, other) for room in rooms] if sends_first else []
+        for work in works:
+            work.wait()
+        same(torch.cat(rooms), torch.arange(float(count), device=device))
+
+
+def left_behind(mesh: Any) -> list[str]:
+    """What a rank waits for in a group that it has left itself."""
+    group, errors = dist.new_group([0, 1]), list[str]()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        works = [dist.irecv(torch.zeros(1, device=mesh.device_type), 1, group=group)]
+        works.append(dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group, async_op=True))
+        dist.destroy_process_group(group)
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                errors.append(str(error))
+    dist.barrier()
+    return errors
 
 
 def ring(mesh: Any) -> None:
@@ -200,3 +246,68 @@ def unknown_reduction(mesh: Any) -> str:
         dist.all_reduce(tensor)
         return f"{error} {tensor.tolist()}"
     return ""
+
+
+def refused(mesh: Any) -> list[str]:
+    """What cannot be moved is refused on all ranks before anything is posted, and the group goes on."""
+    device, rank, ranks = mesh.device_type, dist.get_rank(), dist.get_world_size()
+    mine, errors = torch.full((4,), float(rank), device=device), []
+    apart = [torch.zeros(4, device=device) for _ in range(ranks)]
+    apart[(rank + 2) % ranks] = torch.zeros(8, device=device)[::2]
+    short = [torch.zeros(4, device=device)] * (ranks - 1) + [torch.zeros(3, device=device)]
+    lazy = [torch.zeros(4, device=device)] * (ranks - 1) + [torch._neg_view(torch.zeros(4, device=device))]
+    for rooms in (apart, short, lazy, apart[1:]):
+        try:
+            dist.all_gather(rooms, mine + 100)
+        except ValueError as error:
+            errors.append(str(error))
+    try:
+        dist.all_reduce(mine, op=dist.ReduceOp.BAND)
+    except RuntimeError as error:
+        errors.append(type(error).__name__)
+    rooms = [torch.zeros(4, device=device) for _ in range(ranks)]
+    dist.all_gather(rooms, mine)
+    same(torch.stack(rooms)[:, 0], torch.arange(float(ranks), device=device))
+    return errors
+
+
+def refused_by_one(mesh: Any) -> str:
+    """A collective that one rank was refused must not be taken for the next."""
+    device, rank = mesh.device_type, dist.get_rank()
+    works = []
+    try:
+        room = torch.full((4,), 7.0, device=device)
+        works.append(dist.broadcast(room if rank == 0 else torch.zeros(8, device=device)[::2], 0, async_op=True))
+    except ValueError:
+        pass
+    room = torch.full((4,), 8.0, device=device) if rank == 0 else torch.zeros(4, device=device)
+    try:
+        dist.broadcast(room, 0)
+        while True:
+            dist.barrier()
+            dist.broadcast(room, 0)
+    except RuntimeError as error:
+        return f"{error} {room[0].item():g}"
+
+
+def lazy_tensors(mesh: Any) -> None:
+    """Negatives that PyTorch has put off, and tensors of inference mode."""
+    device, rank = mesh.device_type, dist.get_rank()
+    if rank == 0:
+        dist.send(torch._neg_view(torch.tensor([1.0, 2.0], device=device)), 1)
+    else:
+        room = torch.zeros(2, device=device)
+        dist.recv(room, 0)
+        same(room, torch.tensor([-1.0, -2.0], device=device))
+    for size in (2, 100_000):
+        total = torch._neg_view(torch.ones(size, device=device))
+        dist.all_reduce(total)
+        same(total.resolve_neg(), torch.full((size,), -2.0, device=device))
+    with torch.inference_mode():
+        total, room = torch.ones(2, device=device), torch.full((2,), float(rank), device=device)
+        dist.all_reduce(total)
+        dist.broadcast(room, 0)
+        same(total, torch.full((2,), 2.0, device=device))
+        same(room, torch.zeros(2, device=device))
+    dist.all_reduce(total)
+    same(total, torch.full((2,), 4.0, device=device))

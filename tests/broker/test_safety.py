@@ -40,6 +40,7 @@ from stretto.broker.wire import (
 )
 
 NAMES = count()
+RW = "reading and writing"
 VALID = [
     Join("g", 0, 2),
     Place("g", 1, 0, True, 0),
@@ -398,3 +399,96 @@ def test_a_process_of_another_user_is_not_let_in(run: Callable[..., Running]) ->
     result = subprocess.run(command, user=65534, group=65534, extra_groups=[], capture_output=True, text=True, cwd="/")
     assert (result.stdout, result.stderr) == ("b''\n", "")
     exchange(broker.pair(), 0)
+
+
+@pytest.mark.parametrize("kind", ["its own socket", "a folder", "a file on disk", "read only"])
+def test_a_file_that_is_no_plain_memory_disconnects_its_sender(
+    run: Callable[..., Running], tmp_path: Path, kind: str
+) -> None:
+    broker = run(in_thread=True)
+    source, target, group = broker.pair()
+    match kind:
+        case "its own socket":
+            file = os.dup(source.socket.fileno())
+        case "a folder":
+            file = os.open(tmp_path, os.O_RDONLY)
+        case "a file on disk":
+            file = os.open(Path(__file__), os.O_RDONLY)
+        case _:
+            made = os.memfd_create("test")
+            file = os.open(f"/proc/self/fd/{made}", os.O_RDONLY)
+            os.close(made)
+    tell(source.socket, Place(group, 1, 0, True, os.fstat(file).st_size), file)
+    os.close(file)
+    last = source.hear_last()
+    assert isinstance(last, Refused)
+    assert last.why in ("it sent a file that does not lie in memory", f"it sent a file that is not open for {RW}")
+    assert target.hear() == Failed(group, f"rank 0 was disconnected by the broker: {last.why}")
+
+
+def test_a_receiver_that_leaves_with_a_message_unread_fails_its_sender(run: Callable[..., Running]) -> None:
+    broker = run(in_thread=True)
+    source, target, group = broker.pair()
+    source.say(Place(group, 1, 0, True, 8), 1, size=8)
+    target.say(Place(group, 0, 0, False, 8))
+    assert target.hear() == Here(group, 0, 0)
+    target.say(Leave(group))
+    assert source.hear() == Failed(group, "rank 1 has left")
+
+
+def test_ranks_at_different_collectives_fail_their_group(run: Callable[..., Running]) -> None:
+    broker = run(in_thread=True)
+    source, target, group = broker.pair()
+    source.say(Place(group, 1, 0, True, 8, turn=3), 1, size=8)
+    target.say(Place(group, 0, 0, False, 8, turn=4))
+    for talker in (source, target):
+        message = talker.hear()
+        assert isinstance(message, Failed)
+        assert message.why.startswith("rank 0 is at collective 3 and rank 1 at 4: ")
+
+
+def test_what_waits_for_a_process_that_does_not_read_is_bounded(
+    run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "_MOST_BYTES", 100_000)
+    broker = run(in_thread=True)
+    partner, deaf, group = broker.pair()
+    partner.say(Join("long", 0, 2))
+    assert isinstance(partner.hear(), Joined)
+    partner.say(Failed("long", "x" * 1000))
+    assert isinstance(partner.hear(), Failed)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(5000):
+            deaf.say(Join("long", 1, 2))
+    assert partner.hear() == Failed(group, "rank 1 was disconnected by the broker: it does not read what it is told")
+
+
+def test_idle_strangers_make_room_for_ranks(run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_MOST_CLIENTS", 4)
+    broker = run(in_thread=True)
+    strangers = [broker.connect() for _ in range(4)]
+    pair = broker.pair()
+    for stranger in strangers[:2]:
+        assert stranger.hear() == Refused("it has joined no group, and others want to be let in")
+    exchange(pair, 0)
+    broker.pair()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.connect(broker.name)
+        assert hear_broker(other) == (None, -1)  # all that are there have joined
+
+
+def test_only_groups_that_were_left_are_looked_at_for_room() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        broker = Broker(server)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        client = clients.Client(ours, broker._selector)
+        broker._clients.add(client)
+        with theirs:
+            broker._act(client, Join("left", 0, 64), -1)
+            broker._act(client, Join("kept", 0, 64), -1)
+            assert broker._abandoned == {}
+            broker._act(client, Leave("left"), -1)
+            assert list(broker._abandoned) == ["left"]
+            broker._act(client, Join("new", 0, 64), -1)
+            assert (list(broker._groups), broker._abandoned) == (["kept", "new"], {})
+            broker._act(client, Bye(), -1)

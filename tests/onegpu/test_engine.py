@@ -1,22 +1,28 @@
 """A rank's side of a broker that is none, or that fails; and what a rank knows of its memory."""
 
+import errno
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
 
 from stretto.broker import driver
 from stretto.broker.board import BLOCKS, EVER, Board
-from stretto.broker.wire import Bye, Failed, Freed, Here, Join, Joined, Refused, Taken, Welcome, hear_rank, tell
-from stretto.onegpu import engine
+from stretto.broker.wire import Bye, Failed, Freed, Here, Join, Joined, Place, Refused, Taken, Welcome, hear_rank, tell
+from stretto.onegpu import engine, group
 from stretto.onegpu.allocations import Allocations
 from stretto.onegpu.engine import Engine, GroupError, Member
 
@@ -163,6 +169,19 @@ def test_nonsense_is_the_end_of_the_broker(impostor: Impostor, word: Any, said: 
     assert files() == before
 
 
+def test_a_file_that_cannot_be_read_fails_one_group_only(impostor: Impostor) -> None:
+    rank, member, connection = impostor.serve(first=0)
+    move = member.receive(torch.zeros(8), 1)
+    assert isinstance(hear_rank(connection)[0], Place)
+    with open(os.devnull) as empty:
+        tell(connection, Here("g", 1, 0), empty.fileno())
+    with pytest.raises(GroupError) as error:
+        member.wait(move)
+    assert str(error.value) == "rank 0 could not read message 0 from rank 1: its file ends after 0 of 32 bytes"
+    assert hear_rank(connection)[0] == Failed("g", str(error.value))
+    assert not rank.lost
+
+
 def test_a_place_beyond_the_board_is_nonsense(impostor: Impostor) -> None:
     with pytest.raises(GroupError, match="it sent a place beyond its board"):
         impostor.serve(first=BLOCKS - 1)
@@ -233,3 +252,97 @@ def test_the_broker_is_told_what_was_freed(impostor: Impostor, memory: Driver) -
     connection.settimeout(10)
     assert hear_rank(connection)[0] == Freed(b"1")
     rank.close()
+
+
+def test_a_message_that_the_broker_cannot_be_handed_fails_the_group(
+    impostor: Impostor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, member, connection = impostor.serve(first=0)
+
+    def tell_without_files(connection: socket.socket, message: Any, file: int = -1) -> None:
+        if file >= 0:
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+        tell(connection, message)
+
+    monkeypatch.setattr(engine, "tell", tell_without_files)
+    with pytest.raises(GroupError) as error:
+        member.send(torch.zeros(8), 1)
+    assert str(error.value) == (
+        f"rank 0 could not hand message 0 for rank 1 to the broker: [Errno {errno.ETOOMANYREFS}] Too many references"
+    )
+    assert hear_rank(connection)[0] == Failed("g", str(error.value))
+    assert not rank.lost
+
+
+def test_closing_ends_all_threads_and_what_waits(impostor: Impostor) -> None:
+    rank, member, connection = impostor.serve(first=0)
+    move = member.receive(torch.zeros(8), 1)
+    rank.close()
+    assert not any(thread.is_alive() for thread in rank._threads)
+    with pytest.raises(GroupError, match="rank 0 has left this group"):
+        member.wait(move)
+    heard = [hear_rank(connection)[0] for _ in range(3)]
+    assert isinstance(heard[0], Place)
+    assert heard[1:] == [Bye(), None]
+
+
+def test_no_thread_of_ours_is_left_when_a_program_ends(tmp_path: Path) -> None:
+    script = f"""
+import atexit, threading
+atexit.register(lambda: print(sorted(thread.name for thread in threading.enumerate() if "stretto" in thread.name)))
+import torch, torch.distributed as dist, stretto.onegpu
+dist.init_process_group("onecpu", init_method="file://{tmp_path}/meeting", rank=0, world_size=1)
+dist.all_reduce(torch.ones(2))
+print(sorted(thread.name for thread in threading.enumerate() if "stretto" in thread.name))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0
+    assert result.stdout.splitlines() == ["['stretto onecpu', 'stretto onegpu', 'stretto onegpu watch']", "[]"]
+
+
+def test_a_forked_child_says_nothing_in_its_parents_name(impostor: Impostor, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, member, connection = impostor.serve(first=0)
+    monkeypatch.setattr(Engine, "_all", {impostor.address: rank})
+    child = os.fork()
+    if not child:
+        try:
+            forgotten = rank._connection.fileno() < 0 and Engine._all == {} and member.error is not None
+            rank.leave("g")
+            rank.close()
+            os._exit(0 if forgotten else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    member.check()
+    rank.tell(Freed(b"parent"))
+    assert hear_rank(connection)[0] == Freed(b"parent")
+    rank.close()
+
+
+def test_a_store_that_has_served_a_group_serves_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "any_address", lambda: "address")
+    store = dist.HashStore()
+
+    seen = set[str]()
+
+    def meet_both() -> None:
+        keys = [group._meet(store, rank, 2)[1] for rank in (0, 1)]
+        assert keys[0] == keys[1]
+        assert keys[0] not in seen
+        seen.add(keys[0])
+
+    for _ in range(3):
+        meet_both()
+    group._meet(store, 0, 2)  # a group that the other rank never came to
+    meet_both()
+    store.add("asked 1", 1)  # one that rank 0 never came to
+    keys = list[str]()
+    other = threading.Thread(target=lambda: keys.append(group._meet(store, 1, 2)[1]))
+    asked = store.add("asked 1", 0)
+    other.start()
+    while store.add("asked 1", 0) == asked:
+        pass
+    assert group._meet(store, 0, 2)[1] not in seen
+    other.join(10)
+    assert keys
+    assert keys[0] not in seen

@@ -1,5 +1,6 @@
 """Groups of ranks, and in each a channel from every rank to every other: what both sides of its messages have said."""
 
+import fcntl
 import os
 from collections import deque
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class Channel:
             raise MessageError(f"message {place.number} where message {self.next[place.sends]} is next")
         if place.device < 0:
             under_way = len(self.handed) + len(self.sends if place.sends else self.wants)
-            size = os.fstat(file).st_size if place.sends else place.count
+            size = _size(file) if place.sends else place.count
             if size != place.count:
                 raise MessageError(f"a message of {place.count} bytes in a file of {size}")
         else:
@@ -60,10 +61,9 @@ class Channel:
             raise MessageError(f"that it has read message {message.number}, which it was not given")
         self.handed.popleft()
 
-    @property
-    def is_owed(self) -> bool:
-        """Whether a side waits for the other."""
-        return bool(self.sends or self.wants or self.matched)
+    def is_owed(self, leaving: int) -> bool:
+        """Whether a side waits for the other, of which this one leaves."""
+        return bool(self.sends or self.wants or self.matched or (self.handed and leaving == self.target))
 
     def clear(self) -> None:
         """Forget what was to be moved."""
@@ -101,3 +101,14 @@ class Group:
     def channel(self, source: int, target: int) -> Channel:
         block = self.first + source * self.size + target
         return self.channels.setdefault((source, target), Channel(source, target, block))
+
+
+def _size(file: int) -> int:
+    """Of a file in memory. Any other could keep its sender's connection open, or fail those that read it."""
+    try:
+        fcntl.fcntl(file, fcntl.F_GET_SEALS)  # which only files in memory have
+    except OSError:
+        raise MessageError("a file that does not lie in memory") from None
+    if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise MessageError("a file that is not open for reading and writing")
+    return os.fstat(file).st_size

@@ -54,6 +54,7 @@ class Broker:
         self._board = Board()
         self._copies = Copies(self._board)
         self._groups: dict[str, Group] = {}
+        self._abandoned: dict[str, Group] = {}  # groups that all have left that have come
         self._taken = bytearray(BLOCKS)  # blocks of the board that groups have; 0 for a free one
         self._clients: set[Client] = set()
         self._selector = selectors.DefaultSelector()
@@ -94,15 +95,27 @@ class Broker:
             connection, _ = self._server.accept()
         except OSError:  # too many files are open
             return
-        if peer_user(connection) != os.geteuid() or len(self._clients) >= _MOST_CLIENTS:
+        if peer_user(connection) != os.geteuid() or not self._has_place():
             connection.close()
             return
         client = Client(connection, self._selector)
         self._clients.add(client)
         client.say(Welcome(), self._board.file)
 
+    def _has_place(self) -> bool:
+        """Whether one more can be let in, for which the oldest of those that have joined nothing may have to go."""
+        if len(self._clients) < _MOST_CLIENTS:
+            return True
+        strangers = [client for client in self._clients if not client.has_joined]
+        if strangers:
+            oldest = min(strangers, key=lambda client: client.since)
+            self._disconnect(oldest, "has joined no group, and others want to be let in")
+        return bool(strangers)
+
     def _attend(self, client: Client, events: int) -> None:
         """Whatever goes wrong here is this client's affair, and nobody else's."""
+        if client not in self._clients:  # it had to go for another
+            return
         try:
             if events & selectors.EVENT_WRITE:
                 client.send_waiting()
@@ -195,6 +208,7 @@ class Broker:
             client.say(Failed(group.name, group.failed))
             return
         group.members[rank] = client
+        self._abandoned.pop(group.name, None)
         client.say(Joined(group.name, group.first))
 
     def _room_for(self, size: int) -> int | None:
@@ -203,7 +217,7 @@ class Broker:
             return None
         free = bytes(size**2)
         if free not in self._taken:
-            for group in [group for group in self._groups.values() if group.is_abandoned]:
+            for group in list(self._abandoned.values()):
                 self._end(group)
         first = self._taken.find(free)
         return first if first >= 0 else None
@@ -227,6 +241,12 @@ class Broker:
                     group,
                     f"rank {channel.source} sent {sent.count} bytes on {where[0]} as message {sent.number} "
                     f"to rank {channel.target}, which expected {wanted.count} on {where[1]}",
+                )
+            elif sent.turn != wanted.turn:
+                self._fail(
+                    group,
+                    f"rank {channel.source} is at collective {sent.turn} and rank {channel.target} at {wanted.turn}: "
+                    f"one of them has left out or was refused a collective that the other has begun",
                 )
             elif sent.device >= 0:
                 channel.matched.append((sent, wanted))
@@ -252,10 +272,12 @@ class Broker:
 
     def _leave(self, group: Group, rank: int) -> None:
         group.left.add(rank)
-        if any(channel.is_owed for ends, channel in group.channels.items() if rank in ends):
+        if any(channel.is_owed(rank) for ends, channel in group.channels.items() if rank in ends):
             self._fail(group, f"rank {rank} has left")
         if len(group.left) == group.size:
             self._end(group)
+        elif group.is_abandoned:
+            self._abandoned[group.name] = group
 
     def _end(self, group: Group) -> None:
         """All have left."""
@@ -263,6 +285,7 @@ class Broker:
         self._copies.release(group)
         self._taken[group.first : group.first + group.size**2] = bytes(group.size**2)
         del self._groups[group.name]
+        self._abandoned.pop(group.name, None)
 
 
 def main() -> None:

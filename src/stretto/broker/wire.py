@@ -68,6 +68,8 @@ class Place(msgspec.Struct, tag=True):
     offset: Bytes = 0
     size: Bytes = 0
     """Of the whole allocation."""
+    turn: Number = 0
+    """Which collective of the group it is part of: both sides must be at the same."""
 
 
 class Here(msgspec.Struct, tag=True):

@@ -2,7 +2,7 @@
 
 import atexit
 import contextlib
-import mmap
+import math
 import os
 import socket
 import subprocess
@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,10 +41,12 @@ from stretto.broker.wire import (
     peer_user,
     tell,
 )
+from stretto.onegpu import memory
 from stretto.onegpu.allocations import Allocations
 
 _WINDOW = 64  # messages on the host that a channel's sender may be ahead of its receiver
 _GREETING = 60.0  # seconds in which a broker has started
+_ENDING = 5.0  # seconds in which a thread has ended
 _BROKER = "the broker of this machine's ranks"
 
 
@@ -62,7 +65,8 @@ class Move:
     sends: bool
     tensor: Tensor
     """Kept until the move has ended."""
-    deadline: float
+    deadline: float = math.inf
+    """From when the broker is told of it."""
     _ended: bool = False
 
     def end(self) -> None:
@@ -93,8 +97,13 @@ class Member:
         self._under_way: deque[Move] = deque()
         self._waiting: dict[tuple[int, bool, int], Move] = {}
         """On the host: by peer, direction and number."""
+        self._later: dict[tuple[int, bool], deque[tuple[Move, Place]]] = {}
+        """On the host: messages that wait until fewer are under way."""
+        self._ahead: dict[tuple[int, bool], int] = {}
         self._begin = threading.Lock()
         self.error: str | None = None
+        self.turn = 0
+        """The collective that messages belong to from now on. Ranks that are at different ones are out of step."""
 
     def check(self) -> None:
         if self.error is not None:
@@ -102,12 +111,12 @@ class Member:
 
     def send(self, tensor: Tensor, peer: int) -> Move:
         """Offer a tensor to a rank."""
-        return self._moved(tensor.contiguous(), peer, sends=True)
+        memory.demand_source(tensor)
+        return self._moved(memory.plain(tensor), peer, sends=True)
 
     def receive(self, tensor: Tensor, peer: int) -> Move:
         """Take a tensor from a rank."""
-        if not tensor.is_contiguous():
-            raise ValueError("a tensor to be received must be contiguous")
+        memory.demand_target(tensor)
         return self._moved(tensor, peer, sends=False)
 
     def wait(self, move: Move) -> None:
@@ -128,6 +137,10 @@ class Member:
                 if tell:
                     self._engine.tell(Failed(self.name, why))
             self._engine.changed.notify_all()
+
+    def leave(self) -> None:
+        """Nothing of this member goes on."""
+        self.fail(f"rank {self.rank} has left this group", tell=False)
 
     def let_go(self) -> None:
         """Let all streams go on that wait for a message, where the broker cannot."""
@@ -150,60 +163,92 @@ class Member:
     def here(self, peer: int, number: int, file: int) -> None:
         """What a receive waits for lies in a file."""
         move = self._waiting.pop((peer, False, number), None)
-        if move is not None:
-            _read(file, move.tensor)
-            self._engine.tell(Taken(self.name, peer, number))
-            move.end()
+        if move is None:
+            return
+        self._ahead[peer, False] -= 1
+        try:
+            memory.read(file, move.tensor)
+        except OSError as error:
+            self.fail(f"rank {self.rank} could not read message {number} from rank {peer}: {error}")
+            return
+        self._engine.tell(Taken(self.name, peer, number))
+        move.end()
 
     def taken(self, peer: int, number: int) -> None:
         move = self._waiting.pop((peer, True, number), None)
         if move is not None:
+            self._ahead[peer, True] -= 1
             move.end()
 
     def _moved(self, tensor: Tensor, peer: int, *, sends: bool) -> Move:
+        while (move := self._begun(tensor, peer, sends=sends)) is None:
+            time.sleep(0.0002)
+        return move
+
+    def _begun(self, tensor: Tensor, peer: int, *, sends: bool) -> Move | None:
+        """None while the board has no room for more messages on the device."""
+        board = self._engine.board
         with self._begin:
             self.check()
             number = self._counts.get((peer, sends), 0)
             source, target = (self.rank, peer) if sends else (peer, self.rank)
             block = self._first + source * self._size + target
-            move = Move(self._engine, block, peer, number, sends, tensor, time.monotonic() + self._seconds)
-            place = Place(self.name, peer, number, sends, tensor.nbytes)
+            if tensor.is_cuda and number - board.read(board.done(block)) >= RING - 1:
+                return None
+            move = Move(self._engine, block, peer, number, sends, tensor)
+            place = Place(self.name, peer, number, sends, tensor.nbytes, turn=self.turn)
             if tensor.is_cuda:
+                move.deadline = time.monotonic() + self._seconds
                 self._on_device(move, place)
             else:
-                self._on_host(move, place)
+                self._later.setdefault((peer, sends), deque()).append((move, place))
+                self._post_later(peer, sends=sends)
             self._counts[peer, sends] = number + 1
             self._keep(move)
+            self.check()
         return move
 
     def _on_device(self, move: Move, place: Place) -> None:
         board, tensor = self._engine.board, move.tensor
-        while move.number - board.read(board.done(move.block)) >= RING - 1:
-            self.check()
-            time.sleep(0.0002)
         place.device = tensor.device.index
         if tensor.nbytes:
             allocation = self._engine.allocations.find(tensor.data_ptr())
             place.handle, place.size = allocation.handle, allocation.size
             place.offset = tensor.data_ptr() - allocation.base
         word = board.address(board.ready(move.block, move.number, sender=move.sends))
-        self._engine.tell(place)
+        self._hand_over(place)
         driver.write_value(torch.cuda.current_stream(tensor.device.index).cuda_stream, word, move.number + 1)
 
-    def _on_host(self, move: Move, place: Place) -> None:
-        with self._engine.changed:
-            while sum(peer == move.peer and sends == move.sends for peer, sends, _ in self._waiting) >= _WINDOW:
-                self.check()
-                self._engine.changed.wait(0.05)
-            self._waiting[move.peer, move.sends, move.number] = move
-        file = os.memfd_create("stretto-message") if move.sends else -1
+    def post_later(self, peer: int, *, sends: bool) -> None:
+        """A message has ended: there is room for another."""
+        with self._begin:
+            self._post_later(peer, sends=sends)
+
+    def _post_later(self, peer: int, *, sends: bool) -> None:
+        """Messages on the host, in their order, as many as may be ahead of the other side."""
+        later = self._later.get((peer, sends), ())
+        while later and self._ahead.get((peer, sends), 0) < _WINDOW and self.error is None:
+            move, place = later.popleft()
+            with self._engine.changed:
+                move.deadline = time.monotonic() + self._seconds
+                self._ahead[peer, sends] = self._ahead.get((peer, sends), 0) + 1
+                self._waiting[peer, sends, move.number] = move
+            self._hand_over(place, move.tensor)
+
+    def _hand_over(self, place: Place, tensor: Tensor | None = None) -> None:
+        """Tell the broker of one side of a message; what it never hears of would put the two sides out of step."""
+        file = -1
         try:
-            if file >= 0:
-                _write(file, move.tensor)
-            self._engine.tell(place, file)
+            if place.sends and tensor is not None:
+                file = os.memfd_create("stretto-message")
+                memory.write(file, tensor)
+            self._engine.post(place, file)
+        except OSError as error:
+            self.fail(
+                f"rank {self.rank} could not hand message {place.number} for rank {place.peer} to the broker: {error}"
+            )
         finally:
-            if file >= 0:
-                os.close(file)
+            close(file)
 
     def _keep(self, move: Move) -> None:
         """Hold on to what is under way, and let go of what is not."""
@@ -240,8 +285,15 @@ class Engine:
         self._members: dict[str, Member] = {}
         self._answers: dict[str, Joined | Failed | None] = {}  # of groups that this process is about to join
         self._telling = threading.Lock()
-        threading.Thread(target=self._listen, name="stretto onegpu", daemon=True).start()
-        threading.Thread(target=self._watch, name="stretto onegpu watch", daemon=True).start()
+        self._process, self._closing = os.getpid(), threading.Event()
+        self.enders: dict[Callable[[], None], None] = {}
+        """What ends other threads that use this connection."""
+        self._threads = [
+            threading.Thread(target=self._listen, name="stretto onegpu", daemon=True),
+            threading.Thread(target=self._watch, name="stretto onegpu watch", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def join(self, name: str, rank: int, size: int, seconds: float) -> Member:
         """Take part in a group."""
@@ -265,16 +317,51 @@ class Engine:
 
     def leave(self, name: str) -> None:
         with self.changed:
-            self._members.pop(name, None)
+            member = self._members.pop(name, None)
         self.tell(Leave(name))
+        if member is not None:
+            member.leave()
 
-    def tell(self, message: FromRank, file: int = -1) -> None:
-        with self._telling, contextlib.suppress(OSError):
-            tell(self._connection, message, file)
+    def tell(self, message: FromRank) -> None:
+        with contextlib.suppress(OSError):
+            self.post(message)
+
+    def post(self, message: FromRank, file: int = -1) -> None:
+        """Raises if a broker that lives cannot be told."""
+        with self._telling, contextlib.suppress(ConnectionError):  # which the listener notices
+            if not self.lost:
+                tell(self._connection, message, file)
 
     def close(self) -> None:
-        self.lost = True
+        """Leave, and end all threads: PyTorch's code must not be running when the interpreter is taken down."""
+        if self._process != os.getpid():  # a forked child
+            return
         self.tell(Bye())
+        with self.changed:
+            self.lost = True
+            for member in self._members.values():
+                member.leave()
+            enders, self.enders = list(self.enders), {}
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        for end in enders:
+            end()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_ENDING)
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """In a forked child: the connections and groups are its parent's, and locks may have been held there."""
+        for engine in cls._all.values():
+            engine.lost, engine._why_lost = True, "this process was forked from the rank"
+            engine._connection.close()
+            engine._telling, engine.changed = threading.Lock(), threading.Condition()
+            for member in engine._members.values():
+                member._begin = threading.Lock()
+                member.error = member.error or engine._why_lost
+        cls._all = {}
 
     def _listen(self) -> None:
         try:
@@ -284,6 +371,8 @@ class Engine:
                     self._act(message, file)
                 finally:
                     close(file)
+                if isinstance(message, Here | Taken) and (member := self._members.get(message.group)) is not None:
+                    member.post_later(message.peer, sends=isinstance(message, Taken))
                 message, file = hear_broker(self._connection)
             self._lose(f"{_BROKER} died")
         except MessageError as error:
@@ -316,6 +405,7 @@ class Engine:
             if self.lost:
                 return
             self.lost, self._why_lost = True, why
+            self._closing.set()
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             for member in list(self._members.values()):
@@ -325,12 +415,14 @@ class Engine:
             self.changed.notify_all()
 
     def _watch(self) -> None:
-        while not self.lost:
-            time.sleep(0.1)
+        while not self._closing.wait(0.1):
             for member in list(self._members.values()):
                 member.watch()
             for allocation in self.allocations.take_freed():
                 self.tell(Freed(allocation.handle))
+
+
+os.register_at_fork(after_in_child=Engine.forget_all)
 
 
 def _connect(address: str) -> tuple[socket.socket, Board]:
@@ -373,24 +465,3 @@ def _start_broker() -> str:
     )
     server.close()
     return address
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _write(file: int, tensor: Tensor) -> None:
-    if tensor.nbytes:
-        os.ftruncate(file, tensor.nbytes)
-        with mmap.mmap(file, tensor.nbytes) as memory:
-            there = torch.frombuffer(memory, dtype=torch.uint8)
-            there.copy_(_bytes(tensor))
-            del there
-
-
-def _read(file: int, tensor: Tensor) -> None:
-    if tensor.nbytes:
-        with mmap.mmap(file, tensor.nbytes) as memory:
-            there = torch.frombuffer(memory, dtype=torch.uint8)
-            _bytes(tensor).copy_(there)
-            del there

@@ -1,13 +1,12 @@
 """A process group whose ranks share one GPU, or only a machine: `torch.distributed` on top of sends and receives."""
 
 import os
-import queue
-import threading
 import uuid
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,14 +14,27 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from stretto.broker.model import LinkModel
-from stretto.onegpu.engine import Engine
+from stretto.onegpu import memory
+from stretto.onegpu.engine import Engine, Member, Move
 from stretto.onegpu.reduce import demand, reduced
-from stretto.onegpu.works import All, InThread, Moves, OnStream, Work, serve, settle
+from stretto.onegpu.works import All, InThread, Moves, OnStream, Server, Work, settle, updating
 
 _ProcessGroup: Any = dist.ProcessGroup
 _cuda: Any = torch.cuda
 _PARTS = ("messages", "collectives", "reductions")  # each with channels of its own, since each has its own order
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _SMALL = 65536  # elements up to which an all-reduce is an all-gather and a sum
+
+
+def _collective(method: _Method) -> _Method:
+    """Count a collective before anything can be wrong with it: ranks of which one was refused it notice."""
+
+    @wraps(method)
+    def counted(self: "Group", *arguments: Any, **options: Any) -> Any:
+        self._turn += 1
+        return method(self, *arguments, **options)
+
+    return cast("_Method", counted)
 
 
 class Group(_ProcessGroup):  # type: ignore[misc]
@@ -36,18 +48,17 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._rank, self._size, self._name = rank, size, ""
         self._seconds = timeout.total_seconds()
-        if rank == 0:
-            store.set("broker", f"{Engine.any_address()} {uuid.uuid4().hex}")
-        address, self._key = store.get("broker").decode().split()
+        address, self._key = _meet(store, rank, size)
         self._engine = Engine.get(address)
         self._members = tuple(self._engine.join(f"{self._key} {part}", rank, size, self._seconds) for part in _PARTS)
         self._host = host
-        self._gloo: Any = None if host else _gloo(c10d.PrefixStore("gloo", store), rank, size, timeout)
+        self._gloo: Any = None if host else _gloo(c10d.PrefixStore(f"gloo {self._key}", store), rank, size, timeout)
         if link := os.environ.get("STRETTO_ONEGPU_LINK"):
             self.model_links(LinkModel.parse(link))
+        self._turn = 0  # collectives that were begun
         self._stream: Any = None
         self._held: deque[tuple[Any, object]] = deque()
-        self._queue: queue.SimpleQueue[InThread | None] | None = None
+        self._server: Server | None = None
 
     def model_links(self, model: LinkModel | None) -> None:
         """Let messages take the time that they would on such links."""
@@ -85,8 +96,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             _cuda.synchronize()
         for part in _PARTS:
             self._engine.leave(f"{self._key} {part}")
-        if self._queue is not None:
-            self._queue.put(None)
+        if self._server is not None:
+            self._engine.enders.pop(self._server.end, None)
+            self._server.end()
 
     def abort(self) -> None:
         for member in self._members:
@@ -108,6 +120,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     # Collectives.
 
+    @_collective
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         root = opts.rootRank if opts is not None else 0
         if self._is_gloo(tensors):
@@ -117,10 +130,11 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return self._move([(peer, tensor) for tensor in tensors for peer in self._peers()], [], tensors)
         return self._move([], [(root, tensor) for tensor in tensors], tensors)
 
+    @_collective
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         if self._is_gloo(tensors):
             return self._gloo.allreduce(tensors, opts)
-        op = _op(opts)
+        op = _op(opts, tensors)
 
         def run() -> None:
             for tensor in tensors:
@@ -130,29 +144,35 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     allreduce_coalesced = allreduce
 
+    @_collective
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         if self._is_gloo(tensors):
             return self._gloo.reduce(tensors, opts)
-        op = _op(opts)
+        op = _op(opts, tensors)
 
         def run() -> None:
             for tensor in tensors:
-                whole = tensor.contiguous()
+                whole = memory.plain(tensor)
                 if self._rank == opts.rootRank:
                     parts = self._rooms(whole)
                     self._exchange({}, {peer: parts[peer] for peer in self._peers()})
                     parts[self._rank] = whole
-                    tensor.copy_(reduced(parts, op))
+                    tensor.copy_(reduced(parts, op).view_as(tensor))
                 else:
                     self._exchange({opts.rootRank: whole}, {})
 
         return self._begin(run, tensors)
 
+    @_collective
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         if self._is_gloo(inputs):
             return self._gloo.allgather(outputs, inputs, *_given(opts))
 
-        whole = [mine.contiguous() for mine in inputs]
+        whole = [memory.plain(mine) for mine in inputs]
+        for rooms, mine in zip(outputs, whole, strict=True):
+            self._demand_parts(rooms, mine)
+            for room in rooms:  # this rank's own too, so that all ranks are refused alike
+                memory.demand_target(room)
         for rooms, mine in zip(outputs, whole, strict=True):
             rooms[self._rank].copy_(mine.view_as(rooms[self._rank]))
         return self._move(
@@ -161,21 +181,32 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             [room for rooms in outputs for room in rooms],
         )
 
+    @_collective
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         rooms = list(output.view(-1).chunk(self._size)) if output.numel() else [output] * self._size
         return self._single(self.allgather([rooms], [given.reshape(-1)], *_given(opts)), [output])
 
+    @_collective
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self.allgather(outputs, inputs, opts)
+        """Outputs are by rank here, and then by tensor."""
+        if self._is_gloo(inputs):
+            return self._gloo.allgather_coalesced(outputs, inputs, *_given(opts))
+        if len(outputs) != self._size:
+            raise ValueError(f"an all-gather among {self._size} ranks needs as many outputs (got {len(outputs)})")
+        return self.allgather([list(rooms) for rooms in zip(*outputs, strict=True)], inputs, opts)
 
+    @_collective
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         works = [self.all_gather_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
         return All(works, outputs)
 
+    @_collective
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         if self._is_gloo(outputs):
             return self._gloo.reduce_scatter(outputs, inputs, *_given(opts))
-        op = _op(opts)
+        op = _op(opts, outputs)
+        for output, parts in zip(outputs, inputs, strict=True):
+            self._demand_parts(parts, output)
 
         def run() -> None:
             for output, parts in zip(outputs, inputs, strict=True):
@@ -188,14 +219,17 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
         return self._begin(run, outputs)
 
+    @_collective
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         parts = list(given.contiguous().view(-1).chunk(self._size)) if given.numel() else [given] * self._size
         return self._single(self.reduce_scatter([output.view(-1)], [parts], *_given(opts)), [output])
 
+    @_collective
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         works = [self.reduce_scatter_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
         return All(works, outputs)
 
+    @_collective
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:  # noqa: ARG002
         if self._is_gloo(outputs):  # which has only the other form
             sizes = [[tensor.numel() for tensor in tensors] for tensors in (outputs, inputs)]
@@ -205,10 +239,13 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                 output.copy_(part.view_as(output))
             return All([], outputs)
 
+        self._demand_parts(outputs)
+        self._demand_parts(inputs)
         outputs[self._rank].copy_(inputs[self._rank])
         peers = self._peers()
         return self._move([(to, inputs[to]) for to in peers], [(other, outputs[other]) for other in peers], outputs)
 
+    @_collective
     def all_to_all_single(
         self,
         output: Tensor,
@@ -222,21 +259,25 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         outputs, inputs = self._rows(output, output_sizes), self._rows(given.contiguous(), input_sizes)
         return self._single(self.alltoall(outputs, inputs), [output])
 
+    @_collective
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         if self._is_gloo(inputs):
             return self._gloo.gather(outputs, inputs, opts)
 
         if self._rank != opts.rootRank:
             return self._move([(opts.rootRank, inputs[0])], [], [])
+        self._demand_parts(outputs[0], inputs[0])
         outputs[0][self._rank].copy_(inputs[0])
         return self._move([], [(peer, outputs[0][peer]) for peer in self._peers()], outputs[0])
 
+    @_collective
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         if self._is_gloo(outputs):
             return self._gloo.scatter(outputs, inputs, opts)
 
         if self._rank != opts.rootRank:
             return self._move([], [(opts.rootRank, outputs[0])], outputs)
+        self._demand_parts(inputs[0], outputs[0])
         outputs[0].copy_(inputs[0][self._rank])
         return self._move([(peer, inputs[0][peer]) for peer in self._peers()], [], outputs)
 
@@ -275,25 +316,47 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def _move(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], result: list[Tensor]) -> Work:
         """A collective that only moves: it begins now, and is waited for when it is waited for."""
         member = self._members[1]
-        moves = [member.receive(tensor, peer) for peer, tensor in receives]
-        moves += [member.send(tensor, peer) for peer, tensor in sends]
-        return Moves(member, moves, result)
+        member.turn = self._turn
+        return Moves(member, self._post(member, sends, receives), result)
 
     def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
         """Send and receive, and go no further until all have."""
         member = self._members[2]
-        moves = [member.receive(tensor, peer) for peer, tensor in receives.items()]
-        moves += [member.send(tensor, peer) for peer, tensor in sends.items()]
-        settle(member, moves)
+        settle(member, self._post(member, list(sends.items()), list(receives.items())))
+
+    def _post(self, member: Member, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Move]:
+        """All of a collective's messages or none; if only some can be, the group fails."""
+        for _, tensor in receives:
+            memory.demand_target(tensor)
+        for _, tensor in sends:
+            memory.demand_source(tensor)
+        member.check()
+        try:
+            moves = [member.receive(tensor, peer) for peer, tensor in receives]
+            return moves + [member.send(tensor, peer) for peer, tensor in sends]
+        except BaseException as error:
+            member.fail(f"rank {self._rank} failed within collective {self._turn}: {_line(error)}")
+            raise
+
+    def _demand_parts(self, parts: list[Tensor], like: Tensor | None = None) -> None:
+        """Raise unless there is one for each rank, of as many bytes as this one has."""
+        if len(parts) != self._size:
+            raise ValueError(f"a collective of {self._size} ranks needs a tensor for each (got {len(parts)})")
+        for part in parts:
+            if like is not None and (part.numel(), part.dtype) != (like.numel(), like.dtype):
+                raise ValueError(
+                    f"the tensors of a collective must be alike (got {part.numel()} of {part.dtype} "
+                    f"and {like.numel()} of {like.dtype})"
+                )
 
     def _all_gather(self, rooms: list[Tensor], mine: Tensor) -> None:
-        mine = mine.contiguous()
+        mine = memory.plain(mine)
         self._exchange(dict.fromkeys(self._peers(), mine), {peer: rooms[peer] for peer in self._peers()})
         rooms[self._rank].copy_(mine.view_as(rooms[self._rank]))
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Small ones are gathered by all and reduced by all; of large ones each rank reduces a part."""
-        flat = tensor.contiguous().view(-1)
+        flat = memory.plain(tensor).view(-1)
         if flat.numel() <= _SMALL:
             parts = self._rooms(flat)
             self._all_gather(parts, flat)
@@ -311,27 +374,39 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def _begin(self, run: Callable[[], None], result: list[Tensor]) -> Work:
         """Run a collective that reduces: on the group's stream, behind what is on the current one, or in a thread."""
-        self._members[2].check()
-        like = result[0]
+        member, turn, like = self._members[2], self._turn, result[0]
+        member.check()
+        for tensor in result:
+            memory.demand_source(tensor)
+
+        def run_whole() -> None:
+            member.turn = turn
+            try:
+                with updating(result):
+                    run()
+            except BaseException as error:
+                member.fail(f"rank {self._rank} failed within collective {turn}: {_line(error)}")
+                raise
+
         if not like.is_cuda:
-            if self._queue is None:
-                self._queue = queue.SimpleQueue()
-                threading.Thread(target=serve, args=(self._queue,), name="stretto onecpu", daemon=True).start()
-            work = InThread(run, result)
-            self._queue.put(work)
+            if self._server is None:
+                self._server = Server()
+                self._engine.enders[self._server.end] = None
+            work = InThread(run_whole, result)
+            self._server.put(work)
             return work
         with torch.cuda.device(like.device):
             if self._stream is None:
                 self._stream = _cuda.Stream(priority=-1)
             self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream), torch.no_grad():
-                run()
+            with torch.cuda.stream(self._stream):
+                run_whole()
                 event = _cuda.Event()
                 event.record()
             self._held.append((event, run))  # with all that it uses, until the device has ended it
             while self._held[0][0].query() and len(self._held) > 1:
                 self._held.popleft()
-        return OnStream(self._members[2], event, result)
+        return OnStream(member, event, result)
 
     def _single(self, work: Any, result: list[Tensor]) -> Any:
         if isinstance(work, Work):
@@ -343,8 +418,26 @@ def _given(opts: Any) -> tuple[Any, ...]:
     return () if opts is None else (opts,)
 
 
-def _op(opts: Any) -> Any:
-    return demand(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
+def _op(opts: Any, tensors: list[Tensor]) -> Any:
+    return demand(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensors)
+
+
+def _meet(store: c10d.Store, rank: int, size: int) -> tuple[str, str]:
+    """The address of a broker and a key of this group's own, though the store may have served groups before."""
+    if rank > 0:
+        address, key = store.get(f"broker {rank} {store.add(f'asked {rank}', 1)}").decode().split()
+        return address, key
+    address, key = Engine.any_address(), uuid.uuid4().hex
+    for peer in range(1, size):
+        asked, answered = store.add(f"asked {peer}", 0), store.add(f"answered {peer}", 0)
+        number = answered if asked < answered else max(asked, answered + 1)  # what nobody has asked for is replaced
+        store.set(f"broker {peer} {number}", f"{address} {key}")
+        store.add(f"answered {peer}", number - answered)
+    return address, key
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
 def _gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -1,6 +1,7 @@
 """Reductions of what all ranks gave, in the order of the ranks."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,11 +20,22 @@ _OPERATIONS: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
 ]
 
 
-def demand(op: Any) -> Any:
-    """The operation, if it is one that we know."""
-    if not any(op == known for known, _ in _OPERATIONS):
+def demand(op: Any, tensors: list[Tensor]) -> Any:
+    """The operation, if it is one that we know and that PyTorch has for such tensors."""
+    number = next((number for number, (known, _) in enumerate(_OPERATIONS) if op == known), None)
+    if number is None:
         raise ValueError(f"onegpu does not reduce by {getattr(op, 'op', op)}")
+    for tensor in tensors:
+        _try(number, tensor.dtype, tensor.device)
     return op
+
+
+@cache
+def _try(number: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise what PyTorch does if it cannot."""
+    op, _ = _OPERATIONS[number]
+    one = torch.ones(1, device=device).to(dtype)
+    one.copy_(reduced([one, one], op))
 
 
 def reduced(parts: list[Tensor], op: Any) -> Tensor:

@@ -13,6 +13,7 @@ from torch._C import _distributed_c10d as c10d
 from stretto.onegpu.engine import Member, Move
 
 _Work: Any = c10d.Work
+_ENDING = 5.0  # seconds in which a thread has ended
 
 
 class Work(_Work):  # type: ignore[misc]
@@ -116,7 +117,28 @@ class All(Work):
         return all(work.is_completed() for work in self._works)
 
 
-def serve(works: "queue.SimpleQueue[InThread | None]") -> None:
-    while (work := works.get()) is not None:
-        with torch.no_grad():
+def updating(tensors: Sequence[Tensor]) -> Any:
+    """The mode in which these can be written to: those of inference mode only within it."""
+    return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else torch.no_grad()
+
+
+class Server:
+    """A thread that runs collectives one after the other."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[InThread | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="stretto onecpu", daemon=True)
+        self._thread.start()
+
+    def put(self, work: InThread) -> None:
+        self._works.put(work)
+
+    def end(self) -> None:
+        """Once what was put has ended; nothing of a group that this rank has left takes long."""
+        self._works.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_ENDING)
+
+    def _serve(self) -> None:
+        while (work := self._works.get()) is not None:
             work.run()

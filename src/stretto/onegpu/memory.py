@@ -1,0 +1,53 @@
+"""Tensors as bytes: which of them a message can move, and their way into a file and out of it."""
+
+import ctypes
+import os
+
+import torch
+from torch import Tensor
+
+
+def demand_source(tensor: Tensor) -> None:
+    """Raise if a tensor cannot be sent."""
+    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"only dense tensors of the CPU or a GPU can be moved (got {tensor.layout} on {tensor.device.type})"
+        )
+
+
+def demand_target(tensor: Tensor) -> None:
+    """Raise if a tensor cannot be received into."""
+    demand_source(tensor)
+    if not tensor.is_contiguous():
+        raise ValueError("a tensor to be received must be contiguous")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            "a tensor to be received must not be a lazy conjugate or negative; use resolve_conj() or resolve_neg()"
+        )
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same numbers as contiguous bytes that need no further rule to be read."""
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
+def write(file: int, tensor: Tensor) -> None:
+    rest = _bytes(tensor)
+    while rest:
+        rest = rest[os.write(file, rest) :]
+
+
+def read(file: int, tensor: Tensor) -> None:
+    """Not by a mapping: where the file is shorter than it was, reading one ends the process."""
+    content, start = _bytes(tensor), 0
+    while start < len(content):
+        count = os.preadv(file, [content[start:]], start)
+        if not count:
+            raise OSError(f"its file ends after {start} of {len(content)} bytes")
+        start += count
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
