@@ -333,7 +333,7 @@ class Supervisor:
                 self.fail(
                     f"rank {peer} has not been heard of for {silence:.0f} s; it was last seen {message.doing}", peer
                 )
-            elif message.busy and now - since > self._timeout:
+            elif message.busy and now - since > self._timeout and silence < _LATE:
                 self.fail(f"rank {peer} has been {message.doing} for {now - since:.0f} s", peer)
             elif label and peer in self._left and message.turn < turn:
                 self.fail(
