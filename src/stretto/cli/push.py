@@ -1,6 +1,7 @@
 """`stretto push`: bring a checkpoint into running inference engines."""
 
 import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from stretto.weights import Report
 
+_SPEAKING = 20.0  # seconds at most; it is ended once the first has spoken
 _DRAWN = 160  # tasks; more of them do not fit a terminal
 
 
@@ -30,6 +32,7 @@ def _one_voice() -> "Iterator[None]":
         yield
     except WeightsError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_SPEAKING)  # torchrun ends all ranks as soon as one has failed, and that one is to have spoken
             raise typer.Exit(2) from error
         raise
 
