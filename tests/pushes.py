@@ -3,8 +3,10 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -173,20 +175,18 @@ def moves(mesh: DeviceMesh, spec: Spec, addresses: Sequence[str], bucket_bytes: 
     found: list[tuple[str, int]] = []
 
     def noted(act: Any) -> Any:
-        def noting(tensor: Tensor, *given: Any, **options: Any) -> Any:
-            if tensor.dtype == torch.uint8:
-                found.append((act.__name__, tensor.numel()))
-            return act(tensor, *given, **options)
+        def noting(group: Any, tensors: list[Tensor], *given: Any) -> Any:
+            if tensors[0].dtype == torch.uint8:
+                found.append((act.__name__, tensors[0].numel()))
+            return act(group, tensors, *given)
 
         return noting
 
-    before = dist.broadcast, dist.isend, dist.irecv
-    with Sender(mesh, device="cpu", bucket_bytes=bucket_bytes) as sender:
+    with Sender(mesh, device="cpu", bucket_bytes=bucket_bytes) as sender, ExitStack() as noting:
         sender.register("v1", Sharded(tensors_of(spec, 1), mesh.get_local_rank(), mesh.size()))
         sender.push("v1", addresses)  # before it, a few broadcasts are measured
-        dist.broadcast, dist.isend, dist.irecv = map(noted, before)
-        try:
-            sender.push("v1", addresses)
-        finally:
-            dist.broadcast, dist.isend, dist.irecv = before
+        for act in ("broadcast", "send", "recv"):
+            plain = getattr(dist.ProcessGroup, act)
+            noting.enter_context(mock.patch.object(dist.ProcessGroup, act, noted(plain)))
+        sender.push("v1", addresses)
     return found

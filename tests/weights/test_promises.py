@@ -172,9 +172,9 @@ def test_a_bucket_goes_only_to_senders_whose_receivers_want_it(ranks: Ranks, fol
         for receiver in receivers:
             receiver.close()
     assert [[(how, sizes.index(size)) for how, size in rank] for rank in moved] == [
-        [("broadcast", 0), ("isend", 3), ("broadcast", 4), ("irecv", 5)],
-        [("broadcast", 0), ("isend", 1), ("irecv", 3), ("broadcast", 4)],
-        [("broadcast", 0), ("irecv", 1), ("broadcast", 4), ("isend", 5)],
+        [("broadcast", 0), ("send", 3), ("broadcast", 4), ("recv", 5)],
+        [("broadcast", 0), ("send", 1), ("recv", 3), ("broadcast", 4)],
+        [("broadcast", 0), ("recv", 1), ("broadcast", 4), ("send", 5)],
     ]
     assert all(same(tensor, tensors[name]) for into in live for name, tensor in into.items())
 
