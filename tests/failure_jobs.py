@@ -224,3 +224,102 @@ def handlers(mesh: Any) -> tuple[int, float]:
     pipe.close()
     signal.signal(signal.SIGTERM, before)
     return calls[0], took
+
+
+def preempted(mesh: Any) -> tuple[str, int, float, bool]:
+    """A handler of the user's that raises, for a request that comes in the middle of a step."""
+
+    class Preempted(Exception):
+        pass
+
+    def leave(*_: Any) -> None:
+        raise Preempted
+
+    before, said = signal.signal(signal.SIGTERM, leave), ""
+    pipe = _pipeline(mesh)
+    _step(pipe)
+    if mesh.get_local_rank():
+        pipe._passes._runs.insert(0, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        pipe._passes._walk.tasks.insert(0, pipe._passes._walk.tasks[0])
+    try:
+        _step(pipe)
+    except Preempted:
+        said = "preempted"
+    if mesh.get_local_rank():
+        del pipe._passes._runs[0], pipe._passes._walk.tasks[0]
+    steps, loss = pipe.step_count, _step(pipe)
+    pipe.close()
+    mine = signal.signal(signal.SIGTERM, before) is leave
+    return said, steps, loss, mine
+
+
+def elsewhere(mesh: Any) -> list[float]:
+    """With and without another device by default."""
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        layers, batch = [Block() for _ in range(2)], torch.ones(BATCH, 3, 8)
+        torch.set_default_device(device)
+        try:
+            pipe = _pipeline(mesh, build=layers.__getitem__)
+            found.append(pipe.step(batch, batch, record=True).loss)
+            found.append(pipe.eval_step(batch, batch).loss)
+            pipe.close()
+        finally:
+            torch.set_default_device("cpu")
+    return found
+
+
+def lost_collective(mesh: Any) -> str:
+    """A collective in a layer ends because another rank has failed, which is what the user should read."""
+
+    class Talks(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if mesh.get_local_rank():
+                raise KeyError("a bad key")
+            if x.requires_grad or torch.is_grad_enabled():
+                time.sleep(1.0)
+                raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+            return super().forward(x)
+
+    rank = mesh.get_local_rank()
+    layers = [Block(), Talks()] if rank else [Talks(), Block()]
+    pipe = _pipeline(mesh, build=layers.__getitem__)
+    if rank:  # which fails as soon as it is asked for anything
+        pipe._passes._runs.insert(0, lambda: layers[1](torch.ones(1)))
+        pipe._passes._walk.tasks.insert(0, pipe._passes._walk.tasks[0])
+    try:
+        _step(pipe)
+    except (stretto.PipelineError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def odd_timeout(mesh: Any) -> list[str]:
+    said = []
+    for timeout in (float("inf"), float("nan"), 1e14, 0):
+        try:
+            _pipeline(mesh, timeout=timeout)
+        except stretto.PipelineError as error:
+            said.append(str(error))
+    return said
+
+
+def own_error(mesh: Any) -> str:
+    """Of a layer's, while it is given its state."""
+
+    class Mine(RuntimeError):
+        pass
+
+    class Odd(Block):
+        def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
+            raise Mine("not today")
+
+    pipe = _pipeline(mesh, build=[Odd(), Odd()].__getitem__)
+    try:
+        pipe.load_state_dict(pipe.state_dict())
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        pipe.close()
+    return ""

@@ -19,8 +19,10 @@ from stretto.ir.errors import PipelineError
 SCRIPT = """
 import os, signal, time
 from stretto.execute.supervise import Supervisor
+supervisor = Supervisor(0, timeout=5)
+supervisor.watch({})
 try:
-    with Supervisor(0, timeout=5).guarding("step 1"):
+    with supervisor.guarding("step 1"):
         raise ValueError("a bad batch")
 except ValueError as error:
     for _ in range(2):
@@ -38,20 +40,75 @@ def test_a_request_to_end_leaves_time_to_tell_of_a_failure() -> None:
 
 
 HANGING = """
-import os, signal, time
+import ctypes, os, signal, sys, threading, time
 from stretto.execute.supervise import Supervisor
-print("begun", flush=True)
-with Supervisor(0, timeout=600).guarding("step 1"):
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(60)
+supervisor = Supervisor(0, timeout=600)
+supervisor.watch({})
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+with supervisor.guarding("step 1"):
+    if sys.argv[1] == "python":
+        time.sleep(60)
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time for ever: a handler written in Python never has its turn
+        libc.pthread_mutex_lock(mutex)
 """
 
 
-def test_a_request_to_end_is_followed_though_the_step_hangs() -> None:
+@pytest.mark.parametrize("where", ["python", "C"])
+def test_a_request_to_end_is_followed_though_the_step_hangs(where: str) -> None:
     begun = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=40)
-    assert ended.returncode == -signal.SIGTERM
+    ended = subprocess.run([sys.executable, "-c", HANGING, where], capture_output=True, text=True, timeout=40)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
     assert time.monotonic() - begun > 5  # until then it might have come back
+
+
+FORKING = """
+import os, socket, sys, time
+from stretto.execute.supervise import Supervisor
+with socket.create_server(("127.0.0.1", 0)) as server:
+    ends = [socket.create_connection(server.getsockname()), server.accept()[0]]
+made = [Supervisor(rank, timeout=5) for rank in range(2)]
+for rank, supervisor in enumerate(made):
+    supervisor.watch({1 - rank: ends[rank]})
+child = os.fork()
+if not child:
+    sys.exit(0)
+os.waitpid(child, 0)
+time.sleep(0.5)
+for supervisor in made:
+    with supervisor.guarding("step 1"):
+        supervisor.check()
+print("fine")
+"""
+
+
+def test_a_child_that_ends_does_not_say_farewell_for_its_parent() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKING]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (ended.stdout, ended.returncode) == ("fine\n", 0), ended.stderr
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+def test_an_error_that_cannot_even_be_asked_is_told(two: list[Supervisor]) -> None:
+    first, second = two
+    with pytest.raises(Speechless), first.guarding("step 1"):
+        raise Speechless
+    time.sleep(0.3)
+    with pytest.raises(PipelineError, match=r"rank 0 failed .*Speechless: \(an error that cannot say what it is"):
+        second.check()
+
+
+def test_a_rank_that_is_closed_in_the_middle_of_a_step_is_named(two: list[Supervisor]) -> None:
+    first, second = two
+    with first.guarding("step 1"):
+        first.task = lambda: "0F0"
+        first.close()
+    with pytest.raises(PipelineError, match=r"^rank 0 was closed at 0F0 of step 1"), second.guarding("step 1"):
+        second.wait(Never(), lambda: "the value of 0F0")
 
 
 class Never:

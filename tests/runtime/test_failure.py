@@ -222,3 +222,34 @@ def test_requests_to_end_reach_the_users_handler_once_and_in_time(ranks: Ranks) 
     for calls, took in ranks.run(failure_jobs.handlers, 2):
         assert calls == 2
         assert took < 1
+
+
+def test_a_handler_that_raises_is_called_when_the_step_is_over(ranks: Ranks) -> None:
+    told = ranks.run(failure_jobs.preempted, 2)
+    assert [it[0] for it in told] == ["", "preempted"]
+    assert [it[1] for it in told] == [2, 2]  # the step counts, and the next one can be made
+    assert [it[3] for it in told] == [True, True]
+    assert told[0][2] == told[1][2]
+
+
+def test_another_device_by_default_changes_nothing(ranks: Ranks) -> None:
+    for cpu, evaluated, other, evaluated_there in ranks.run(failure_jobs.elsewhere, 2):
+        assert (cpu, evaluated) == (other, evaluated_there)
+
+
+def test_a_collective_in_a_layer_that_ends_with_another_rank_names_it(ranks: Ranks) -> None:
+    first, second = ranks.run(failure_jobs.lost_collective, 2)
+    assert second == "KeyError: 'a bad key'"
+    assert first.startswith("PipelineError: rank 1 failed at ")
+    assert "KeyError: 'a bad key'" in first
+
+
+def test_a_timeout_that_is_no_time_is_refused(ranks: Ranks) -> None:
+    for said in ranks.run(failure_jobs.odd_timeout, 2):
+        assert [line.partition(" (")[0] for line in said] == [
+            "timeout is a number of seconds above 0, and at most 10⁹"
+        ] * 4
+
+
+def test_a_layers_own_error_in_load_state_dict_stays_what_it_is(ranks: Ranks) -> None:
+    assert ranks.run(failure_jobs.own_error, 2) == ["Mine: not today"] * 2

@@ -106,7 +106,7 @@ def _abort_gloo(group: dist.ProcessGroup) -> None:
     everything that waits for them.
     """
     if group.size() > 1:
-        group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _UNUSED).wait(_AT_ONCE)
+        group.recv([torch.empty(1, device="cpu")], (group.rank() + 1) % group.size(), _UNUSED).wait(_AT_ONCE)
 
 
 # What `torch.distributed` does for groups that it knows; all of these begin something, and do not wait for it.

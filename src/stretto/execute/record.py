@@ -75,7 +75,7 @@ class Recorder:
         start, end = np.zeros(len(program)), np.zeros(len(program))
         for other in range(group.size()):
             here = np.flatnonzero(program.device == other)
-            times = talk.receive(torch.zeros(2, len(here), dtype=torch.float64), other) if other else mine
+            times = talk.receive(torch.zeros(2, len(here), dtype=torch.float64, device="cpu"), other) if other else mine
             start[here], end[here] = times.numpy()
         begin = start.min()
         return Timeline(program, start - begin, end - begin)
@@ -100,13 +100,13 @@ class _Talk:
 
     def offset(self) -> float:
         """What to add to this rank's clock to have the first rank's: by the quickest of a few questions."""
-        now = torch.zeros(1, dtype=torch.float64)
+        now = torch.zeros(1, dtype=torch.float64, device="cpu")
         best, offset = float("inf"), 0.0
         for other in range(1, self._group.size()):
             for _ in range(_PINGS):
                 if self._group.rank() == 0:
                     self.receive(now, other)
-                    self.send(torch.tensor([time.perf_counter()], dtype=torch.float64), other)
+                    self.send(torch.tensor([time.perf_counter()], dtype=torch.float64, device="cpu"), other)
                 elif self._group.rank() == other:
                     asked = time.perf_counter()
                     self.send(now, 0)

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import ctypes
 import hashlib
 import os
 import selectors
@@ -27,6 +28,7 @@ _LATE = 1.0  # seconds without a turn of ours, after which it was us who stood s
 _GRACE = 3.0  # seconds in which the reason of something that was seen to fail is expected
 _NOBODY = -1
 _TELLING = 2.0  # seconds that a program has to tell of a failure before it ends on request
+_ENDING = _GRACE + _TELLING  # seconds that a turn has to end before its program does
 
 
 class _Message(msgspec.Struct, omit_defaults=True):
@@ -72,6 +74,9 @@ class Supervisor:
         self._reason: str | None = None
         self._about, self._reason_is_ours = rank, False
         self._asked = 0.0  # when this rank was asked to end
+        self._before: Any = None  # what would have followed, while a turn lasts
+        self._bell: tuple[socket.socket, socket.socket] | None = None  # which signals ring, whatever this process does
+        self._process = os.getpid()
         self._peers: dict[int, socket.socket] = {}
         # A neighbour's last heartbeat that told anything new, and when.
         self._doing: dict[int, tuple[_Message, float]] = {}
@@ -94,6 +99,9 @@ class Supervisor:
             self._doing[peer] = _Message(peer, doing=self._idle), now
             self._heard[peer] = now + _COMING  # it may still be waiting for its other neighbour, and say nothing yet
         self._looked = now
+        self._bell = socket.socketpair()
+        for end in self._bell:
+            end.setblocking(False)
         atexit.register(self.close)
         threading.Thread(target=self._watch, name="stretto supervisor", daemon=True).start()
 
@@ -195,22 +203,11 @@ class Supervisor:
             self.fail(f"rank {self.rank} failed {self._where()}: {named(error)}")
 
     @contextmanager
-    def guarding(self, label: str = "") -> Iterator[None]:
-        """A turn with a name, or more of the last one. What goes wrong in it is told to all, and a request to end is
-        one thing that can.
+    def guarding(self, label: str = "", *, goes_on: bool = False) -> Iterator[None]:
+        """A turn with a name, or more of the last one. What goes wrong in it is told to all. A request to end waits
+        until the turn is over, or for 5 s; if the turn `goes_on`, `answer` says that it is over.
         """
-
-        def stop(*_: Any) -> None:
-            if not self._asked:
-                self._asked = time.monotonic()
-                again.append(_ask_again(_GRACE + _TELLING))
-            elif time.monotonic() - self._asked >= _GRACE + _TELLING:  # whatever it does, it does not come back from it
-                signal.signal(signal.SIGTERM, before)
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        before, failed, again = None, False, list[threading.Timer]()
-        if threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGTERM, stop)
+        held = failed = False
         if label:
             self.task, self._last, self._idle = lambda: "the start", label, f"after {label}"
         self._waiting = False
@@ -219,21 +216,68 @@ class Supervisor:
             self.mark = int.from_bytes(hashlib.blake2b(f"{self._now}".encode(), digest_size=8).digest())
             self._beat()
         try:
-            if label:  # what has begun is ended, if it can be: another rank may have failed in its next turn
-                self.check()
-            yield
-        except BaseException as error:
-            failed = True
-            self.failed_by(error)
-            raise
+            with self._holding_requests() as held:
+                try:
+                    if label:  # what has begun is ended, if it can be: another rank may have failed in its next turn
+                        self.check()
+                    yield
+                except BaseException as error:
+                    failed = True
+                    self.failed_by(error)
+                    raise
+                finally:
+                    self._now = self._now[0], ""
         finally:
-            self._now = self._now[0], ""
-            if before is not None:
-                signal.signal(signal.SIGTERM, _later(before) if failed else before)
-                if self._asked:  # the turn has ended; what follows is as it would be
-                    self._asked = 0.0
-                    again[0].cancel()
-                    os.kill(os.getpid(), signal.SIGTERM)
+            if held and failed:
+                signal.signal(signal.SIGTERM, _Later(signal.getsignal(signal.SIGTERM)))
+            if failed or not goes_on:
+                self.answer()
+
+    @contextmanager
+    def _holding_requests(self) -> Iterator[bool]:
+        """A request to end is kept for `answer`. Whether it is: only the main thread can do that."""
+        if self._bell is None or threading.current_thread() is not threading.main_thread():
+            yield False
+            return
+
+        def stop(*_: Any) -> None:
+            if not self._asked:
+                self._asked = time.monotonic()
+            elif time.monotonic() - self._asked >= _ENDING:
+                signal.signal(signal.SIGTERM, before)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        before = signal.signal(signal.SIGTERM, stop)
+        self._before = before = before.before if isinstance(before, _Later) else before
+        rings = signal.set_wakeup_fd(self._bell[1].fileno(), warn_on_full_buffer=False)
+        if rings != -1:  # somebody else's, who needs it
+            signal.set_wakeup_fd(rings)
+        try:
+            yield True
+        finally:
+            signal.set_wakeup_fd(rings)
+            self._before = None
+            signal.signal(signal.SIGTERM, before)
+
+    def answer(self) -> None:
+        """The turn is over: what a request to end would have done, it does now."""
+        if self._asked:
+            self._asked = 0.0
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _ring(self) -> None:
+        """A request was made; if the main thread is in a call that does not return, it does not know."""
+        assert self._bell is not None
+        with contextlib.suppress(OSError):
+            if signal.SIGTERM in self._bell[0].recv(4096) and self._before is not None:
+                self._asked = self._asked or time.monotonic()
+
+    def _press(self) -> None:
+        """Whatever this process does, it does not come back from it: let the request do what it does by itself."""
+        if self._before is not None and self._asked and time.monotonic() - self._asked > _ENDING:
+            if self._before is signal.SIG_DFL:
+                ctypes.CDLL(None).signal(signal.SIGTERM, 0)  # Python can set it only in the main thread
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def retire(self) -> None:
         """After a failure: leave the ring as soon as all others can have heard of it."""
@@ -242,7 +286,9 @@ class Supervisor:
     def close(self) -> None:
         """Leave the ring in peace."""
         atexit.unregister(self.close)
-        if not self._closing:
+        if not self._closing and os.getpid() == self._process:  # a child that was forked has no part in it
+            if self._now[1]:
+                self.fail(f"rank {self.rank} was closed {self._where()}")
             self._tell(_Message(self.rank, doing=self._where(), turn=self._now[0], bye=True))
             self._closing = True  # the thread that watches closes the connections
             for connection in self._peers.values():
@@ -273,6 +319,10 @@ class Supervisor:
             for peer, connection in self._peers.items():
                 open_ones.enter_context(connection)
                 selector.register(connection, selectors.EVENT_READ, peer)
+            assert self._bell is not None
+            for end in self._bell:
+                open_ones.enter_context(end)
+            selector.register(self._bell[0], selectors.EVENT_READ)
             beat = 0.0
             while not self._closing and time.monotonic() < self._until:
                 if time.monotonic() >= beat:
@@ -281,6 +331,9 @@ class Supervisor:
                 found = selector.select(timeout=_POLL)
                 self._forgive()
                 for key, _ in found:
+                    if key.data is None:
+                        self._ring()
+                        continue
                     peer, data = key.data, b""
                     with contextlib.suppress(OSError):
                         data = self._peers[peer].recv(65536)
@@ -292,6 +345,7 @@ class Supervisor:
                     for line in lines:
                         self._hear(peer, msgspec.json.decode(line, type=_Message))
                 self._judge()
+                self._press()
         self._closing = True
         atexit.unregister(self.close)
 
@@ -344,27 +398,21 @@ class Supervisor:
                 self.fail(f"{said}; all ranks must call the same", _NOBODY)
 
 
-def _ask_again(seconds: float) -> threading.Timer:
-    """Ask this process to end, once more, after a while."""
-    again = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
-    again.daemon = True
-    again.start()
-    return again
-
-
-def _later(before: Any) -> Callable[..., None]:
+class _Later:
     """A request to end that follows a failure, as torchrun's does at once, leaves the program time to tell of it."""
-    until = time.monotonic() + _TELLING
 
-    def stop(*_: Any) -> None:
-        left = until - time.monotonic()
+    def __init__(self, before: Any) -> None:
+        self.before, self._until = before, time.monotonic() + _TELLING
+
+    def __call__(self, *_: Any) -> None:
+        left = self._until - time.monotonic()
         if left > 0:
-            _ask_again(left)
+            again = threading.Timer(left, os.kill, (os.getpid(), signal.SIGTERM))
+            again.daemon = True
+            again.start()
         else:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, self.before)
             os.kill(os.getpid(), signal.SIGTERM)
-
-    return stop
 
 
 def is_stopped(process: int) -> bool:
@@ -384,6 +432,6 @@ def one_line(error: BaseException) -> str:
     """What an error says, whatever that is."""
     try:
         text = str(error)
-    except Exception as broken:
+    except BaseException as broken:
         text = f"(an error that cannot say what it is: {type(broken).__name__})"
     return " ".join(text.encode(errors="replace").decode().split())[:300]

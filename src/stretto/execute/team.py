@@ -19,7 +19,7 @@ from stretto.execute.uncaught import print_told_errors_as_one_line
 from stretto.ir.errors import PipelineError, StrettoError
 
 T = TypeVar("T")
-_LONG, _USUAL = 3600.0, 300.0  # seconds
+_LONG, _USUAL, _LONGEST = 3600.0, 300.0, 1e9  # seconds
 
 
 class Team:
@@ -36,8 +36,8 @@ class Team:
         error: type[StrettoError] = PipelineError,
     ) -> None:
         """`turns` are what is done together, again and again. If something is `wrong` on any rank, there is no team."""
-        if not isinstance(timeout, int | float) or not timeout > 0:
-            wrong = wrong or error(f"timeout is a number of seconds above 0 (got {timeout!r:.40})")
+        if not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST:
+            wrong = wrong or error(f"timeout is a number of seconds above 0, and at most 10⁹ (got {timeout!r:.40})")
             timeout = _USUAL
         self._device, self._error = device, error
         self._patience: float | None = None
@@ -76,10 +76,10 @@ class Team:
         if self.host is None:
             return [word]
         data = msgspec.msgpack.encode(word)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._all_gather(sizes, torch.tensor([len(data)]))
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        self._all_gather(sizes, torch.tensor([len(data)], device="cpu"))
         most = max(int(size) for size in sizes)
-        rows = [torch.zeros(most, dtype=torch.uint8) for _ in range(self.size)]
+        rows = [torch.zeros(most, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
         self._all_gather(rows, torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8))
         found = (row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True))
         return [msgspec.msgpack.decode(text, type=kind) for text in found]

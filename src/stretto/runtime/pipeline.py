@@ -226,7 +226,7 @@ class Pipeline:
         begun = False
         self._demand_open()
         try:
-            with self._guarding(self._step_label(record=record, accumulate=accumulate)):
+            with self._guarding(self._step_label(record=record, accumulate=accumulate), goes_on=True):
                 if not torch.is_grad_enabled():
                     raise PipelineError(
                         "step() needs gradients, which are off here (torch.no_grad); eval_step() needs none"
@@ -254,13 +254,15 @@ class Pipeline:
                 self._replicas.sum_gradients(self._gradients)
             if check_finite:
                 _ = total.mean
-            with self._guarding():
+            with self._guarding(goes_on=True):
                 self._gradients.give_out(count)
         except BaseException:
             if begun:
                 self._gradients.restore()
+            self._team.supervisor.answer()
             raise
         self._key = replace(self._key, step=self._key.step + 1)
+        self._team.supervisor.answer()
         return StepResult(total, timeline)
 
     @torch.no_grad()
@@ -271,12 +273,14 @@ class Pipeline:
         if self._evaluation is None:
             program = self._lowered(forward_only(self.plan))
             self._evaluation = Passes(program, self._team.supervisor, self._stages, self._links, training=False)
-        with self._guarding(f"evaluation {self._evaluations}"), evaluating(self._layers.values()):
+        label = f"evaluation {self._evaluations}"
+        with self._guarding(label, goes_on=True), evaluating(self._layers.values()):
             losses, microbatches, rows = self._batch(inputs, targets)
             self._evaluation.run(microbatches, losses, key=self._key, rows=rows)
             self._links.settle()
             total = self._total(losses)
             total.wait()
+        self._team.supervisor.answer()
         _ = total.mean
         return StepResult(total)
 
@@ -355,6 +359,8 @@ class Pipeline:
                 {name: value for name, value in state.items() if name[: name.find(".") + 1] in mine}
             )
         except RuntimeError as error:
+            if type(error) is not RuntimeError or not str(error).startswith("Error(s) in loading"):
+                raise  # a layer's own
             raise RuntimeError(str(error).replace("ModuleDict", f"the layers of rank {self.rank}")) from None
 
     def split_report(self) -> dict[str, bool]:
@@ -437,14 +443,16 @@ class Pipeline:
         return f"step {self._key.step + 1}" + (f" ({', '.join(given)})" if given else "")
 
     @contextmanager
-    def _guarding(self, label: str = "") -> Iterator[None]:
+    def _guarding(self, label: str = "", *, goes_on: bool = False) -> Iterator[None]:
         """A step, or more of it: what goes wrong in it is told to all, and nothing is left waiting."""
         try:
-            with self._team.supervisor.guarding(label):
+            with self._team.supervisor.guarding(label, goes_on=goes_on):
                 try:
                     yield
                 except RuntimeError as error:
-                    if not self._has_broken():
+                    # Of a collective in a layer too: it ends because another rank has failed.
+                    known = self._team.supervisor.has_failed or "gloo/" in str(error) or self._has_broken()
+                    if isinstance(error, PipelineError) or not known:
                         raise
                     raise self._team.supervisor.explained(error, "the others") from error
         except BaseException as error:

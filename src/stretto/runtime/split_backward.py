@@ -36,7 +36,7 @@ class Deferral:
     def __init__(self, module: nn.Module, gradients: Gradients) -> None:
         self._gradients = gradients
         self._closures: list[Closure] | None = None
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._anchored = get_gradient_edge(self.anchor).node
         self.overrides = Overrides()
         self._known: dict[int, nn.Module] = {}

@@ -87,7 +87,7 @@ class Stage:
         self.deferral = Deferral(self._module, gradients)
         self._device = device
         self._sites = Sites(recomputed, self._generators) if recomputed else None
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         """The scalar that all segments hang on."""
         self._last_layers: list[str] = []  # of each part, in words
         self._in_phases = not anatomy.is_whole

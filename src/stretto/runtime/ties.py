@@ -88,8 +88,8 @@ def wrong_ties(
     if not names:
         return None
     nobody = [-1] * (4 + 2 * _SIZES)
-    table = most(torch.tensor([description(mine[name]) if name in mine else nobody for name in names])).tolist()
-    rows = dict(zip(names, table, strict=True))
+    mine_of = [description(mine[name]) if name in mine else nobody for name in names]
+    rows = dict(zip(names, most(torch.tensor(mine_of, device="cpu")).tolist(), strict=True))
     for name in names:
         if rows[name][0] < 0:
             return f"{name!r:.60} is no parameter to tie: layer {layer_of(name)} has none of that name"
