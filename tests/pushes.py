@@ -15,7 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import inside, whole
+from stretto.weights.checksums import digest_of
+from stretto.weights.export import Export
 from stretto.weights.held import Held
+from stretto.weights.host import threads
+from stretto.weights.layout import Bucket
 from stretto.weights.manifest import Entry
 from stretto.weights.sender import Sender
 
@@ -47,6 +51,12 @@ def same(one: Tensor, other: Tensor) -> bool:
     """To the bit, whatever the bits mean."""
     raw = [it.contiguous().reshape(-1).view(torch.uint8).cpu() for it in (one, other)]
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*raw)
+
+
+def total_of(bucket: Bucket, buffer: Tensor) -> bytes:
+    """The sum of a bucket that lies in a buffer."""
+    with threads() as pool:
+        return digest_of(buffer[: bucket.nbytes], pool)
 
 
 @dataclass
@@ -176,7 +186,7 @@ def moves(mesh: DeviceMesh, spec: Spec, addresses: Sequence[str], bucket_bytes: 
 
     def noted(act: Any) -> Any:
         def noting(group: Any, tensors: list[Tensor], *given: Any) -> Any:
-            if tensors[0].dtype == torch.uint8:
+            if tensors[0].dtype == torch.uint8 and tensors[0].numel() >= 256:  # and no word
                 found.append((act.__name__, tensors[0].numel()))
             return act(group, tensors, *given)
 
@@ -190,3 +200,36 @@ def moves(mesh: DeviceMesh, spec: Spec, addresses: Sequence[str], bucket_bytes: 
             noting.enter_context(mock.patch.object(dist.ProcessGroup, act, noted(plain)))
         sender.push("v1", addresses)
     return found
+
+
+def tied(mesh: DeviceMesh, address: str, equal: bool, split: bool) -> str:
+    """Three tensors, of which two should be equal."""
+    tensors = tensors_of([("float32", (600,))] * 3, 1)
+    tensors["t2"] = tensors["t0"].clone()
+    tensors["t2"][599] += not equal
+    with Sender(mesh, device="cpu", bucket_bytes=1024 if split else 4096, split=split) as sender:
+        sender.register("v", Sharded(tensors, mesh.get_local_rank(), mesh.size()))
+        try:
+            return sender.push("v", [address]).receivers[address]
+        except WeightsError as error:
+            return str(error)
+
+
+def read(mesh: DeviceMesh, paths: Sequence[str], exported: bool) -> str:
+    """Each rank reads its own file, one tensor to a bucket."""
+    path = paths[mesh.get_local_rank()]
+    with Sender(mesh, device="cpu", bucket_bytes=1024 if exported else 2048) as sender:
+        try:
+            return sender.register("v", Export(dtype=torch.bfloat16)(path) if exported else path)
+        except WeightsError as error:
+            return str(error)
+
+
+def renamed(mesh: DeviceMesh, path: str) -> str:
+    """One rank gives two tensors each other's names."""
+    swaps = {"b": "c", "c": "b"} if mesh.get_local_rank() else {}
+    with Sender(mesh, device="cpu", bucket_bytes=2048) as sender:
+        try:
+            return sender.register("v", Export(rename=lambda name: swaps.get(name, name))(path))
+        except WeightsError as error:
+            return str(error)

@@ -91,7 +91,7 @@ def test_the_demo_draws_trains_pushes_and_generates(tmp_path: Path) -> None:
     assert losses[0] > losses[1]
     assert [version for version, _ in served] == ["seed-0"] * 2 + ["step-8"] * 2 + ["step-16"] * 2
     assert int(served[-1][1]) > int(served[0][1])
-    assert done.stdout.count("running engines in ") == done.stdout.count(": attested") == 2
+    assert done.stdout.count("running engines in ") == done.stdout.count(": delivered") == 2
     drawn = {f"out/{path.name}" for path in (tmp_path / "out").glob("*.png")}
     assert len(drawn) == 6
     assert drawn <= {line.split(" ")[0] for line in done.stdout.splitlines()}

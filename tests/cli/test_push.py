@@ -42,7 +42,7 @@ def test_a_checkpoint_is_pushed_and_told_of(checkpoint: Path, senders: int) -> N
         assert done.returncode == 0, done.stderr
         assert "step-7.safetensors (" in done.stdout
         for receiver in receivers:
-            assert f"{receiver.address} serves it, attested" in done.stdout
+            assert f"{receiver.address} serves it, verified" in done.stdout
             assert receiver.ensure_serving() == "step-7.safetensors"
         assert all(torch.equal(into[name], it) for into in live for name, it in MODEL.items())
         assert done.stdout.count("serves it") == 2  # one rank speaks
@@ -59,7 +59,7 @@ def test_the_report_as_json(checkpoint: Path) -> None:
         done = stretto(str(checkpoint), "--to", str(receiver.address), "--version", "v", "--json", "--device", "cpu")
         told = msgspec.json.decode(done.stdout)
         assert (told["version"], told["bytes"]) == ("v", 9 * 20000)
-        assert told["receivers"] == {str(receiver.address): "attested"}
+        assert told["receivers"] == {str(receiver.address): "verified"}
 
 
 def test_a_dry_run_touches_nobody_and_draws_the_plan(checkpoint: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_receiver_over_tcp_is_reached_by_who_knows_its_secret(checkpoint: Path
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS, env=ENVIRONMENT)
         if known:
             assert (done.returncode, done.stderr) == (0, "")
-            assert f"{address} serves it, attested" in done.stdout
+            assert f"{address} serves it, verified" in done.stdout
         else:
             said = f"stretto: {address} did not accept the secret\n"
             assert (done.returncode, done.stdout, done.stderr) == (2, "", said)

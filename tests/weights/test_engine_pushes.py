@@ -48,7 +48,7 @@ def test_an_engine_of_two_ranks_generates_what_two_senders_push_time_and_again(a
         for seed in (1, 2):
             weights = checkpoint(CONFIG, seed)
             for told in push(senders, f"seed-{seed}", weights, both).values():
-                assert told == dict.fromkeys(both, "attested")
+                assert told == dict.fromkeys(both, "delivered")
             for _ in range(2):  # the second time, from what is kept of the first
                 made = engine.generate(PROMPT, 8)
                 assert (made.tokens, made.versions) == (reference(CONFIG, weights, PROMPT, 8), [f"seed-{seed}"])
@@ -77,6 +77,6 @@ def test_an_engines_rank_that_dies_is_named_and_the_other_does_not_generate(addr
             engine.generate(PROMPT, 8)
     with Engine(address, tp=2) as engine:  # one that is started again is served by the same senders
         for told in push(senders, "new", new, both).values():
-            assert told == dict.fromkeys(both, "attested")
+            assert told == dict.fromkeys(both, "delivered")
         assert engine.generate(PROMPT, 8).tokens == reference(CONFIG, new, PROMPT, 8)
     assert list(Path(address.removeprefix("unix://")).parent.iterdir()) == []

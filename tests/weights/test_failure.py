@@ -172,7 +172,7 @@ def test_a_file_that_is_cut_short_or_corrupt_is_named_and_nobody_is_touched(tmp_
                 assert str(wrong) in told
         assert [receiver.settled(0).version for receiver in team.receivers] == ["v1", "v1"]
         for told in team.senders.push("v1", team.addresses, str(tmp_path / "v1.safetensors")).values():
-            assert told == dict.fromkeys(team.addresses, "attested")
+            assert told == dict.fromkeys(team.addresses, "delivered")
         team.repaired("v3", team.senders)
 
 
@@ -210,7 +210,7 @@ def test_an_engine_whose_sender_dies_refuses_to_generate_until_the_next_push(fol
             with pytest.raises(Unavailable, match=r"dirty: the sender (has closed the connection|is gone)"):
                 engine.generate(PROMPT, 8)
             made.append(Senders(1, bucket_bytes=None))
-            assert made[1].push("new", [address], NEW) == {0: {address: "attested"}}
+            assert made[1].push("new", [address], NEW) == {0: {address: "delivered"}}
             assert engine.generate(PROMPT, 8).tokens == reference(CONFIG, NEW, PROMPT, 8)
     finally:
         for senders in made:

@@ -86,7 +86,7 @@ def test_a_push_in_which_one_falls(tmp_path: Path, events: dict[bool, int], poin
                 assert not late
                 assert (f"rank {point.number} " if point.sender else team.addresses[point.number]) in told
             else:
-                assert told == dict.fromkeys(team.addresses, "attested")
+                assert told == dict.fromkeys(team.addresses, "delivered")
         for number, receiver in enumerate(team.receivers):
             if number not in dead:
                 left = receiver.settled(fell + BOUND)

@@ -1,20 +1,16 @@
 """Buckets, boxes and sums, against plain loops."""
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.ir.errors import WeightsError
-from stretto.weights import sums
 from stretto.weights.boxes import common, extent, runs, slices_box, whole
 from stretto.weights.layout import ALIGNMENT, lay_out, least_bucket
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest, differences
-from stretto.weights.sums import place_sum
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 models = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), min_size=1, max_size=30).map(
@@ -93,63 +89,6 @@ def test_common_is_what_both_index(data: st.DataObject) -> None:
     found = set() if shared is None else {*numbers[tuple(slice(a, b) for a, b in shared)].reshape(-1).tolist()}
     assert found == both
     assert extent(slices_box(shape, (slice(None),))) == extent(whole(shape))
-
-
-@given(st.integers(1, 400), st.sampled_from([1, 3, 8, 8192]), st.randoms(use_true_random=False))
-def test_the_sum_counts_every_word_by_its_place(words: int, width: int, random: object) -> None:
-    values = [random.getrandbits(64) for _ in range(words)]  # type: ignore[attr-defined]
-    buffer = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.uint8))
-    expected = sum(value * (2 * place + 1) for place, value in enumerate(values)) % 2**64
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "_WIDTH", width)
-        patch.setattr(sums, "_odd", {})
-        assert int(place_sum(buffer)) % 2**64 == expected
-
-
-@pytest.mark.parametrize("words", [8192, 8193, 3 << 16])
-def test_the_sum_of_several_rows(words: int) -> None:
-    values = torch.randint(-(2**63), 2**63 - 1, (words,), generator=torch.Generator().manual_seed(0))
-    raw = values.numpy().view(np.uint64)
-    with np.errstate(over="ignore"):
-        expected = (raw * (2 * np.arange(words, dtype=np.uint64) + 1)).sum(dtype=np.uint64)
-    assert int(place_sum(values.view(torch.uint8))) % 2**64 == int(expected)
-
-
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 5)), min_size=1, max_size=8), st.integers(0, 7))
-def test_the_sum_on_the_host_is_that_of_the_buffer_to_come(parts: list[tuple[int, int]], shift: int) -> None:
-    raw = torch.randint(0, 256, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    buffer, given, start = torch.zeros(8 * 600, dtype=torch.uint8), [], 0
-    for nbytes, gap in parts:  # anywhere in host memory, and in the buffer where a word begins
-        part = raw[shift + start : shift + start + nbytes]
-        buffer[start : start + nbytes] = part
-        given.append((part, start))
-        start += -(-nbytes // 8) * 8 + 8 * gap
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        assert sums.host_sum(given, pool) == int(place_sum(buffer))
-        patch.setattr(sums, "_PART", 64)
-        assert sums.host_sum(given, pool) == int(place_sum(buffer))
-
-
-@pytest.mark.parametrize("nbytes", [8 * 8192, 8 * 8193, (9 << 20) + 8])
-def test_the_sum_on_the_host_of_several_rows(nbytes: int) -> None:
-    raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    with ThreadPoolExecutor(2) as pool:
-        assert sums.host_sum([(raw, 0)], pool) == int(place_sum(raw))
-
-
-@given(st.integers(0, 8 * 800 - 1))
-def test_one_flipped_bit_changes_the_sum(bit: int) -> None:
-    buffer = torch.arange(800).to(torch.uint8)
-    before = int(place_sum(buffer))
-    buffer[bit // 8] ^= 1 << bit % 8
-    assert int(place_sum(buffer)) != before
-
-
-def test_two_words_that_change_places_change_the_sum() -> None:
-    words = torch.arange(100)
-    before = int(place_sum(words.view(torch.uint8)))
-    words[[3, 70]] = words[[70, 3]]
-    assert int(place_sum(words.view(torch.uint8))) != before
 
 
 def test_versions_of_one_structure_have_one_digest_and_others_do_not() -> None:

@@ -22,13 +22,13 @@ import torch
 from mini_engine import Aborted, Config, Engine, Server, Shard, Unavailable, addresses, checkpoint, entries, reference
 from torch import Tensor
 
+from pushes import total_of
 from stretto.ir.errors import WeightsError
 from stretto.weights.endpoint import Offer, Remote
 from stretto.weights.layout import lay_out, least_bucket
 from stretto.weights.manifest import Manifest
 from stretto.weights.messages import InFlight
 from stretto.weights.shared import SharedBuffers
-from stretto.weights.sums import place_sum
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = Config()
@@ -81,7 +81,7 @@ def push(
     remotes = [Remote(address) for address in where]
     try:
         for remote in remotes:
-            remote.open(Offer(manifest, buckets, size, False, shared), seconds=SECONDS)
+            remote.open(Offer(manifest, buckets, size, False, shared, ""), seconds=SECONDS)
         for remote in remotes:
             remote.start(in_flight, seconds=SECONDS)
         for number, bucket in enumerate(buckets):
@@ -90,12 +90,11 @@ def push(
                 tensor = weights[manifest.entries[piece.entry].name]
                 buffer[piece.offset : piece.offset + piece.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
             for remote in remotes:
-                total = int(place_sum(buffer[: bucket.nbytes]))
-                remote.load(number, number % 2, total, seconds=SECONDS)
-        attested = [remote.end(seconds=SECONDS) for remote in remotes]
+                remote.load(number, number % 2, total_of(bucket, buffer), seconds=SECONDS)
+        found = [remote.end(seconds=SECONDS) for remote in remotes]
         for remote in remotes:
             remote.commit(seconds=SECONDS)
-        return attested
+        return found
     finally:
         for remote in remotes:
             remote.close()
@@ -215,11 +214,11 @@ def test_a_push_changes_what_is_generated(address: str) -> None:
         ask = {"tokens": PROMPT, "count": 8}
         first = {"tokens": reference(CONFIG, OLD, PROMPT, 8), "version": "seed-0", "versions": ["seed-0"]}
         assert asked(f"{server.url}/generate", ask) == (200, first)
-        assert push([address], NEW) == [True]
+        assert push([address], NEW) == ["delivered"]
         second = {"tokens": reference(CONFIG, NEW, PROMPT, 8), "version": "new", "versions": ["new"]}
         assert asked(f"{server.url}/generate", ask) == (200, second)
         code, status = asked(f"{server.url}/status")
-        assert (code, status["state"], status["version"], status["attested"]) == (200, "serving", "new", True)
+        assert (code, status["state"], status["version"], status["assurance"]) == (200, "serving", "new", "delivered")
 
 
 def test_an_engine_that_does_not_flush_is_stale(address: str) -> None:
@@ -289,7 +288,7 @@ def test_a_request_during_an_update_waits_within_limits(address: str) -> None:
             finally:
                 go_on.set()
             assert (code, answer["state"], answer["error"]) == (503, "loading", "not serving: loading")
-            assert pushed.result(SECONDS) == [True]
+            assert pushed.result(SECONDS) == ["delivered"]
         assert engine.generate(PROMPT, 8).tokens == reference(CONFIG, NEW, PROMPT, 8)
 
 
@@ -322,7 +321,7 @@ def test_what_is_under_way_can_be_waited_for(address: str) -> None:
         made = midway.engine.generate(PROMPT, 10)
         assert (made.tokens, made.versions) == (reference(CONFIG, OLD, PROMPT, 10), ["seed-0"])
         assert midway.pushed
-        assert midway.pushed.result(SECONDS) == [True]
+        assert midway.pushed.result(SECONDS) == ["delivered"]
         assert midway.engine.generate(PROMPT, 10).tokens == reference(CONFIG, NEW, PROMPT, 10)
 
 
@@ -331,7 +330,7 @@ def test_what_is_under_way_can_be_aborted(address: str) -> None:
         with pytest.raises(Aborted):
             midway.engine.generate(PROMPT, 10)
         assert midway.pushed
-        assert midway.pushed.result(SECONDS) == [True]
+        assert midway.pushed.result(SECONDS) == ["delivered"]
         assert midway.engine.generate(PROMPT, 10).tokens == reference(CONFIG, NEW, PROMPT, 10)
 
 
@@ -342,7 +341,7 @@ def test_what_is_under_way_can_be_kept_and_goes_on_with_the_new_weights(address:
         assert made.tokens == before + reference(CONFIG, NEW, PROMPT + before, 7)
         assert made.versions == ["seed-0", "new"]
         assert midway.pushed
-        assert midway.pushed.result(SECONDS) == [True]
+        assert midway.pushed.result(SECONDS) == ["delivered"]
 
 
 def test_nonsense_is_refused(address: str) -> None:
@@ -389,7 +388,7 @@ def test_two_processes_take_a_push_together(address: str) -> None:
     both = addresses(address, 2)
     with running("--address", address, "--tp", "2") as (_, url):
         assert asked(f"{url}/generate", ask)[1]["tokens"] == reference(CONFIG, OLD, PROMPT, 6)
-        assert push(both, NEW, in_flight="keep") == [True, True]
+        assert push(both, NEW, in_flight="keep") == ["delivered"] * 2
         code, answer = asked(f"{url}/generate", ask)
         assert (code, answer["version"]) == (200, "new")
         assert answer["tokens"] == reference(CONFIG, NEW, PROMPT, 6)

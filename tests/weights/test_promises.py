@@ -88,7 +88,7 @@ def test_nobody_resumes_before_all_have_loaded(ranks: Ranks, folder: Path, sende
         finally:
             slow.go_on.set()
         for rank in pushed.result(SECONDS):
-            assert rank[0].receivers == dict.fromkeys(addresses, "attested")
+            assert rank[0].receivers == dict(zip(addresses, ("delivered", "verified"), strict=True))
         assert resumed == [True]
         assert first.ensure_serving() == second.ensure_serving() == "v1"
 
@@ -116,7 +116,7 @@ def test_a_receiver_tells_how_it_is_in_the_middle_of_an_update(
             held.go_on.set()
         assert not isinstance(pushed.result(SECONDS)[0][0], str)
         told = status(address)
-        assert (told.state, told.version, told.attested) == ("serving", "v1", True)
+        assert (told.state, told.version, told.assurance) == ("serving", "v1", "delivered")
 
 
 # What is not moved.

@@ -98,7 +98,10 @@ def test_every_bit_arrives(
         told = ranks.run(pushes.push, senders, spec, [1, 2], [str(it.address) for it in receivers], options)
         for report in (report for rank in told for report in rank):
             assert not isinstance(report, str), report
-            assert set(report.receivers.values()) == {"attested"}
+            assert report.receivers == {
+                str(it.address): "verified" if in_place else "delivered"
+                for it, in_place in zip(receivers, kinds, strict=True)
+            }
         for found in results:
             assert found.keys() == expected.keys()
             assert all(same(found[name], tensor) for name, tensor in expected.items())
@@ -114,7 +117,7 @@ def test_thousands_of_tiny_tensors_and_a_huge_one(ranks: Ranks, folder: Path) ->
     with Receiver(f"unix://{folder}/r", keeper, device=DEVICE) as receiver:
         receiver.start()
         told = ranks.run(pushes.push, 2, spec, [1, 2], [str(receiver.address)], {})
-    assert [report.receivers for report in told[0]] == [{str(receiver.address): "attested"}] * 2
+    assert [report.receivers for report in told[0]] == [{str(receiver.address): "delivered"}] * 2
     assert all(same(keeper.loaded[name], tensor) for name, tensor in tensors_of(spec, 2).items())
 
 
@@ -180,12 +183,12 @@ def test_one_that_joins_is_served_without_touching_the_others(ranks: Ranks, fold
     assert all(same(new.loaded[name], tensor) for name, tensor in tensors_of(SPEC, 1).items())
 
 
-def test_a_loader_that_cannot_say_is_reported_unattested(ranks: Ranks, folder: Path) -> None:
+def test_a_loader_that_cannot_say_is_reported_unaccounted(ranks: Ranks, folder: Path) -> None:
     with Receiver(f"unix://{folder}/r", lambda _: None) as receiver:
         receiver.start()
         report = ranks.run(pushes.push, 1, SPEC, [1], [str(receiver.address)], {})[0][0]
-        assert report.receivers == {str(receiver.address): "unattested"}
-        assert not receiver.status.attested
+        assert report.receivers == {str(receiver.address): "unaccounted"}
+        assert receiver.status.assurance == "unaccounted"
 
 
 def test_what_a_loader_keeps_is_its_own_if_it_says_so(ranks: Ranks, folder: Path) -> None:

@@ -184,7 +184,7 @@ def test_those_that_are_stuck_are_told_too_and_another_sender_repairs_them(
         until(lambda: {it.status.state for it in receivers} == {"dirty"}, SECONDS)
         with Sender(device="cpu") as other:
             other.register("w", MODEL)
-            assert set(other.push("w", addresses).receivers.values()) == {"attested"}
+            assert set(other.push("w", addresses).receivers.values()) == {"delivered"}
     for receiver in receivers:
         receiver.close()
 
@@ -229,7 +229,7 @@ with Sender(device="cpu") as sender:
 def test_a_child_that_ends_leaves_its_parents_receiver_alone(folder: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKED, f"unix://{folder}/r"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "attested\n", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "verified\n", "")
 
 
 ENGINE = """

@@ -60,14 +60,14 @@ def test_ranks_whose_files_hold_other_values_are_told(ranks: Ranks, folder: Path
     for number, path in enumerate(paths):
         save_file({f"t{k}": torch.full((100,), float(k + number * (k == 3))) for k in range(5)}, path)
     said = ranks.run(pushes.other_files, 2, paths)
-    assert said == ["rank 1 registers another version, or other tensors, than rank 0"] * 2
+    assert said == ["ranks 0 and 1 read different values of t0 … t4 for v"] * 2
     assert ranks.run(pushes.other_files, 2, paths[:1] * 2) == ["registered"] * 2
 
 
 def test_a_rank_without_room_stops_all_and_the_next_time_all_go_on(ranks: Ranks, taking: Any) -> None:
     for failed, pushed in ranks.run(pushes.without_room, 2, [taking[0]]):
         assert failed == "rank 1: TypeError: 'NoneType' object is not callable"
-        assert "'attested'" in pushed
+        assert "'delivered'" in pushed
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_empty_tensors_can_be_pushed_again_and_again(taking: Any) -> None:
     with Sender(device="cpu") as sender:
         for number in range(3):
             sender.register(f"v{number}", {"empty": torch.zeros(0, 3)})
-            assert sender.push(f"v{number}", [taking[0]]).receivers == {taking[0]: "attested"}
+            assert sender.push(f"v{number}", [taking[0]]).receivers == {taking[0]: "delivered"}
 
 
 def test_memory_is_used_again_for_the_next_version(taking: Any) -> None:
@@ -296,7 +296,7 @@ def test_files_in_shared_memory_of_any_size_one_after_the_other(folder: Path) ->
                 save_file(tensors, path)
                 sender.register(f"v{number}", path)
                 assert sender.push(f"v{number}", [str(receiver.address)]).receivers == {
-                    str(receiver.address): "attested"
+                    str(receiver.address): "delivered"
                 }
                 assert all(torch.equal(taken.tensors[name], it) for name, it in tensors.items())
 
@@ -306,7 +306,7 @@ def test_a_sender_that_cannot_fill_its_own_buffer_says_so_and_stays_usable(ranks
     live = [{name: torch.zeros(60) for name in pushes.tensors_of(spec, 0)} for _ in range(2)]
     receivers = [Receiver(f"unix://{folder}/{k}", into=into).start() for k, into in enumerate(live)]
     said = ranks.run(pushes.broken_buffer, 2, spec, [str(it.address) for it in receivers])
-    assert said == [["rank 0: copying bucket 0 into its buffer: no", "attested attested"]] * 2
+    assert said == [["rank 0: copying bucket 0 into its buffer: no", "verified verified"]] * 2
     for receiver, into in zip(receivers, live, strict=True):
         receiver.close()
         assert all(pushes.same(into[name], it) for name, it in pushes.tensors_of(spec, 2).items())

@@ -152,7 +152,7 @@ MANIFEST = Manifest("evil", (Entry("w", "float32", (100,)),))
 
 def opening(**changes: Any) -> Open:
     how = {"bucket_bytes": 512, "split": False, "buffers": Buffers(99, 512), "manifest": MANIFEST, **changes}
-    return Open("evil", MANIFEST.digest, **how)
+    return Open("evil", MANIFEST.digest, "", **how)
 
 
 # Nonsense.
@@ -177,17 +177,17 @@ def messages() -> Any:
     return st.one_of(
         st.builds(Hello, st.sampled_from([PROTOCOL, 0, 2, 2**40]), st.binary(max_size=40)),
         st.builds(Proof, st.binary(max_size=40)),
-        st.sampled_from([Beat(), Ask(), Unknown(), Started(), End(), Commit(), Ready([1, 2])]),
+        st.sampled_from([Beat(), Ask(), Unknown(), Started(), End(), Commit(), Ready([1, 2], [[0, 1]])]),
         st.builds(Open, text, text, number, st.booleans(), buffers, manifests | st.none()),
         st.builds(opening, buffers=buffers),
         st.builds(Start, st.sampled_from(["wait", "abort", "keep"])),
-        st.builds(Filled, number, number, number),
+        st.builds(Filled, number, number, st.binary(max_size=40)),
         st.builds(Taken, number),
-        st.builds(Loaded, st.booleans()),
+        st.builds(Loaded, st.sampled_from(["verified", "delivered"])),
         st.builds(Serving, text),
         st.builds(Abandon, text),
         st.builds(Failed, text, st.booleans()),
-        st.builds(Told, st.sampled_from(["serving", "dirty"]), text, text, text, st.booleans()),
+        st.builds(Told, st.sampled_from(["serving", "dirty"]), text, text, text, text),
     )
 
 
@@ -223,7 +223,7 @@ DEEP = framed(b"\x82\xa4type\xa4Open\xa1x" + b"\x91" * 3000)
 @example(data=DEEP)
 @example(data=HELLO + DEEP)
 @example(data=HELLO + (2**64 - 1).to_bytes(8, "big"))
-@example(data=HELLO + said(opening(), Start("wait"), Filled(0, 0, 0), End(), Commit()))
+@example(data=HELLO + said(opening(), Start("wait"), Filled(0, 0, b""), End(), Commit()))
 @settings(max_examples=100)
 def test_nonsense_changes_nothing(door: Door, data: bytes) -> None:
     before = door.receiver.status
@@ -272,7 +272,7 @@ def after_opening(connection: Connection, *words: Message) -> list[Message]:
 
 
 @pytest.mark.parametrize(
-    "word", [Filled(0, 0, 0), End(), Commit(), Hello(PROTOCOL, bytes(32)), Taken(0), Ready(), Failed("")], ids=repr
+    "word", [Filled(0, 0, b""), End(), Commit(), Hello(PROTOCOL, bytes(32)), Taken(0), Ready(), Failed("")], ids=repr
 )
 def test_messages_out_of_turn_are_refused_and_change_nothing(door: Door, word: Message) -> None:
     before = door.receiver.status

@@ -211,7 +211,7 @@ def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
     if json:
         told = {
             "version": report.version,
-            "digest": report.digest,
+            "content": report.content,
             "bytes": report.nbytes,
             "buckets": report.buckets,
             "bucket_bytes": report.bucket_bytes,
@@ -225,7 +225,7 @@ def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
         return
     rate = f"{size(report.nbytes)} in {report.seconds:.3g} s, {report.gb_per_second:.3g} GB/s"
     out.print(
-        f"{report.version} ({report.digest[:8]}): {rate}; {counted(report.buckets, 'bucket')}, mode {report.mode}"
+        f"{report.version} ({report.content[:8]}): {rate}; {counted(report.buckets, 'bucket')}, mode {report.mode}"
     )
     print_table(
         ["step", "foreseen, s", "took, s"],

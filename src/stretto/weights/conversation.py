@@ -11,12 +11,14 @@ import msgspec
 import torch
 
 from stretto.ir.errors import WeightsError
-from stretto.weights.host import uncollected
+from stretto.weights.checksums import digest_of
+from stretto.weights.host import threads, uncollected
 from stretto.weights.loading import Loading
 from stretto.weights.manifest import Manifest
 from stretto.weights.messages import (
     Abandon,
     Ask,
+    Assurance,
     Commit,
     End,
     Failed,
@@ -35,7 +37,6 @@ from stretto.weights.messages import (
     Unknown,
 )
 from stretto.weights.shared import OpenedBuffers
-from stretto.weights.sums import place_sum
 from stretto.weights.wire import BEAT, Connection, Gone, close_files, loudness
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Standing:
 
     def __init__(self, version: str, device: str) -> None:
         self._lock = threading.Lock()
-        self._told = Told("serving", version, "", device, attested=False)
+        self._told = Told("serving", version, "", device)
         self.answering = False
         """Whether a sender waits for an answer."""
 
@@ -80,11 +81,16 @@ class Standing:
         """Whether an update is under way."""
         return self.answering or self.told.state not in ("serving", "dirty")
 
-    def set(self, state: State, *, version: str | None = None, error: str = "", attested: bool | None = None) -> None:
+    def set(self, state: State, *, error: str = "") -> None:
         with self._lock:
             self._told.state, self._told.error = state, error
-            self._told.version = self._told.version if version is None else version
-            self._told.attested = self._told.attested if attested is None else attested
+            if state == "dirty":
+                self._told.assurance = None
+
+    def serve(self, version: str, content: str, assurance: Assurance) -> None:
+        with self._lock:
+            self._told.state, self._told.error = "serving", ""
+            self._told.version, self._told.content, self._told.assurance = version, content, assurance
 
 
 class Conversation:
@@ -107,7 +113,8 @@ class Conversation:
         self._laid: tuple[str, int, bool, int] | None = None
         self._manifest: Manifest | None = None
         self._opening: Open | None = None
-        self._version = ""
+        self._assurance: Assurance = "unaccounted"
+        self._pool = threads()
 
     def hold(self, opening: Open, files: list[int]) -> None:
         over = threading.Event()
@@ -127,6 +134,7 @@ class Conversation:
             self._standing.answering = False
             over.set()
             self._loading = None
+            self._pool.shutdown()
             beats.join()
             if self._buffers is not None:
                 self._buffers.close()
@@ -184,17 +192,17 @@ class Conversation:
         state = self._standing.told.state
         if state == "paused":
             try:
-                self._serve(error=why)
+                self._standing.set("serving", error=why)
+                self._resume()
             except Exception as error:
                 self._standing.set("dirty", error=f"{why}; and {error}")
         elif state in ("loading", "loaded"):
-            self._standing.set("dirty", error=why, attested=False)
+            self._standing.set("dirty", error=why)
         elif own:
             self._standing.set(state, error=why)
 
-    def _serve(self, *, version: str | None = None, error: str = "") -> None:
+    def _resume(self) -> None:
         """An engine that resumes finds that it may serve; one that cannot is dirty."""
-        self._standing.set("serving", version=version, error=error)
         try:
             self._hooks.resume()
         except Exception as problem:
@@ -218,10 +226,10 @@ class Conversation:
                 self._buffers.close()
             self._buffers = OpenedBuffers(message.buffers, files, self._device)
         laid = message.digest, message.bucket_bytes, message.split, self._buffers.number
-        if self._loading is None or self._laid != laid:
+        if self._loading is None or self._laid != laid or not self._loading.holds():
             self._loading, self._laid = self._made(self._manifest, message), laid
-        self._version, self._opening = message.version, message
-        return Ready(self._loading.skips)
+        self._opening = message
+        return Ready(self._loading.skips, self._loading.alike)
 
     def _start(self, in_flight: InFlight) -> Message:
         if self._loading is None:
@@ -233,10 +241,13 @@ class Conversation:
         self._hook("pause", lambda: self._hooks.pause(in_flight))
         self._standing.set("loading")
         self._hook("begin", self._hooks.begin)
-        if not self._loading.holds():  # the engine has put other tensors in the place of those that were there
+        told = self._hooks.pause, self._hooks.begin
+        if told != (_nothing, _nothing) and not self._loading.holds():  # the engine has put others in their place
             assert self._manifest is not None
             assert self._opening is not None
-            self._loading = self._made(self._manifest, self._opening)
+            alike, self._loading = self._loading.alike, self._made(self._manifest, self._opening)
+            if self._loading.alike != alike:
+                raise WeightsError("the engine has made other tensors one, and what is pushed may differ for them")
         self._loading.begin()
         return Started()
 
@@ -248,16 +259,18 @@ class Conversation:
             raise WeightsError(f"there is no bucket {message.bucket} in buffer {message.slot}")
         bucket = self._loading.buckets[message.bucket]
         buffer = self._buffers.tensors[message.slot]
-        if int(place_sum(buffer[: bucket.nbytes])) != message.sum:
+        if digest_of(buffer[: bucket.nbytes], self._pool) != message.sum:
             raise WeightsError(f"{self._named(message.bucket)} arrived changed")
         try:
             self._loading.load(message.bucket, buffer)
+        except WeightsError as error:
+            raise WeightsError(f"{self._named(message.bucket)}: {error}") from error
         except Exception as error:
             log.exception("the loader failed")
             what = f"{type(error).__name__}: {error}"
             raise WeightsError(f"the loader failed at {self._named(message.bucket)}: {what}") from error
         # This waits for all that the stream was given, so for what the loader has begun too.
-        if int(place_sum(buffer[: bucket.nbytes])) != message.sum:
+        if digest_of(buffer[: bucket.nbytes], self._pool) != message.sum:
             raise WeightsError(f"{self._named(message.bucket)} was changed while it was loaded")
         return Taken(message.bucket)
 
@@ -293,14 +306,26 @@ class Conversation:
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise WeightsError(f"the loader did not account for {missing[0]} of {self._bucket_of(missing[0])}{more}")
-        self._hook("finish", self._hooks.finish)
+        self._assurance = self._finished(self._loading)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self._standing.set("loaded", attested=missing is not None)
-        return Loaded(missing is not None)
+        self._standing.set("loaded")
+        return Loaded(self._assurance)
+
+    def _finished(self, loading: Loading) -> Assurance:
+        """What an engine makes of its tensors in the end, nobody can vouch for."""
+        found = loading.assurance()
+        if self._hooks.finish is _nothing:
+            return found
+        before = loading.live(self._pool)
+        self._hook("finish", self._hooks.finish)
+        changed = found == "verified" and not (loading.holds() and loading.live(self._pool) == before)
+        return "delivered" if changed else found
 
     def _commit(self) -> Message:
         self._expect("loaded")
         self._hook("flush_cache", self._hooks.flush_cache)
-        self._serve(version=self._version)
-        return Serving(self._version)
+        assert self._opening is not None
+        self._standing.serve(self._opening.version, self._opening.content, self._assurance)
+        self._resume()
+        return Serving(self._opening.version)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from stretto.ir.errors import WeightsError
@@ -12,6 +12,7 @@ from stretto.weights.manifest import Manifest
 from stretto.weights.messages import (
     Abandon,
     Ask,
+    Assurance,
     Commit,
     End,
     Failed,
@@ -44,6 +45,17 @@ class Offer:
     bucket_bytes: int
     split: bool
     shared: SharedBuffers
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a receiver says to an offer that it can take."""
+
+    skips: set[int]
+    """Buckets of which it needs nothing."""
+    alike: list[list[int]] = field(default_factory=list)
+    """Tensors, by their places in the manifest, that are one there, and so must be equal."""
 
 
 class Endpoint(Protocol):
@@ -53,17 +65,17 @@ class Endpoint(Protocol):
     device: str
     """A GPU's UUID, or "cpu": buffers must be there."""
 
-    def open(self, offer: Offer, *, seconds: float) -> set[int]:
-        """Offer a version; the buckets of which it needs nothing. Nothing has happened yet."""
+    def open(self, offer: Offer, *, seconds: float) -> Wanted:
+        """Offer a version. Nothing has happened yet."""
 
     def start(self, in_flight: InFlight, *, seconds: float) -> None:
         """It stops serving, and is ready to load."""
 
-    def load(self, bucket: int, slot: int, total: int, *, seconds: float) -> None:
+    def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:
         """It loads a bucket from a buffer, whose sum is this, and has no more use for the buffer."""
 
-    def end(self, *, seconds: float) -> bool:
-        """It has loaded all; whether it has accounted for every tensor and every sum."""
+    def end(self, *, seconds: float) -> Assurance:
+        """It has loaded all; how sure that is."""
 
     def commit(self, *, seconds: float) -> None:
         """It serves the new version."""
@@ -103,10 +115,10 @@ class Remote:
             return False
         return True
 
-    def open(self, offer: Offer, *, seconds: float) -> set[int]:
+    def open(self, offer: Offer, *, seconds: float) -> Wanted:
         buffers, files = offer.shared.described(local=self._connection.local)
         digest = offer.manifest.digest
-        message = Open(offer.manifest.version, digest, offer.bucket_bytes, offer.split, buffers)
+        message = Open(offer.manifest.version, digest, offer.content, offer.bucket_bytes, offer.split, buffers)
         if self._known != digest:
             message.manifest = offer.manifest
         try:
@@ -119,16 +131,16 @@ class Remote:
         if not isinstance(answer, Ready):
             raise WeightsError(f"{self.name} did not answer as expected: {type(answer).__name__}")
         self._known = digest
-        return set(answer.skips)
+        return Wanted(set(answer.skips), answer.alike)
 
     def start(self, in_flight: InFlight, *, seconds: float) -> None:
         self._ask(Start(in_flight), Started, seconds)
 
-    def load(self, bucket: int, slot: int, total: int, *, seconds: float) -> None:
+    def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:
         self._ask(Filled(bucket, slot, total), Taken, seconds)
 
-    def end(self, *, seconds: float) -> bool:
-        return self._ask(End(), Loaded, seconds).attested
+    def end(self, *, seconds: float) -> Assurance:
+        return self._ask(End(), Loaded, seconds).assurance
 
     def commit(self, *, seconds: float) -> None:
         self._ask(Commit(), Serving, seconds)

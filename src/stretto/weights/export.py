@@ -1,5 +1,6 @@
 """An export map: the names, types and layout of a trainer's tensors made into those that an engine loads."""
 
+import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ir.errors import WeightsError
-from stretto.weights.held import Held, Source
+from stretto.weights.held import Held, Source, confirm, identity_of
 from stretto.weights.manifest import ITEM_BYTES, Entry
 from stretto.weights.sources import as_source
 
@@ -78,6 +79,21 @@ class Exported:
 
     def __init__(self, export: Export, source: Source) -> None:
         self._export, self.source, self.everywhere = export, source, source.everywhere
+
+    def check(self) -> None:
+        """Raise if what it was made of is not what it was."""
+        confirm(self.source)
+
+    @property
+    def identity(self) -> str:
+        """What is read, and what becomes of it."""
+        read, export = identity_of(self.source), self._export
+        if not read:
+            return ""
+        new_name = _renaming(export.rename)
+        names = [(part.entry.name, new_name(part.entry.name)) for part in self.source.held()]
+        made = f"{read} {names} {export.unstack} {export.stack} {export.fp8} {export.dtype}"
+        return hashlib.blake2b(made.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def held(self) -> list[Held]:
         export, parts = self._export, self.source.held()

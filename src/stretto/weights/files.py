@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
@@ -40,6 +41,8 @@ DTYPES = {
 INDEX = "model.safetensors.index.json"
 _LENGTH = 8  # bytes that say how long the header is
 _LONGEST = 100_000_000  # bytes of a header, as in the safetensors library
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_TICK = 20_000_000  # nanoseconds, within which a file may be written twice with one time
 _MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 
 
@@ -61,11 +64,12 @@ class _Identity(NamedTuple):
     device: int
     inode: int
     nbytes: int
+    written: int
     changed: int
 
     @staticmethod
     def of(status: os.stat_result) -> "_Identity":
-        return _Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return _Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class _File:
@@ -77,10 +81,10 @@ class _File:
             raise WeightsError(f"there is no file {path}")
         try:
             self.in_memory = _in_memory(path)
-            self._map, self._identity = _mapped(path, pinnable=self.in_memory and os.access(path, os.W_OK))
+            self._map, self.identity = _mapped(path, pinnable=self.in_memory and os.access(path, os.W_OK))
         except (OSError, ValueError) as error:
             raise WeightsError(f"cannot read {path}: {error}") from None
-        self.entries = list(_entries(path, self._map, self._identity.nbytes))
+        self.entries = list(_entries(path, self._map, self.identity.nbytes))
         self.whole = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def read(self, entry: Entry, start: int) -> Tensor:
@@ -89,7 +93,7 @@ class _File:
         dtype: torch.dtype = getattr(torch, entry.dtype)
         count = prod(entry.shape)
         if not count:
-            return torch.empty(entry.shape, dtype=dtype)
+            return torch.empty(entry.shape, dtype=dtype, device="cpu")
         if start % ITEM_BYTES[entry.dtype]:  # older files do not align their tensors, and a view must be aligned
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(entry.shape)
         return self.whole[start : start + entry.nbytes].view(dtype).view(entry.shape)
@@ -97,12 +101,10 @@ class _File:
     def check(self) -> None:
         """Raise rather than die of a bus error, or mix two versions."""
         nbytes = self._map.size()
-        if nbytes < self._identity.nbytes:
-            raise WeightsError(
-                f"{self.path} was cut from {self._identity.nbytes} to {nbytes} bytes since it was opened"
-            )
+        if nbytes < self.identity.nbytes:
+            raise WeightsError(f"{self.path} was cut from {self.identity.nbytes} to {nbytes} bytes since it was opened")
         try:
-            changed = _Identity.of(os.stat(self.path)) != self._identity
+            changed = _Identity.of(os.stat(self.path)) != self.identity
         except FileNotFoundError:
             return  # its bytes are still there for us
         if changed:
@@ -144,6 +146,11 @@ class Safetensors:
         """Raise if a file is not what it was."""
         for file in self._files:
             file.check()
+
+    @property
+    def identity(self) -> str:
+        """Files of one machine with the same of this are the same."""
+        return " ".join([_BOOT.read_text().strip(), *(str(tuple(file.identity)) for file in self._files)])
 
     def maps(self) -> list[Tensor]:
         """Each file's bytes, of which all tensors that are read are parts."""
@@ -188,6 +195,8 @@ def _mapped(path: Path, *, pinnable: bool) -> tuple[mmap.mmap, _Identity]:
     """Memory can be pinned in place only if it is mapped as shared and writable; nobody writes to it all the same."""
     file = os.open(path, (os.O_RDWR if pinnable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
+        while 0 <= time.time_ns() - os.fstat(file).st_ctime_ns < _TICK:
+            time.sleep(_TICK / 1e9)  # what is written after this has another time
         identity = _Identity.of(os.fstat(file))
         access = mmap.ACCESS_WRITE if pinnable else mmap.ACCESS_COPY  # a read-only buffer is no tensor
         return mmap.mmap(file, identity.nbytes, access=access), identity

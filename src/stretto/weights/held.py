@@ -34,3 +34,26 @@ class Source(Protocol):
 
     def held(self) -> Iterable[Held]:
         """This rank's parts, in model order."""
+
+
+class Confirmed(Protocol):
+    """A source that can tell more of itself."""
+
+    def check(self) -> None:
+        """Raise if it is not what it was when it was asked for what it holds."""
+
+    @property
+    def identity(self) -> str:
+        """What is read, if every rank holds all of it: two ranks that say the same read the same bytes. Nothing if that
+        cannot be said, and then all that they read is compared."""
+
+
+def confirm(source: Source) -> None:
+    """Raise if a source is known not to be what it was."""
+    if hasattr(source, "check"):
+        source.check()
+
+
+def identity_of(source: Source) -> str:
+    """What a source says that it reads, if it can say so."""
+    return str(getattr(source, "identity", ""))

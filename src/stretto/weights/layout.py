@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
+from torch import Tensor
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.manifest import ITEM_BYTES, Manifest
@@ -28,6 +29,13 @@ class Bucket:
 
     nbytes: int
     pieces: tuple[Piece, ...]
+
+    def clear_gaps(self, room: Tensor) -> None:
+        """What lies between its tensors counts in its sum, and is zero."""
+        ends = [piece.offset + piece.nbytes for piece in self.pieces]
+        for end, start in zip(ends, [*(piece.offset for piece in self.pieces[1:]), self.nbytes], strict=True):
+            if end < start:
+                room[end:start] = 0
 
 
 def aligned(count: int) -> int:

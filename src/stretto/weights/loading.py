@@ -1,6 +1,9 @@
 """What a receiver does with a bucket: hand whole tensors to a loader, or write into live tensors in place."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -8,11 +11,15 @@ from torch import Tensor
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import common, extent, inside, runs, slices_box
+from stretto.weights.checksums import digest_of
 from stretto.weights.layout import Bucket, Piece
+from stretto.weights.live import grouped, joined, lay_of, plain, shared, unfit
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest, differences
+from stretto.weights.messages import Assurance
 
 Load = Callable[[Sequence[tuple[str, Tensor]]], Iterable[str] | None]
 """Takes tensors by name; says which of the names it has taken care of, or None if it cannot say."""
+_GROUP = 32 << 20  # bytes that are read again at a time, on a device twice that
 
 
 class Loading(Protocol):
@@ -21,6 +28,8 @@ class Loading(Protocol):
     buckets: list[Bucket]
     skips: list[int]
     """Those of which nothing is needed."""
+    alike: list[list[int]]
+    """Tensors, by their places in the manifest, that are one here, and so must be equal."""
 
     def holds(self) -> bool:
         """Whether it can be used again, and need not be made anew."""
@@ -30,8 +39,14 @@ class Loading(Protocol):
 
     def load(self, number: int, buffer: Tensor) -> None: ...
 
-    def missing(self) -> list[str] | None:
-        """Tensors that nobody accounted for, once all buckets are loaded; None if nobody can say."""
+    def missing(self) -> list[str]:
+        """Tensors that should have been accounted for, once all buckets are loaded, and were not."""
+
+    def assurance(self) -> Assurance:
+        """How sure it is that all was loaded, if nothing is missing."""
+
+    def live(self, pool: ThreadPoolExecutor) -> bytes:
+        """A digest of what the engine holds now; of nothing, if that cannot be seen."""
 
 
 class Handing:
@@ -44,16 +59,17 @@ class Handing:
         if wrong:
             raise WeightsError(_listed(wrong))
         self.skips: list[int] = []
+        self.alike: list[list[int]] = []
         self.buckets = buckets
         self._load, self._manifest, self._retains = load, manifest, retains
-        self._left: set[str] | None = set()
+        self._left, self._silent = set[str](), False
         self._coming: set[int] = set()
 
     def holds(self) -> bool:
         return True
 
     def begin(self) -> None:
-        self._left = {entry.name for entry in self._manifest.entries}
+        self._left, self._silent = {entry.name for entry in self._manifest.entries}, False
         self._coming = set(range(len(self.buckets)))
 
     def load(self, number: int, buffer: Tensor) -> None:
@@ -66,18 +82,27 @@ class Handing:
         taken = self._load(tensors)
         self._coming.discard(number)
         if taken is None:
-            self._left = None
-        elif self._left is not None:
+            self._silent = True
+        elif isinstance(taken, str):
+            raise TypeError(f"a loader returns the names that it took, or None, and not a name ({taken!r:.60})")
+        else:
             self._left.difference_update(taken)
 
-    def missing(self) -> list[str] | None:
+    def missing(self) -> list[str]:
+        entries = self._manifest.entries
         if self._coming:
-            return [self._manifest.entries[p.entry].name for k in sorted(self._coming) for p in self.buckets[k].pieces]
-        return None if self._left is None else [e.name for e in self._manifest.entries if e.name in self._left]
+            return [entries[p.entry].name for k in sorted(self._coming) for p in self.buckets[k].pieces]
+        return [] if self._silent else [it.name for it in entries if it.name in self._left]
+
+    def assurance(self) -> Assurance:
+        return "unaccounted" if self._left else "delivered"
+
+    def live(self, pool: ThreadPoolExecutor) -> bytes:  # noqa: ARG002 (it is the engine's)
+        return b""
 
 
 class Writing:
-    """Writes into live tensors, whose addresses stay the same."""
+    """Writes into live tensors, and reads them again."""
 
     def __init__(
         self,
@@ -87,21 +112,28 @@ class Writing:
         buckets: list[Bucket],
     ) -> None:
         given = {entry.name: entry for entry in manifest.entries}
-        wrong = [why for name, tensor in into.items() if (why := _misfit(name, tensor, given.get(name), slices))]
-        if wrong:
-            raise WeightsError(_listed(wrong))
-        self._given, self._addresses = into, list(map(Tensor.data_ptr, into.values()))
+        wrong = [
+            why
+            for name, tensor in into.items()
+            if (why := unfit(name, tensor) or _misfit(name, tensor, given.get(name), slices))
+        ]
+        overlaps, alike = shared(into, slices) if not wrong else ([], [])
+        if wrong or overlaps:
+            raise WeightsError(_listed(wrong or overlaps))
+        places = {entry.name: place for place, entry in enumerate(manifest.entries)}
+        self.alike = [[places[name] for name in names] for names in alike]
+        self._given, self._lays = into, {name: lay_of(tensor) for name, tensor in into.items()}
         self._into = {name: tensor.detach() for name, tensor in into.items()}
         self.buckets = buckets
         self._slices, self._manifest = slices, manifest
-        self._copies: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self._copies: dict[tuple[int, int], list[_Copies]] = {}
+        self._done: dict[int, list[_Copies]] = {}
         self.skips = [k for k, bucket in enumerate(buckets) if not any(map(self._wants, bucket.pieces))]
-        self._done: set[int] = set()
 
     def holds(self) -> bool:
-        """Whether the live tensors are where they were: an engine may have put others in their place."""
-        there = self._given.keys() == self._into.keys()
-        return there and list(map(Tensor.data_ptr, self._given.values())) == self._addresses
+        """Whether the live tensors are where they were: an engine may have put others in their place, or may see the
+        same memory in another way."""
+        return {name: lay_of(tensor) for name, tensor in self._given.items()} == self._lays
 
     def _wants(self, piece: Piece) -> bool:
         entry = self._manifest.entries[piece.entry]
@@ -115,47 +147,90 @@ class Writing:
         return any(common(part, box) is not None for _, part in parts)
 
     def begin(self) -> None:
-        self._done = set()
+        self._done = {}
 
     @torch.no_grad()
     def load(self, number: int, buffer: Tensor) -> None:
         key = number, buffer.data_ptr()
-        copies = self._copies.get(key)
-        if copies is None:
-            copies, views = ([], []), _Views(buffer)
-            for piece in self.buckets[number].pieces:
-                entry = self._manifest.entries[piece.entry]
-                if entry.name in self._into and piece.nbytes:
-                    self._add(piece, entry, views, copies)
-            self._copies[key] = copies
-        if copies[0]:
-            torch._foreach_copy_(copies[0], copies[1], non_blocking=True)
-        self._done.add(number)
+        if key not in self._copies:
+            self._copies[key] = list(self._prepared(number, buffer))
+        copies = self._copies[key]
+        for some in copies:
+            torch._foreach_copy_(some.targets, some.sources, non_blocking=True)
+        for some in copies:
+            if not torch.equal(joined(some.targets), joined(some.sources)):
+                raise WeightsError(f"{some.odd()} does not hold what was written into it")
+        for some in copies:
+            for name in some.names:
+                if name not in self._given or lay_of(self._given[name]) != self._lays[name]:
+                    raise WeightsError(f"{name} was replaced while it was loaded")
+        self._done[number] = copies
 
-    def _add(self, piece: Piece, entry: Entry, views: "_Views", copies: tuple[list[Tensor], list[Tensor]]) -> None:
+    def _prepared(self, number: int, buffer: Tensor) -> Iterator["_Copies"]:
+        """The copies of a bucket, in groups of one type that are small enough to be compared at once."""
+        found: dict[torch.dtype, list[tuple[str, Tensor, Tensor]]] = {}
+        views = _Views(buffer)
+        for piece in self.buckets[number].pieces:
+            entry = self._manifest.entries[piece.entry]
+            if entry.name in self._into and piece.nbytes:
+                for into, source in self._parts(piece, entry, views):
+                    target, source = plain(into), plain(source)
+                    if target.is_contiguous() and source.is_contiguous():
+                        target, source = target.view(-1), source.view(-1)
+                    found.setdefault(target.dtype, []).append((entry.name, target, source))
+        for pairs in found.values():
+            for some in grouped((target.nbytes for _, target, _ in pairs), _GROUP):
+                names, targets, sources = map(list, zip(*pairs[some], strict=True))
+                yield _Copies(names, targets, sources)
+
+    def _parts(self, piece: Piece, entry: Entry, views: "_Views") -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of a live tensor, and what is to be copied into them."""
         target = self._into[entry.name]
         if piece.nbytes == entry.nbytes and entry.name not in self._slices:
-            copies[0].append(_raw(target))
-            copies[1].append(_raw(views.of(piece, entry)))
+            yield target, views.of(piece, entry)
             return
         item, dtype = ITEM_BYTES[entry.dtype], target.dtype
         box = slices_box(entry.shape, self._slices.get(entry.name, ()))
         first = piece.start // item
         for start, part in runs(entry.shape, first, first + piece.nbytes // item):
-            shared = common(part, box)
-            if shared is None:
+            both = common(part, box)
+            if both is None:
                 continue
             shape = extent(part)
             begin = piece.offset + (start - first) * item
             count = item * torch.Size(shape).numel()
             run = views.buffer[begin : begin + count].view(dtype).view(shape)
-            copies[0].append(_raw(target[inside(shared, box)]))
-            copies[1].append(_raw(run[inside(shared, part)]))
+            yield target[inside(both, box)], run[inside(both, part)]
 
     def missing(self) -> list[str]:
-        left = set(range(len(self.buckets))) - self._done - set(self.skips)
+        left = set(range(len(self.buckets))) - self._done.keys() - set(self.skips)
         names = {self._manifest.entries[p.entry].name for k in left for p in self.buckets[k].pieces}
         return [name for name in self._into if name in names]
+
+    def assurance(self) -> Assurance:
+        return "verified"
+
+    @torch.no_grad()
+    def live(self, pool: ThreadPoolExecutor) -> bytes:
+        found = hashlib.blake2b()
+        for number in sorted(self._done):
+            for some in self._done[number]:
+                found.update(digest_of(joined(some.targets).view(torch.uint8), pool))
+        return found.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Some of a bucket's, all of one type."""
+
+    names: list[str]
+    targets: list[Tensor]
+    sources: list[Tensor]
+
+    def odd(self) -> str:
+        """The first tensor that is not what it should be."""
+        pairs = zip(self.names, self.targets, self.sources, strict=True)
+        return next((name for name, target, source in pairs if not torch.equal(target, source)), self.names[0])
 
 
 class _Views:
@@ -189,22 +264,6 @@ def _misfit(name: str, tensor: Tensor, entry: Entry | None, slices: Mapping[str,
     else:
         fits, asked = extent(slices_box(entry.shape, slices[name])) == tensor.shape, f"the slice {slices[name]} of it"
     return "" if fits else f"{name} has shape {entry.shape}, and {asked} does not fit {tuple(tensor.shape)}"
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    """A tensor of a type that copies of many tensors at once do not know, as one that they do."""
-    raw = _RAW.get(tensor.dtype)
-    return tensor if raw is None else tensor.view(raw)
-
-
-_RAW = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-    torch.float8_e8m0fnu: torch.uint8,
-}
 
 
 def _listed(wrong: list[str]) -> str:

@@ -8,6 +8,14 @@ from stretto.weights.manifest import Manifest
 
 State: TypeAlias = Literal["serving", "paused", "loading", "loaded", "dirty"]
 InFlight: TypeAlias = Literal["wait", "abort", "keep"]
+Assurance: TypeAlias = Literal["verified", "delivered", "unaccounted"]
+"""How sure it is that a receiver has what was pushed.
+
+- verified: delivered, and its live tensors hold exactly what was sent.
+- delivered: every byte of every buffer was the sender's, before and after loading, and the loader accounted for every
+  tensor. What it has made of them, fused or quantised, is not looked at.
+- unaccounted: its loader did not say that it took every tensor, or it knows no sums.
+"""
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -37,7 +45,10 @@ class Told(msgspec.Struct, tag=True):
     error: str
     device: str
     """A GPU's UUID, or "cpu"."""
-    attested: bool
+    content: str = ""
+    """The digest of all values of the version; nothing before the first push."""
+    assurance: Assurance | None = None
+    """Of the version; None before the first push, and while dirty."""
 
 
 class Buffers(msgspec.Struct):
@@ -58,6 +69,9 @@ class Open(msgspec.Struct, tag=True):
 
     version: str
     digest: str
+    """Of the manifest."""
+    content: str
+    """The digest of all values."""
     bucket_bytes: int
     split: bool
     buffers: Buffers
@@ -73,6 +87,8 @@ class Ready(msgspec.Struct, tag=True):
 
     skips: list[int] = []
     """Buckets of which nothing is needed."""
+    alike: list[list[int]] = []
+    """Tensors, by their places in the manifest, that are one here, and so must be equal."""
 
 
 class Start(msgspec.Struct, tag=True):
@@ -90,7 +106,7 @@ class Filled(msgspec.Struct, tag=True):
 
     bucket: int
     slot: int
-    sum: int
+    sum: bytes
 
 
 class Taken(msgspec.Struct, tag=True):
@@ -106,7 +122,7 @@ class End(msgspec.Struct, tag=True):
 class Loaded(msgspec.Struct, tag=True):
     """All is in place."""
 
-    attested: bool
+    assurance: Assurance
 
 
 class Commit(msgspec.Struct, tag=True):

@@ -22,6 +22,7 @@ from stretto.execute.walk import Run, Tickets, Walk
 from stretto.ir.errors import WeightsError
 from stretto.program.program import Program
 from stretto.program.task import Kind, Task
+from stretto.weights.checksums import SUM_BYTES
 from stretto.weights.choose import Speeds
 from stretto.weights.endpoint import Endpoint
 from stretto.weights.layout import Bucket
@@ -92,7 +93,7 @@ class Push:
         staging: Staging,
         buckets: Sequence[Bucket],
         sources: Sources,
-        sums: Mapping[int, int],
+        sums: Mapping[int, bytes],
         wanted: Sequence[set[int]],
         endpoints: Sequence[tuple[Endpoint, set[int]]],
         *,
@@ -215,13 +216,15 @@ class Push:
         group, source = self._group, bucket % self._group.size
         count = self._buckets[bucket].nbytes
         into = self._staging.shared.tensors[bucket % 2][:count]
-        word = torch.tensor([int(self._stopped.is_set()), self._sums.get(bucket, 0)])
+        word = torch.zeros(1 + SUM_BYTES, dtype=torch.uint8, device="cpu")
+        if group.rank == source:
+            word = torch.tensor([self._stopped.is_set(), *self._sums[bucket]], dtype=torch.uint8, device="cpu")
         assert group.host is not None
         _wait(broadcast(group.host, word, source))
-        if int(word[0]):
+        if word[0]:
             self._stopped.set()
             return
-        self._sums[bucket] = int(word[1])
+        self._sums[bucket] = word[1:].numpy().tobytes()
         takers = [rank for rank, wanted in enumerate(self._wanted) if bucket in wanted]
         if group.rank == source and source in takers:
             try:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from stretto.ir.errors import WeightsError
+from stretto.weights.checksums import digest_of
 from stretto.weights.conversation import Conversation, Hooks, Standing
 from stretto.weights.doors import Address, listen, read_secret, same_user
+from stretto.weights.host import threads
 from stretto.weights.layout import lay_out
 from stretto.weights.loading import Handing, Load, Loading, Writing
 from stretto.weights.manifest import Entry, Manifest
@@ -28,7 +30,6 @@ from stretto.weights.messages import (
     Told,
 )
 from stretto.weights.shared import device_name, resolved
-from stretto.weights.sums import place_sum
 from stretto.weights.wire import Connection, Gone, close_files, loudness
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ class Receiver:
         self.device = resolved(device)
         self._secret = read_secret(secret_file)
         if self.device.type == "cuda":  # what is called for the first time takes its time
-            place_sum(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device)).item()
+            with threads() as pool:
+                digest_of(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device), pool)
         self._server = listen(address, self._secret)
         self._lock = threading.Lock()
         self._standing = Standing(version, device_name(self.device))

@@ -1,8 +1,10 @@
 """What a push tells in the end."""
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from stretto.timeline import Timeline
+from stretto.weights.messages import Assurance
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,8 @@ class Report:
     """A push that went well: all receivers serve the version."""
 
     version: str
-    digest: str
+    content: str
+    """The digest of all values: two versions of one content have the same, under whatever name."""
     nbytes: int
     buckets: int
     bucket_bytes: int
@@ -29,8 +32,8 @@ class Report:
     """The program: from the first copy to the last reload."""
     steps: dict[str, Step]
     """Host to device, broadcast, reload."""
-    receivers: dict[str, str]
-    """Each "attested", or "unattested" if its loader cannot say whether it took every tensor."""
+    receivers: dict[str, Assurance]
+    """How sure it is that each has what was pushed: "verified", "delivered" or "unaccounted"."""
     timeline: Timeline | None = field(default=None, repr=False)
     """With record=True, on the first rank: when every task of every sender ran."""
 
@@ -42,12 +45,15 @@ class Report:
         steps = ", ".join(
             f"{name} {_time(step.actual)} ({_time(step.predicted)} foreseen)" for name, step in self.steps.items()
         )
-        odd = [name for name, how in self.receivers.items() if how != "attested"]
-        told = f"; unattested: {', '.join(odd)}" if odd else ", all attested"
+        told = "; ".join(
+            f"{how}: {', '.join(names)}" if len(names) < len(self.receivers) else f"all {how}"
+            for how in get_args(Assurance)
+            if (names := [name for name, it in self.receivers.items() if it == how])
+        )
         return (
-            f"{self.version} ({self.digest[:8]}): {size(self.nbytes)} to {counted(len(self.receivers), 'receiver')} in "
-            f"{_time(self.seconds)} ({self.gb_per_second:.3g} GB/s), {counted(self.buckets, 'bucket')}, "
-            f"mode {self.mode}: {steps}{told}"
+            f"{self.version} ({self.content[:8]}): {size(self.nbytes)} to {counted(len(self.receivers), 'receiver')} "
+            f"in {_time(self.seconds)} ({self.gb_per_second:.3g} GB/s), {counted(self.buckets, 'bucket')}, "
+            f"mode {self.mode}: {steps}; {told}"
         )
 
 

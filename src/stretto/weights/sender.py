@@ -21,7 +21,7 @@ from stretto.weights.choose import Choice, Speeds, busy, choose
 from stretto.weights.doors import read_secret
 from stretto.weights.endpoint import Endpoint, Offer
 from stretto.weights.host import uncollected
-from stretto.weights.messages import InFlight, Told
+from stretto.weights.messages import Assurance, InFlight, Told
 from stretto.weights.push import Group, Lanes, Progress, Push
 from stretto.weights.remotes import Remotes, status
 from stretto.weights.report import Report, Step
@@ -41,7 +41,7 @@ class _Done(msgspec.Struct, frozen=True):
 
     moving: float
     seconds: dict[str, float]
-    receivers: dict[str, str]
+    receivers: dict[str, Assurance]
 
 
 class Sender:
@@ -53,10 +53,10 @@ class Sender:
     >>> address = f"unix://{tempfile.mkdtemp()}/engine"
     >>> with Receiver(address, into=live) as receiver, Sender(device="cpu") as sender:
     ...     _ = receiver.start()
-    ...     sender.register("step-1", {"w": torch.arange(3.0)})
+    ...     content = sender.register("step-1", {"w": torch.arange(3.0)})
     ...     report = sender.push("step-1", [address])
-    ...     receiver.ensure_serving(), live["w"].tolist(), report.receivers[address]
-    ('step-1', [0.0, 1.0, 2.0], 'attested')
+    ...     receiver.status.content == report.content == content, live["w"].tolist(), report.receivers[address]
+    (True, [0.0, 1.0, 2.0], 'verified')
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Sender:
         self._broken, self._closed, self._one = "", False, threading.Lock()
         self._team.supervisor.ready()
 
-    def register(self, version: str, source: Any) -> None:
-        """Hold a version in host memory, each sender its share.
+    def register(self, version: str, source: Any) -> str:
+        """Hold a version in host memory, each sender its share. Returns the digest of its content.
 
         The source is safetensors files, a module, a pipeline, (name, tensor) pairs that this rank has, or any `Source`.
         What it holds may change afterwards, except for files in shared memory, which are used where they lie.
@@ -110,6 +110,7 @@ class Sender:
             made = self._team.jointly(lambda: _named(version, as_source(source)))
             held = self._team.jointly(lambda: list(made.held()))
             self._store.add(version, made, held, min(self._team.gather(self._free(), int)))
+            return self._store.get(version).content.digest
 
     def drop(self, version: str) -> None:
         """Forget a version; its memory is used for the next one."""
@@ -133,14 +134,27 @@ class Sender:
         """
         with self._alone(), self._breaking(), uncollected():
             found = self._team.jointly(lambda: self._asked(version, receivers, in_flight))
-            what = [version, found.manifest.digest, str(mode), in_flight, str(record)]
+            what = [version, found.content.digest, str(mode), in_flight, str(record)]
             mine = self._remotes.endpoints(what, receivers)
             choice = self._choice(found, mode)
             self._team.jointly(lambda: self._staging.fit(found.bucket_bytes, choice.mode))
             shared = self._staging.shared
-            offer = Offer(found.manifest, found.buckets, found.bucket_bytes, self._store.split, shared)
-            skips = self._team.jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
-            return self._run(found, choice, list(zip(mine, skips, strict=True)), in_flight, record, progress)
+            split, content = self._store.split, found.content.digest
+            offer = Offer(found.manifest, found.buckets, found.bucket_bytes, split, shared, content)
+            wanted = self._team.jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
+            self._demand_equal(found, {it.name: wants.alike for it, wants in zip(mine, wanted, strict=True)})
+            endpoints = [(it, wants.skips) for it, wants in zip(mine, wanted, strict=True)]
+            return self._run(found, choice, endpoints, in_flight, record, progress)
+
+    def _demand_equal(self, found: Version, alike: dict[str, list[list[int]]]) -> None:
+        """Refuse to give one live tensor, which has several names, several values."""
+        everybodys = [said for rank in self._team.gather(alike, dict[str, list[list[int]]]) for said in rank.items()]
+        for name, groups in everybodys:
+            if groups and (pair := self._store.differing(found.manifest.version, groups)) is not None:
+                one, other = (found.manifest.entries[place].name for place in pair)
+                raise WeightsError(
+                    f"{name}: {one} and {other} are one tensor there, and differ in {found.manifest.version}"
+                )
 
     def homes(self, addresses: Sequence[str]) -> dict[str, int]:
         """Which sender serves each address; raises if one cannot be reached, or is on no sender's device."""
@@ -192,7 +206,7 @@ class Sender:
             self._staging,
             found.buckets,
             found.sources,
-            found.sums,
+            found.content.buckets,
             [set(it) for it in everybodys],
             endpoints,
             timeout=self._bucket_timeout,
@@ -208,7 +222,7 @@ class Sender:
             moving = time.perf_counter() - moved
             self._team.jointly(push.check)
             self._team.jointly(found.check)  # files in shared memory are used where they lie
-            attested = self._team.jointly(lambda: _each(mine, lambda it: it.end(seconds=self._timeout)))
+            sure = self._team.jointly(lambda: _each(mine, lambda it: it.end(seconds=self._timeout)))
             self._team.jointly(lambda: _each(mine, lambda it: it.commit(seconds=self._timeout)))
         except BaseException as error:
             push.forget()
@@ -219,7 +233,7 @@ class Sender:
         timeline = (
             recorder.gathered(choice.program, self._group.host, self._team.settle) if recorder is not None else None
         )
-        names = {it.name: "attested" if ok else "unattested" for it, ok in zip(mine, attested, strict=True)}
+        names = {it.name: assurance for it, assurance in zip(mine, sure, strict=True)}
         done = self._team.gather(_Done(moving, push.seconds(), names), _Done)
         self._speeds = slowest(push.speeds(), self._team, choice.speeds)
         took = push.seconds()
@@ -228,7 +242,7 @@ class Sender:
         steps = {name: Step(foreseen[name], max(it.seconds[name] for it in done)) for name in took if name in foreseen}
         return Report(
             found.manifest.version,
-            found.manifest.digest,
+            found.content.digest,
             found.manifest.nbytes,
             len(found.buckets),
             found.bucket_bytes,

@@ -32,7 +32,7 @@ def measure(device: torch.device, group: Group, team: Team) -> Speeds:
 
 def copies(device: torch.device) -> Speeds:
     """Of copies to and within a device; a broadcast is taken to be twice as fast as a copy from the host."""
-    host = torch.zeros(_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     one, other = torch.empty(2, _BYTES, dtype=torch.uint8, device=device)
     h2d = _fastest(lambda: one.copy_(host, non_blocking=True), device)
     return Speeds(h2d, 2 * h2d, _fastest(lambda: other.copy_(one), device))

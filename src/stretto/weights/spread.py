@@ -1,6 +1,5 @@
 """Registering: what ranks hold becomes one manifest, and every bucket comes to the rank that will send it."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +21,6 @@ from stretto.weights.layout import Bucket
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest
 
 _STEP = 16  # bytes of the largest type
-_SAMPLES = 16  # tensors, which an export may have to convert for it
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -59,23 +57,11 @@ class Holdings:
     """Whether all that anybody holds is on a device."""
 
 
-def sampled(held: Sequence[Held]) -> str:
-    """By which ranks that each read all of a version see that it is not the same: a few values of some tensors."""
-    found = hashlib.blake2b(digest_size=16)
-    for it in held[:: max(1, -(-len(held) // _SAMPLES))]:
-        values = it.read().detach().reshape(-1)
-        for part in (values[:64], values[-64:]):
-            found.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def agree(
-    version: str, held: Sequence[Held], team: Team, *, everywhere: bool, on_device: bool, sample: str = ""
-) -> Holdings:
-    """Hear what all ranks hold. If every rank holds everything, it is only compared, by structure and a sample."""
+def agree(version: str, held: Sequence[Held], team: Team, *, everywhere: bool, on_device: bool) -> Holdings:
+    """Hear what all ranks hold. If every rank holds everything, only its structure is compared."""
     parts = [_Part(it.entry, it.box) for it in held]
     digest = Manifest(version, tuple(it.entry for it in held)).digest if everywhere else ""
-    words = team.gather(_Word([] if everywhere else parts, f"{version} {digest} {sample}", on_device), _Word)
+    words = team.gather(_Word([] if everywhere else parts, f"{version} {digest}", on_device), _Word)
     for rank, word in enumerate(words):
         if word.what != words[0].what:
             raise WeightsError(f"rank {rank} registers another version, or other tensors, than rank 0")
@@ -166,8 +152,10 @@ def spread(
     team: Team,
     group: dist.ProcessGroup | None,
     device: torch.device,
+    arrived: Callable[[int], None],
 ) -> None:
-    """Bring every bucket to its sender's `room` for it, a round of one bucket for each rank at a time.
+    """Bring every bucket to its sender's `room` for it, a round of one bucket for each rank at a time. A sender's that
+    has `arrived` is complete.
 
     What cannot be read is left out while all ranks go on, and raised by all in the end.
     """
@@ -181,6 +169,8 @@ def spread(
             others = [[m for m in row if m.holder.rank != m.bucket % team.size] for row in moves]
             if any(others) and group is not None:
                 _exchange(others, begin, reading, room, team, group, device)
+            if begin + team.rank in here:
+                arrived(begin + team.rank)
     for rank, error in enumerate(team.gather(reading.error, str)):
         if error:
             raise WeightsError(f"rank {rank}: {error}")
@@ -241,6 +231,16 @@ def _bytes(tensor: Tensor, room: int) -> Tensor:
     return functional.pad(raw, (0, room - len(raw)))
 
 
+def read_bucket(number: int, bucket: Bucket, holdings: Holdings, held: Sequence[Held]) -> Tensor:
+    """A bucket of a version that this rank holds all of, with zeros between its tensors."""
+    reading, made = _Reading(held), torch.zeros(bucket.nbytes, dtype=torch.uint8, device="cpu")
+    for move in moves_of(number, bucket, holdings):
+        target(made, move).copy_(reading(move))
+    if reading.error:
+        raise WeightsError(reading.error)
+    return made
+
+
 class _Reading:
     """Reads what this rank holds; the last is remembered, since a tensor can be in several buckets."""
 
@@ -265,4 +265,4 @@ class _Reading:
             raise WeightsError(f"was {wanted}{list(shape)}, and has become {tensor.dtype}{list(tensor.shape)}")
         except Exception as error:
             self.error = self.error or f"{held.entry.name}: {error}"
-        return torch.zeros(shape, dtype=wanted)
+        return torch.zeros(shape, dtype=wanted, device="cpu")

@@ -1,5 +1,6 @@
 """Versions in host memory: each sender has the buckets that it will send."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,15 +11,23 @@ from torch import Tensor
 from stretto.execute.team import Team
 from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import inside
+from stretto.weights.checksums import digest_of
 from stretto.weights.choose import bucket_bytes_for
 from stretto.weights.files import Safetensors
-from stretto.weights.held import Held, Source
+from stretto.weights.held import Held, Source, confirm, identity_of
 from stretto.weights.host import Arena, Arenas, Pinned, threads
 from stretto.weights.layout import Bucket, lay_out
 from stretto.weights.manifest import Manifest
 from stretto.weights.push import Group, Sources
-from stretto.weights.spread import Holdings, agree, moves_of, sampled, spread
-from stretto.weights.sums import host_sum
+from stretto.weights.spread import Holdings, agree, moves_of, read_bucket, spread
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a version holds: a digest of all, and one of each of this sender's buckets."""
+
+    digest: str
+    buckets: dict[int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +38,8 @@ class Version:
     buckets: list[Bucket]
     bucket_bytes: int
     sources: Sources
-    sums: Mapping[int, int]
-    """Of this sender's buckets, as they are in host memory."""
+    content: Content
+    """As it was found in host memory."""
     arena: Arena | None = None
     """Where it lies; or, if it lies in shared memory that is not ours, what was pinned and keeps it there."""
     pinned: Sequence[Pinned] = ()
@@ -67,8 +76,7 @@ class Store:
         What can go wrong for one sender alone is done jointly: then all raise.
         """
         on_device = self._team.jointly(lambda: not source.everywhere and all(it.read().is_cuda for it in held[:1]))
-        sample = self._team.jointly(lambda: sampled(held) if source.everywhere and self._group.size > 1 else "")
-        holdings = agree(version, held, self._team, everywhere=source.everywhere, on_device=on_device, sample=sample)
+        holdings = agree(version, held, self._team, everywhere=source.everywhere, on_device=on_device)
         manifest = holdings.manifest
         bucket_bytes = self._bucket_bytes
         if bucket_bytes is None:
@@ -77,28 +85,101 @@ class Store:
         while len(self._versions) >= self._keep or version in self._versions:
             self.drop(version if version in self._versions else next(iter(self._versions)))
         mine = range(self._group.rank, len(buckets), self._group.size)
-        with ExitStack() as failing:  # what was taken here is given back if it comes to nothing on any rank
+        sums: dict[int, bytes] = {}
+        with ExitStack() as failing, threads() as pool:  # what was taken is given back if it comes to nothing anywhere
+            arena, pinned, files = None, list[Pinned](), None
             if isinstance(source, Safetensors) and source.in_shared_memory:
-                maps = source.maps() if self._device.type == "cuda" else []
+                files, maps = source, source.maps() if self._device.type == "cuda" else []
                 pinned = self._team.jointly(lambda: [_pinned(memory, failing) for memory in maps])
                 runs = self._team.jointly(lambda: {k: _runs(k, buckets[k], holdings, held) for k in mine})
-                sums = self._team.jointly(lambda: _sums(mine, runs.__getitem__))
-                made = Version(manifest, buckets, bucket_bytes, runs.__getitem__, sums, None, pinned, source)
+                sources: Sources = runs.__getitem__
+                sums = self._team.jointly(lambda: {k: digest_of(_together(buckets[k], runs[k]), pool) for k in mine})
             else:
                 sizes = {k: buckets[k].nbytes for k in mine}
                 arena, room = self._team.jointly(lambda: self._room(sizes, failing))
-                device = (self._group.device, self._device)
-                on = device if holdings.on_device else (self._group.host, torch.device("cpu"))
-                on = (None, on[1]) if source.everywhere else on  # nothing is exchanged
-                spread(buckets, holdings, held, room, self._team, *on)
 
                 def sources(bucket: int) -> list[tuple[Tensor, int]]:
                     return [(room(bucket), 0)]
 
-                sums = self._team.jointly(lambda: _sums(mine, sources))
-                made = Version(manifest, buckets, bucket_bytes, sources, sums, arena)
+                def arrived(bucket: int) -> None:
+                    buckets[bucket].clear_gaps(room(bucket))
+                    sums[bucket] = digest_of(room(bucket), pool)
+
+                device = (self._group.device, self._device)
+                on = device if holdings.on_device else (self._group.host, torch.device("cpu"))
+                on = (None, on[1]) if source.everywhere else on  # nothing is exchanged
+                spread(buckets, holdings, held, room, self._team, *on, arrived)
+            self._team.jointly(lambda: confirm(source))
+            if source.everywhere:
+                self._compare(sums, source, buckets, holdings, held)
+            whole = hashlib.blake2b(manifest.digest.encode(), digest_size=16)
+            said = self._team.gather(sums, dict[int, bytes])
+            for number in range(len(buckets)):
+                whole.update(said[number % self._group.size][number])
             failing.pop_all()
-        self._versions[version] = made
+        content = Content(whole.hexdigest(), sums)
+        self._versions[version] = Version(manifest, buckets, bucket_bytes, sources, content, arena, pinned, files)
+
+    def differing(self, version: str, alike: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+        """Of tensors that should be equal, by their places in the manifest, the first two that are not; all senders ask
+        together."""
+        found = self.get(version)
+        asked = {place for places in alike for place in places}
+        mine: list[tuple[int, int, bytes]] = []
+        with threads() as pool:
+            for number in range(self._group.rank, len(found.buckets), self._group.size):
+                wanted = [piece for piece in found.buckets[number].pieces if piece.entry in asked]
+                for piece in wanted:
+                    room = _together(found.buckets[number], found.sources(number))
+                    part = digest_of(room[piece.offset : piece.offset + piece.nbytes], pool)
+                    mine.append((piece.entry, piece.start, part))
+        said = self._team.gather(mine, list[tuple[int, int, bytes]])
+        parts = sorted(part for rank in said for part in rank)
+        held = {place: [part[1:] for part in parts if part[0] == place] for place in asked}
+        pairs = ((places[0], place) for places in alike for place in places)
+        return next(((one, other) for one, other in pairs if held[one] != held[other]), None)
+
+    def _compare(
+        self,
+        sums: Mapping[int, bytes],
+        source: Source,
+        buckets: Sequence[Bucket],
+        holdings: Holdings,
+        held: Sequence[Held],
+    ) -> None:
+        """Ranks that each read all of a version must have read the same.
+
+        Those that say by the same `identity` what they read, as ranks of one machine that read the same files, are one
+        reader. Every reader sums every bucket, which its ranks share, and all are compared.
+        """
+        identities = self._team.gather(self._team.jointly(lambda: identity_of(source)), str)
+        readers: dict[str, list[int]] = {}
+        for rank, identity in enumerate(identities):
+            readers.setdefault(identity or f"rank {rank}", []).append(rank)
+        if len(readers) == 1:
+            return
+        here = next(ranks for ranks in readers.values() if self._group.rank in ranks)
+        place, size = here.index(self._group.rank), self._group.size
+
+        def read() -> dict[int, bytes]:
+            found = dict(sums)
+            with threads() as pool:
+                for number, bucket in enumerate(buckets):
+                    if number % size not in here and number % len(here) == place:
+                        found[number] = digest_of(read_bucket(number, bucket, holdings, held), pool)
+            confirm(source)
+            return found
+
+        said = self._team.gather(self._team.jointly(read), dict[int, bytes])
+        for rank, theirs in enumerate(said):
+            for number, total in theirs.items():
+                if total != said[number % size][number]:
+                    names = [holdings.manifest.entries[piece.entry].name for piece in buckets[number].pieces]
+                    where = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+                    raise WeightsError(
+                        f"ranks {number % size} and {rank} read different values of {where} for "
+                        f"{holdings.manifest.version}"
+                    )
 
     def _room(self, sizes: dict[int, int], failing: ExitStack) -> tuple[Arena, Callable[[int], Tensor]]:
         """Memory for these buckets, one after the other."""
@@ -126,9 +207,14 @@ class Store:
         self._arenas.close()
 
 
-def _sums(buckets: Iterable[int], sources: Sources) -> dict[int, int]:
-    with threads() as pool:
-        return {bucket: host_sum(sources(bucket), pool) for bucket in buckets}
+def _together(bucket: Bucket, parts: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """A bucket in one piece, with zeros between its parts."""
+    if len(parts) == 1 and len(parts[0][0]) == bucket.nbytes:
+        return parts[0][0]
+    made = torch.zeros(bucket.nbytes, dtype=torch.uint8, device="cpu")
+    for part, offset in parts:
+        made[offset : offset + len(part)] = part
+    return made
 
 
 def _pinned(memory: Tensor, failing: ExitStack) -> Pinned:

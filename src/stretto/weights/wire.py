@@ -18,7 +18,7 @@ import msgspec
 from stretto.ir.errors import WeightsError
 from stretto.weights.messages import DECODER, Beat, Hello, Message, Proof
 
-PROTOCOL = 1
+PROTOCOL = 2
 BEAT = 0.5  # seconds between two signs of life
 SILENCE = 6.0  # seconds without one, after which the other side is taken to be stopped
 GREETING = 5.0  # seconds for a greeting

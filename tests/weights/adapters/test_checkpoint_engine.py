@@ -22,7 +22,7 @@ import torch
 from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import checkpoint_engine as adapter
 from stretto.weights.adapters.checkpoint_engine import CheckpointEngineWorkers
-from stretto.weights.endpoint import Offer
+from stretto.weights.endpoint import Offer, Wanted
 from stretto.weights.layout import lay_out, least_bucket
 from stretto.weights.manifest import Entry, Manifest
 from stretto.weights.shared import SharedBuffers
@@ -182,13 +182,13 @@ def offered(tensors: dict[str, torch.Tensor], version: str = "v") -> Offer:
     entries = tuple(Entry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items())
     manifest = Manifest(version, entries)
     size = least_bucket(manifest)
-    return Offer(manifest, lay_out(manifest, size), size, False, SharedBuffers(size, torch.device("cpu")))
+    return Offer(manifest, lay_out(manifest, size), size, False, SharedBuffers(size, torch.device("cpu")), "")
 
 
 def push(to: CheckpointEngineWorkers, tensors: dict[str, torch.Tensor], *, seconds: float = DEADLINE) -> bool:
     offer = offered(tensors)
     try:
-        assert to.open(offer, seconds=seconds) == set()
+        assert to.open(offer, seconds=seconds) == Wanted(set())
         to.start("wait", seconds=DEADLINE)
         for number, bucket in enumerate(offer.buckets):
             slot = number % 2
@@ -196,10 +196,10 @@ def push(to: CheckpointEngineWorkers, tensors: dict[str, torch.Tensor], *, secon
                 data = bytes_of(tensors[offer.manifest.entries[piece.entry].name])
                 whole = offer.shared.tensors[slot]
                 whole[piece.offset : piece.offset + piece.nbytes] = torch.tensor(list(data), dtype=torch.uint8)
-            to.load(number, slot, 0, seconds=seconds)
-        attested = to.end(seconds=DEADLINE)
+            to.load(number, slot, b"", seconds=seconds)
+        found = to.end(seconds=DEADLINE)
         to.commit(seconds=DEADLINE)
-        return attested
+        return found
     except WeightsError as error:
         to.abandon(str(error))
         raise
@@ -217,7 +217,7 @@ def test_tensors_arrive_bit_by_bit_over_two_updates(kind: str, engine: Any, endp
     to = endpoint(worker.request)
     for seed in (1, 2):
         assert len(offered(model(seed)).buckets) > 2  # both buffers are used, one of them twice
-        assert push(to, model(seed)) is False
+        assert push(to, model(seed)) == "unaccounted"
         assert worker.answers[-1] == {"loaded": expected(model(seed)), "hooked": 1, "error": ""}
     assert worker.sockets == [[(UUID, f"ipc://@checkpoint-engine-{UUID}-{n}.sock")] for n in (1, 2)]
 
@@ -324,7 +324,7 @@ def test_answers_are_never_unpickled(endpoint: Any, monkeypatch: pytest.MonkeyPa
 
 def test_tensors_in_parts_are_refused(endpoint: Any) -> None:
     offer = offered(model(1))
-    parts = Offer(offer.manifest, offer.buckets, offer.bucket_bytes, True, offer.shared)
+    parts = Offer(offer.manifest, offer.buckets, offer.bucket_bytes, True, offer.shared, "")
     with pytest.raises(WeightsError, match="only whole tensors"):
         endpoint(None).open(parts, seconds=1)
 

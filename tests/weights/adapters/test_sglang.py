@@ -109,7 +109,7 @@ def offer() -> Iterator[Offer]:
     shared = SharedBuffers(256, torch.device("cpu"))
     shared.tensors[0].view(torch.float32)[:4] = torch.tensor([1.0, 2.0, 3.0, 4.0])
     shared.tensors[1].view(torch.float32)[:3] = torch.tensor([5.0, 6.0, 7.0])
-    yield Offer(manifest, lay_out(manifest, 256), 256, False, shared)
+    yield Offer(manifest, lay_out(manifest, 256), 256, False, shared, "")
     shared.close()
 
 
@@ -117,8 +117,8 @@ def load(to: Any, offer: Offer) -> None:
     to.open(offer, seconds=DEADLINE)
     to.start("keep", seconds=DEADLINE)
     for number in range(2):
-        to.load(number, number, 0, seconds=DEADLINE)
-    assert to.end(seconds=DEADLINE) is False
+        to.load(number, number, b"", seconds=DEADLINE)
+    assert to.end(seconds=DEADLINE) == "unaccounted"
 
 
 def test_a_push_pauses_updates_flushes_and_continues_in_this_order(sglang: Sglang, endpoint: Any, offer: Offer) -> None:

@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from pushes import total_of
 from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import vllm as adapter
-from stretto.weights.adapters.vllm import VllmServer, register
+from stretto.weights.adapters.vllm import Account, VllmServer, register
 from stretto.weights.endpoint import Offer, Remote
 from stretto.weights.layout import lay_out
 from stretto.weights.manifest import Entry, Manifest
 from stretto.weights.shared import SharedBuffers
-from stretto.weights.sums import place_sum
 
 DEADLINE = 60.0
 
@@ -89,11 +89,17 @@ class Factory:
 class Model:
     """One layer of a fused qk and a norm. While it is reloaded, tensors are kept until there are three."""
 
+    packed_modules_mapping: ClassVar = {"qk": ["q", "k"]}
+
     def __init__(self) -> None:
         self.live: dict[str, torch.Tensor] = {}
         self.kept: list[tuple[str, torch.Tensor]] | None = None
         self.threads: set[int] = set()
         self.fails = False
+        self.skips = ""
+
+    def modules(self) -> list[Any]:
+        return [self]
 
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
         assert self.kept is not None
@@ -104,7 +110,7 @@ class Model:
             self.kept.append((name, tensor))
             if len(self.kept) == 3:
                 self.live, self.kept = dict(self.kept), []
-        return {{"q": "qk", "k": "qk"}.get(name, name) for name, _ in weights}
+        return {{"q": "qk", "k": "qk"}.get(name, name) for name, _ in weights if name != self.skips}
 
 
 def initialize(model: Model) -> None:
@@ -233,10 +239,10 @@ def address(tmp_path: Path) -> str:
 
 def offered(version: str, values: dict[str, float]) -> Offer:
     manifest = Manifest(version, tuple(Entry(name, "float32", (64,)) for name in values))
-    return Offer(manifest, lay_out(manifest, 256), 256, False, SharedBuffers(256, torch.device("cpu")))
+    return Offer(manifest, lay_out(manifest, 256), 256, False, SharedBuffers(256, torch.device("cpu")), "")
 
 
-def push(to: Any, version: str, values: dict[str, float]) -> bool:
+def push(to: Any, version: str, values: dict[str, float]) -> str:
     """One bucket per tensor; both buffers are used again and again."""
     offer = offered(version, values)
     try:
@@ -245,10 +251,10 @@ def push(to: Any, version: str, values: dict[str, float]) -> bool:
         for number, value in enumerate(values.values()):
             buffer = offer.shared.tensors[number % 2]
             buffer.view(torch.float32).fill_(value)
-            to.load(number, number % 2, int(place_sum(buffer)), seconds=DEADLINE)
-        attested: bool = to.end(seconds=DEADLINE)
+            to.load(number, number % 2, total_of(offer.buckets[number], buffer), seconds=DEADLINE)
+        found: str = to.end(seconds=DEADLINE)
         to.commit(seconds=DEADLINE)
-        return attested
+        return found
     except WeightsError as error:
         to.abandon(str(error))
         raise
@@ -270,7 +276,7 @@ def test_a_push_goes_through_the_lifecycle_into_the_model(worker: Worker, addres
     for add in (0.0, 10.0):
         worker.calls.clear()
         wanted = {name: value + add for name, value in NEW.items()}
-        assert push(to, f"step-{add:g}", wanted) is False  # q and k are fused, so nobody can say that they were taken
+        assert push(to, f"step-{add:g}", wanted) == "delivered"
         assert values(worker.main) == wanted
         assert worker.main.kept is None  # reload was finalized
         assert [call.partition("?")[0] for call in worker.calls] == [
@@ -304,12 +310,46 @@ def test_the_model_is_touched_only_in_the_thread_that_vllm_lends(worker: Worker,
     to.close()
 
 
-def test_names_that_are_all_returned_are_accounted_for(worker: Worker, address: str) -> None:
+def test_a_tensor_that_vllm_skips_is_unaccounted(worker: Worker, address: str) -> None:
     server = VllmServer(worker.url, address=address)
     server.init()
     to = server.endpoint("cpu")
-    assert push(to, "v", {"a": 1.0, "b": 2.0, "c": 3.0}) is True
+    for skips, told in (("norm", "unaccounted"), ("", "delivered")):
+        worker.main.skips = skips
+        assert push(to, "v", NEW) == told
     to.close()
+
+
+class Experts(torch.nn.Module):
+    def get_expert_mapping(self) -> list[tuple[str, str, int, str]]:
+        kinds = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
+        return [
+            (f"experts.{to}_", f"experts.{expert}.{of}.", expert, of) for expert in range(2) for of, to in kinds.items()
+        ]
+
+
+class Mapper:
+    def apply_list(self, names: list[str]) -> list[str]:
+        return [name.replace("language_model.", "model.") for name in names]
+
+
+def test_parts_of_fused_parameters_and_experts_are_accounted_for() -> None:
+    layer = Experts()
+    layer.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}  # type: ignore[assignment]
+    model = torch.nn.Sequential(layer)
+    model.hf_to_vllm_mapper = Mapper()  # type: ignore[assignment]
+    account = Account(model)
+    dense = ["a.mlp.gate_proj.weight", "language_model.a.mlp.up_proj.bias"]
+    assert account.add(dense, {"a.mlp.gate_up_proj.weight", "model.a.mlp.gate_up_proj.bias"}) == dense
+    experts = [
+        f"a.experts.{k}.{part}.weight_scale_inv" for k in (0, 1) for part in ("gate_proj", "up_proj", "down_proj")
+    ]
+    assert account.add(experts, {"a.experts.w13_weight_scale_inv"}) is None  # down_proj is not there yet
+    assert account.add([], {"b.experts.w2_weight_scale_inv"}) is None  # of another layer
+    assert account.add([], {"a.experts.w2_weight_scale_inv"}) == dense + experts
+    assert account.add(["lm_head.weight"], set()) is None
+    assert Account(model).add(["w"], None) is None
+    assert Account(model).add(["experts.7.gate_proj.weight"], {"experts.w13_weight"}) is None  # an expert nobody knows
 
 
 def test_a_draft_model_is_a_second_update(worker: Worker, address: str) -> None:

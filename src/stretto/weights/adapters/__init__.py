@@ -11,8 +11,8 @@ from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from stretto.ir.errors import WeightsError
-from stretto.weights.endpoint import Endpoint, Offer
-from stretto.weights.messages import InFlight
+from stretto.weights.endpoint import Endpoint, Offer, Wanted
+from stretto.weights.messages import Assurance, InFlight
 
 _MOST = 1 << 20  # bytes of an answer
 _OPENER = build_opener(ProxyHandler({}))  # an engine that shares our devices is never behind a proxy
@@ -112,7 +112,7 @@ class Served:
         self._endpoint, self._server = endpoint, server
         self._version = ""
 
-    def open(self, offer: Offer, *, seconds: float) -> set[int]:
+    def open(self, offer: Offer, *, seconds: float) -> Wanted:
         self._version = offer.manifest.version
         return self._endpoint.open(offer, seconds=seconds)
 
@@ -125,10 +125,10 @@ class Served:
             trouble = self._server.trouble()
             raise WeightsError(f"{error}; {trouble}" if trouble else str(error)) from None
 
-    def load(self, bucket: int, slot: int, total: int, *, seconds: float) -> None:
+    def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:
         self._endpoint.load(bucket, slot, total, seconds=seconds)
 
-    def end(self, *, seconds: float) -> bool:
+    def end(self, *, seconds: float) -> Assurance:
         return self._endpoint.end(seconds=seconds)
 
     def commit(self, *, seconds: float) -> None:

@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import Asked, Http
-from stretto.weights.endpoint import Offer
-from stretto.weights.messages import InFlight
+from stretto.weights.endpoint import Offer, Wanted
+from stretto.weights.messages import Assurance, InFlight
 from stretto.weights.shared import SharedBuffers
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class CheckpointEngineWorkers:
       that gives up tells them to stop, which they do once they are done with the bucket they have.
     - They load in place and know no state. An update that failed leaves mixed weights, and nothing keeps the engine
       from serving them but a server that stays paused (see `Served`). The next whole push repairs them.
-    - They know no sums, and do not say which names they took: a push is never attested.
+    - They know no sums, and do not say which names they took: a push is always unaccounted.
     - Two of them cannot share a device: the address is made of its UUID.
 
     Their wire is pickle. We only ever send pickles: an answer is bytes, none or the text of an error. The socket has no
@@ -78,13 +78,13 @@ class CheckpointEngineWorkers:
         self._why = ""
         self._asked: Asked | None = None
 
-    def open(self, offer: Offer, *, seconds: float) -> set[int]:  # noqa: ARG002 (nothing to wait for)
+    def open(self, offer: Offer, *, seconds: float) -> Wanted:  # noqa: ARG002 (nothing to wait for)
         if offer.split:
             raise WeightsError(f"{self.name} takes only whole tensors")
         self._drop("another push began")
         self._offer, self._why, self._asked = offer, "", None
         self._number += 1
-        return set()
+        return Wanted(set())
 
     def start(self, in_flight: InFlight, *, seconds: float) -> None:  # noqa: ARG002 (its server pauses: see Served)
         offer = self._opened()
@@ -94,7 +94,7 @@ class CheckpointEngineWorkers:
             self._asked = Asked(partial(self._request, sockets))
         self._exchange(_handle(offer.shared), "the buffers", seconds)
 
-    def load(self, bucket: int, slot: int, total: int, *, seconds: float) -> None:  # noqa: ARG002 (it knows no sums)
+    def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:  # noqa: ARG002 (it knows no sums)
         offer = self._opened()
         entries = offer.manifest.entries
         told = [
@@ -108,7 +108,7 @@ class CheckpointEngineWorkers:
         ]
         self._exchange(told, f"bucket {bucket} ({told[0]['name']} … {told[-1]['name']})", seconds)
 
-    def end(self, *, seconds: float) -> bool:
+    def end(self, *, seconds: float) -> Assurance:
         deadline = time.monotonic() + seconds
         self._exchange(None, "the end, and let go of the buffers", seconds)
         self._exchange(None, "its post-load hook", deadline - time.monotonic())
@@ -116,7 +116,7 @@ class CheckpointEngineWorkers:
             self._close()
         if self._asked is not None:
             self._asked.wait(f"{self.name} has loaded all, and its engine", deadline - time.monotonic())
-        return False
+        return "unaccounted"
 
     def commit(self, *, seconds: float) -> None:
         """Its engine serves already, unless a server keeps it paused."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ from stretto.weights.shared import device_name
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_EXPERT = re.compile(r"experts\.\d+\.[^.]+\.")  # of the names that models map to their fused experts
 _STEP = 0.1  # seconds between two looks at what else may have ended a wait
 _PATIENCE = 60.0  # seconds between a sender's start and vLLM's call to /update_weights
 
@@ -100,8 +102,7 @@ class WorkerReceiver:
     us in `update_weights`, touches the model.
 
     Layerwise reload keeps tensors until a layer is complete, so that they are copied first. It starts and ends with the
-    push, as the sender must hear of an error in either. Names of fused or skipped tensors are not among those that
-    vLLM's loaders return: such a push is unattested.
+    push, as the sender must hear of an error in either. A push with tensors that vLLM skips is unaccounted.
     """
 
     def __init__(self, engine: Any, address: str) -> None:
@@ -110,6 +111,7 @@ class WorkerReceiver:
         self._lent = threading.Event()
         self._begun = self._over = False
         self._reloading: tuple[Any, Any] | None = None
+        self._account = Account(engine.model)
         hooks = Hooks(
             pause=lambda _: self._await_thread(),
             begin=lambda: self._in_worker(self._begin),
@@ -160,8 +162,8 @@ class WorkerReceiver:
             _settle(device)
             return taken
 
-        taken, names = self._in_worker(load), [name for name, _ in tensors]
-        return names if taken is not None and taken.issuperset(names) else None
+        taken = self._in_worker(load)
+        return self._account.add([name for name, _ in tensors], taken)
 
     def _resume(self) -> None:
         self._over = self._begun
@@ -182,6 +184,7 @@ class WorkerReceiver:
         if self._reloading is not None:
             self._finish()  # else half-loaded layers would take the new tensors for the rest of the old
         self._reloading = self._engine.model, self._engine.model_config
+        self._account = Account(self._engine.model)
         import_module("vllm.model_executor.model_loader.reload").initialize_layerwise_reload(self._engine.model)
 
     def _finish(self) -> None:
@@ -189,6 +192,54 @@ class WorkerReceiver:
         import_module("vllm.model_executor.model_loader.reload").finalize_layerwise_reload(*self._reloading)
         _settle(self._engine.device)
         self._reloading = None
+
+
+class Account:
+    """Which of the tensors that came are in vLLM's parameters. Its loaders return the names of those parameters: a
+    tensor counts as taken once the parameter was returned that its model says it is a part of.
+
+    >>> class Model(torch.nn.Module):
+    ...     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    >>> account = Account(Model())
+    >>> account.add(["0.q_proj.weight", "0.norm.weight"], {"0.qkv_proj.weight"})  # as long as any is left
+    >>> account.add(["0.k_proj.weight"], {"0.qkv_proj.weight", "0.norm.weight"})
+    ['0.q_proj.weight', '0.norm.weight', '0.k_proj.weight']
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._parts: dict[str, set[str]] = {}
+        self._experts: dict[str, set[str]] = {}
+        for module in model.modules():
+            for fused, parts in (getattr(module, "packed_modules_mapping", None) or {}).items():
+                for part in parts:
+                    self._parts.setdefault(part, set()).add(fused)
+            for fused, part, *_ in module.get_expert_mapping() if hasattr(module, "get_expert_mapping") else ():
+                self._experts.setdefault(part, set()).add(fused)
+        self._mapper = getattr(model, "hf_to_vllm_mapper", None)
+        self._came: list[str] = []
+        self._left: set[str] = set()
+        self._loaded: set[str] = set()
+        self._blind = False
+
+    def add(self, came: Sequence[str], loaded: set[str] | None) -> list[str] | None:
+        """All that was taken of all that ever came; None as long as any of it was not, or if nobody can say."""
+        self._came += came
+        self._blind = self._blind or loaded is None
+        self._loaded |= loaded or set()
+        self._left = {name for name in self._left.union(came) if self._loaded.isdisjoint(self._places(name))}
+        return None if self._blind or self._left else self._came
+
+    def _places(self, name: str) -> set[str]:
+        """Parameters that a tensor may be, or be part of."""
+        names = {name, *(self._mapper.apply_list([name]) if self._mapper is not None else ())}
+        found = set(names)
+        for it in names:
+            words = it.split(".")
+            for place, word in enumerate(words):
+                found |= {".".join([*words[:place], fused, *words[place + 1 :]]) for fused in self._parts.get(word, ())}
+            for expert in _EXPERT.findall(it):
+                found |= {it.replace(expert, fused) for fused in self._experts.get(expert, ())}
+        return found
 
 
 class VllmServer(Http):

@@ -1,0 +1,90 @@
+"""Checksums of weights: every device finds the same, at the speed at which it reads its memory.
+
+Bytes are cut into rows of 32 KiB, the last filled up with zeros, and each row is multiplied by a fixed random matrix of
+16 columns: products of 8-bit integers, whose sums no 32-bit integer is too small for. Whatever is changed in a row, one
+column misses that only if one of its numbers has one certain value of 256: all 16 miss it once in 2¹²⁸ times. The sums
+are bytes again, 512 times fewer, and go the same way until one row is left, which is hashed, with the length. That is
+for damage of any kind; who knows the matrix could make bytes that it does not tell apart.
+"""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+SUM_BYTES = 32
+ROW = 1 << 15
+COLUMNS = 16
+_PART = 2048  # rows that are multiplied at a time on the host
+_EXACT = 1024  # products of 8-bit integers whose sum a 32-bit floating point number holds
+_FEWEST = 32  # rows that a GPU multiplies
+
+
+def digest_of(data: Tensor, pool: ThreadPoolExecutor) -> bytes:
+    """Of bytes in one piece, as they are now; on a GPU, after all that its current stream has been given before.
+
+    >>> with ThreadPoolExecutor() as pool:
+    ...     digest_of(torch.zeros(100_000, dtype=torch.uint8), pool).hex()[:16]
+    'a6e472b453b7f8af'
+    """
+    found = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=SUM_BYTES)
+    left = data.view(torch.int8)
+    while len(left) > ROW:
+        left = _products(left, pool).view(torch.int8).view(-1)
+    found.update(left.cpu().numpy().tobytes())
+    return found.digest()
+
+
+def _products(data: Tensor, pool: ThreadPoolExecutor) -> Tensor:
+    """Of each row with the matrix."""
+    whole = len(data) // ROW
+    rows, rest = data[: whole * ROW].view(whole, ROW), data[whole * ROW :]
+    if data.is_cuda:
+        found = [_on_device(rows)]
+    else:
+        multiply = pool.map if torch.get_num_threads() == 1 else map
+        found = list(multiply(_on_host, torch.split(rows, _PART)))
+    if len(rest):
+        row = functional.pad(rest, (0, ROW - len(rest)))[None]
+        found.append(_on_device(row) if data.is_cuda else _on_host(row))
+    return torch.cat(found)
+
+
+@cache
+def matrix(device: torch.device) -> Tensor:
+    """The same everywhere and always: another one would be another protocol."""
+    numbers = hashlib.shake_256(b"stretto weights").digest(ROW * COLUMNS)
+    return torch.from_numpy(np.frombuffer(numbers, np.int8).copy()).view(ROW, COLUMNS).to(device)
+
+
+def _on_device(rows: Tensor) -> Tensor:
+    few = max(0, _FEWEST - len(rows))
+    return torch._int_mm(functional.pad(rows, (0, 0, 0, few)) if few else rows, matrix(rows.device))[: len(rows)]
+
+
+def _on_host(rows: Tensor) -> Tensor:
+    return torch._int_mm(rows, matrix(rows.device)) if _multiplies_integers() else by_floats(rows)
+
+
+def by_floats(rows: Tensor) -> Tensor:
+    """The same numbers where integers cannot be multiplied exactly: in sums so short that no bit of them is lost."""
+    found = torch.zeros(len(rows), COLUMNS, dtype=torch.int32, device=rows.device)
+    for at in range(0, ROW, _EXACT):
+        part = rows[:, at : at + _EXACT].float() @ matrix(rows.device)[at : at + _EXACT].float()
+        found += part.to(torch.int32)
+    return found
+
+
+@cache
+def _multiplies_integers() -> bool:
+    """Whether this processor sums products of 8-bit integers in 32 bits; older ones would cut them off at 16."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return bool({"avx512_vnni", "avx_vnni", "amx_int8"} & set(flags))

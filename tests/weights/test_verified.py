@@ -1,0 +1,389 @@
+"""What "verified" means: live tensors hold exactly what was pushed, or the push says so before anybody pauses."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+import pushes
+from ranks import Ranks
+from stretto.ir.errors import WeightsError
+from stretto.weights import loading, spread
+from stretto.weights.conversation import Hooks
+from stretto.weights.export import Export
+from stretto.weights.live import shared, unfit
+from stretto.weights.receiver import Receiver
+from stretto.weights.remotes import status
+from stretto.weights.sender import Sender
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    with Sender(device="cpu", bucket_bytes=2048) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(4)
+    yield made
+    made.stop()
+
+
+class Engine:
+    """Live tensors, and how often it was paused."""
+
+    def __init__(self, folder: Path, live: Mapping[str, Tensor], **hooks: Any) -> None:
+        self.live, self.paused = live, 0
+        made = Hooks(pause=self._pause, **hooks)
+        self.receiver = Receiver(f"unix://{folder}/r", into=live, hooks=made).start()
+        self.address = str(self.receiver.address)
+
+    def _pause(self, _: str) -> None:
+        self.paused += 1
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.receiver.close()
+
+
+def push(sender: Sender, engine: Engine, tensors: Mapping[str, Tensor], version: str = "v") -> str:
+    sender.register(version, tensors)
+    return sender.push(version, [engine.address]).receivers[engine.address]
+
+
+# How live tensors lie.
+
+
+WEIGHT = torch.arange(16.0).view(4, 4)
+
+
+@pytest.mark.parametrize("how", ["turned", "strided"])
+def test_a_layout_that_changed_at_one_address_is_followed_if_it_fits(folder: Path, sender: Sender, how: str) -> None:
+    room = torch.zeros(40)
+    live = {"w": room[:16].view(4, 4)}
+    with Engine(folder, live) as engine:
+        assert push(sender, engine, {"w": WEIGHT}) == "verified"
+        live["w"].data = live["w"].data.t() if how == "turned" else room.as_strided((4, 4), (9, 2))
+        assert push(sender, engine, {"w": WEIGHT + 1}) == "verified"
+        assert torch.equal(live["w"], WEIGHT + 1)
+
+
+ODD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "reshaped": (lambda it: it.view(2, 8), r"w has shape \(4, 4\), and it does not fit \(2, 8\)"),
+    "of another type": (lambda it: it.view(torch.int32), "w is float32, not int32"),
+    "smaller": (lambda it: it[:3], r"w has shape \(4, 4\), and it does not fit \(3, 4\)"),
+    "expanded": (lambda it: it[:, :1].expand(4, 4), r"w is expanded or overlaps itself \(strides \(4, 0\)\)"),
+    "overlapping itself": (lambda it: it.view(-1).as_strided((4, 4), (2, 1)), "w is expanded or overlaps itself"),
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_a_layout_that_does_not_fit_any_more_is_refused_before_anybody_pauses(
+    folder: Path, sender: Sender, how: str
+) -> None:
+    live = {"w": torch.zeros(4, 4)}
+    change, said = ODD[how]
+    with Engine(folder, live) as engine:
+        assert push(sender, engine, {"w": WEIGHT}) == "verified"
+        kept = live["w"]
+        live["w"] = change(kept)
+        with pytest.raises(WeightsError, match=said):
+            push(sender, engine, {"w": WEIGHT + 1})
+        assert engine.paused == 1
+        assert torch.equal(kept, WEIGHT)
+        assert engine.receiver.ensure_serving() == "v"
+        live["w"] = kept
+        assert push(sender, engine, {"w": WEIGHT + 2}) == "verified"
+        assert torch.equal(kept, WEIGHT + 2)
+
+
+def test_a_meta_tensor_is_no_live_one(folder: Path, sender: Sender) -> None:
+    live = {"w": torch.zeros(2), "m": torch.zeros(2, device="meta")}
+    with Engine(folder, live) as engine, pytest.raises(WeightsError, match="m is not plain memory"):
+        push(sender, engine, {"w": torch.ones(2), "m": torch.ones(2)})
+
+
+def addresses(tensor: Tensor) -> list[int]:
+    """Of all its bytes, one by one."""
+    place = np.zeros(tuple(tensor.shape), np.int64)
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        place = place + (np.arange(size) * stride).reshape([-1 if k == dim else 1 for k in range(tensor.dim())])
+    return [
+        tensor.data_ptr() + int(at) * tensor.itemsize + byte
+        for at in place.reshape(-1)
+        for byte in range(tensor.itemsize)
+    ]
+
+
+ROOM = torch.zeros(64, dtype=torch.float64)
+views = st.tuples(
+    st.sampled_from([torch.float64, torch.float32, torch.int16]),
+    st.integers(0, 6),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=3),
+).map(
+    lambda it: ROOM.view(it[0]).as_strided([size for size, _ in it[2]], [stride for _, stride in it[2]], it[1])  # type: ignore[no-any-return]
+)
+
+
+@given(st.lists(views, min_size=1, max_size=4))
+def test_what_overlaps_is_found(tensors: list[Tensor]) -> None:
+    live = {}
+    for number, tensor in enumerate(tensors):
+        bytes_of = addresses(tensor)
+        if unfit(f"t{number}", tensor):
+            continue  # it may refuse a few that do not overlap themselves
+        assert len(set(bytes_of)) == len(bytes_of)
+        live[f"t{number}"] = tensor
+    wrong, alike = shared(live, {})
+    one = {name: next((k for k, names in enumerate(alike) if name in names), name) for name in live}
+    for name, tensor in live.items():
+        for other, also in live.items():
+            if name < other and one[name] != one[other]:
+                overlap = bool(set(addresses(tensor)) & set(addresses(also)))
+                firsts = {next(n for n in live if one[n] == one[it]) for it in (name, other)}
+                assert any(all(f"{it} " in f"{line} " for it in firsts) for line in wrong) == overlap
+    for names in alike:
+        assert len({(live[it].data_ptr(), live[it].shape, live[it].stride(), live[it].dtype) for it in names}) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_ordinary_tensors_are_not_refused(size: int) -> None:
+    whole = torch.zeros(size, 4, 6)
+    for tensor in (
+        whole,
+        whole.transpose(0, 2),
+        whole[:, 1:3, ::2],
+        whole.permute(1, 2, 0)[:1],
+        torch.zeros(()),
+        whole[:0],
+    ):
+        assert not unfit("t", tensor)
+    fused = torch.zeros(8, 12)
+    columns = {"q": fused[:, :4], "k": fused[:, 4:8], "v": fused[:, 8:], "r": fused[:0]}
+    assert shared(columns, {}) == ([], [])
+
+
+def test_tensors_that_overlap_are_refused_before_anybody_pauses(folder: Path, sender: Sender) -> None:
+    room = torch.zeros(10)
+    live = {"a": room[:6], "b": room[4:]}
+    with Engine(folder, live) as engine:
+        with pytest.raises(WeightsError, match="a and b overlap in memory, and are not one and the same tensor"):
+            push(sender, engine, {"a": torch.ones(6), "b": torch.ones(6)})
+        assert engine.paused == 0
+
+
+def test_tied_tensors_take_one_value_and_no_two(folder: Path, sender: Sender) -> None:
+    tied = torch.zeros(300)
+    live = {"embed": tied, "other": torch.zeros(3), "head": tied}
+    given = {"embed": torch.arange(300.0), "other": torch.ones(3), "head": torch.arange(300.0)}
+    with Engine(folder, live) as engine:
+        assert push(sender, engine, given) == "verified"
+        given["head"] = given["head"].clone()
+        given["head"][150] = -1
+        with pytest.raises(WeightsError, match=r"/r: embed and head are one tensor there, and differ in v$"):
+            push(sender, engine, given)
+        assert engine.paused == 1
+        assert torch.equal(tied, torch.arange(300.0))
+        given["embed"] = given["head"]
+        assert push(sender, engine, given) == "verified"
+        assert torch.equal(tied, given["head"])
+
+
+def test_tied_tensors_that_take_different_slices_are_refused(folder: Path, sender: Sender) -> None:
+    tied = torch.zeros(2)
+    slices = {"a": (slice(0, 2),), "b": (slice(2, 4),)}
+    with Receiver(f"unix://{folder}/r", into={"a": tied, "b": tied}, slices=slices) as receiver:
+        receiver.start()
+        sender.register("v", {"a": torch.ones(4), "b": torch.ones(4)})
+        with pytest.raises(WeightsError, match="a and b overlap in memory"):
+            sender.push("v", [str(receiver.address)])
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_tied_tensors_of_several_senders_are_compared(ranks: Ranks, folder: Path, split: bool) -> None:
+    tied = torch.zeros(600)
+    with Engine(folder, {"t0": tied, "t1": torch.zeros(600), "t2": tied}) as engine:
+        for equal in (True, False):
+            said = ranks.run(pushes.tied, 3, engine.address, equal, split)
+            if equal:
+                assert said == ["verified"] * 3
+            else:
+                assert len(set(said)) == 1
+                assert said[0].endswith(f"{engine.address}: t0 and t2 are one tensor there, and differ in v")
+        assert engine.paused == 1
+
+
+# What they hold afterwards.
+
+
+def test_a_tensor_that_does_not_hold_what_was_written_is_found(
+    folder: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, live = torch._foreach_copy_, {f"t{k}": torch.zeros(5) for k in range(4)}
+
+    def forgetful(targets: list[Tensor], sources: list[Tensor], **how: Any) -> None:
+        copy(targets[:2] + targets[3:], sources[:2] + sources[3:], **how)
+
+    given = {name: torch.ones(5) for name in live}
+    with Engine(folder, live) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "_foreach_copy_", forgetful)
+            with pytest.raises(WeightsError, match=r"bucket 0 \(t0 … t3\): t2 does not hold what was written into it"):
+                push(sender, engine, given)
+        assert engine.receiver.status.state == "dirty"
+        assert engine.receiver.status.assurance is None
+        assert push(sender, engine, given) == "verified"
+
+
+def test_a_tensor_that_is_replaced_while_it_is_loaded_is_found(
+    folder: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = {"w": torch.zeros(4, 4)}
+
+    def swapping(tensors: list[Tensor]) -> Tensor:
+        live["w"] = live["w"].t() if live["w"].is_contiguous() else live["w"]
+        return torch.cat([it.reshape(-1) for it in tensors])
+
+    with Engine(folder, live) as engine:
+        monkeypatch.setattr(loading, "joined", swapping)
+        with pytest.raises(WeightsError, match=r"bucket 0 \(w\): w was replaced while it was loaded"):
+            push(sender, engine, {"w": WEIGHT})
+        assert engine.receiver.status.state == "dirty"
+
+
+KINDS = [torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.uint16, torch.bfloat16, torch.float32]
+KINDS += [torch.uint64, torch.complex64, torch.complex128]
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5)], ids=str)
+def test_every_type_is_read_again_as_it_lies(folder: Path, sender: Sender, dtype: torch.dtype, shape: Any) -> None:
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+    value = raw.view(dtype).view(shape)  # not a number among them, and zeros of both signs
+    room = torch.zeros(2, *shape, dtype=dtype)
+    live = {"plain": room[0], "turned": torch.zeros(shape[::-1], dtype=dtype).mT if len(shape) == 2 else room[1]}
+    with Engine(folder, live) as engine:
+        assert push(sender, engine, {"plain": value, "turned": value}) == "verified"
+    assert all(pushes.same(it.contiguous(), value) for it in live.values())
+
+
+@pytest.mark.parametrize("how", ["nothing", "negates", "replaces", "turns"])
+def test_what_finish_makes_of_live_tensors_is_delivered_and_not_verified(
+    folder: Path, sender: Sender, how: str
+) -> None:
+    live = {name: torch.zeros(4, 4) for name in ("a", "b")}
+
+    def finish() -> None:
+        match how:
+            case "negates":
+                live["b"].neg_()
+            case "replaces":
+                live["b"] = live["b"].clone()
+            case "turns":
+                live["b"].data = live["b"].data.t()
+
+    with Engine(folder, live, finish=finish) as engine:
+        for _ in range(2):
+            told = push(sender, engine, {"a": WEIGHT, "b": WEIGHT})
+            assert told == ("verified" if how == "nothing" else "delivered")
+            assert engine.receiver.status.assurance == told
+
+
+def test_a_loader_that_says_a_name_for_names_is_told(folder: Path, sender: Sender) -> None:
+    with Receiver(f"unix://{folder}/r", lambda _: "w") as receiver:
+        receiver.start()
+        sender.register("v", {"w": torch.ones(2)})
+        with pytest.raises(WeightsError, match="a loader returns the names that it took, or None, and not a name"):
+            sender.push("v", [str(receiver.address)])
+
+
+def test_a_loader_that_says_later_what_it_took_has_accounted_for_it(folder: Path) -> None:
+    seen: list[str] = []
+
+    def load(tensors: Any) -> list[str] | None:
+        seen.extend(name for name, _ in tensors)
+        return seen if len(seen) == 3 else None
+
+    with Receiver(f"unix://{folder}/r", load) as receiver, Sender(device="cpu", bucket_bytes=256) as sender:
+        receiver.start()
+        sender.register("v", {f"t{k}": torch.ones(60) for k in range(3)})
+        assert sender.push("v", [str(receiver.address)]).receivers == {str(receiver.address): "delivered"}
+
+
+# What a version holds.
+
+
+def test_a_version_is_told_by_its_content(folder: Path, sender: Sender) -> None:
+    live = {"a": torch.zeros(40), "b": torch.zeros(300)}
+    given = {"a": torch.ones(40), "b": torch.arange(300.0)}
+    changed = {**given, "b": given["b"].clone()}
+    changed["b"][7] += 1
+    first = sender.register("v", given)
+    assert sender.register("w", given) == first  # whatever it is called
+    others = [changed, {"b": given["b"], "a": given["a"]}, {"a": given["a"]}, {**given, "c": given["a"]}]
+    others += [{**given, "a": given["a"].view(5, 8)}, {**given, "a": given["a"].view(torch.int32)}]
+    assert len({first, *(sender.register("v", it) for it in others)}) == 1 + len(others)
+    with Engine(folder, live) as engine:
+        assert status(engine.address).content == ""
+        for tensors in (given, changed):
+            content = sender.register("v", tensors)
+            report = sender.push("v", [engine.address])
+            assert report.content == content == status(engine.address).content == engine.receiver.status.content
+            assert f"({content[:8]})" in str(report)
+
+
+# What is registered is of one piece.
+
+
+def test_a_file_that_is_rewritten_while_it_is_copied_is_refused(
+    tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(200), "x": torch.ones(200)}, path)
+    copy = spread.copy_in_parallel
+
+    def late(*given: Any) -> None:
+        copy(*given)
+        with path.open("r+b") as file:  # after the last look, and before it is all there
+            file.seek(-4, 2)
+            file.write(b"late")
+
+    monkeypatch.setattr(spread, "copy_in_parallel", late)
+    for source in (path, Export(dtype=torch.bfloat16)(path)):
+        with pytest.raises(WeightsError, match="has changed since it was opened"):
+            sender.register("v", source)
+    monkeypatch.undo()
+    sender.register("v", path)
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_ranks_that_read_different_files_are_told_which_tensor_differs(
+    ranks: Ranks, tmp_path: Path, exported: bool
+) -> None:
+    paths = [str(tmp_path / f"{number}.safetensors") for number in range(3)]
+    tensors = {f"t{k:02}": torch.full((500,), float(k)) for k in range(40)}
+    for number, path in enumerate(paths):
+        save_file({**tensors, "t17": tensors["t17"] + (torch.arange(500) == 250) * (number == 2)}, path)
+    same = [paths[0], paths[1], paths[0], paths[1]]
+    assert len(set(ranks.run(pushes.read, 4, same, exported))) == 1
+    for files in ([*paths, paths[0]], paths[::-1] + paths[:1], [paths[2], *paths]):
+        said = ranks.run(pushes.read, 4, files, exported)
+        assert len(set(said)) == 1
+        assert "read different values of t17 for v" in said[0]
+
+
+def test_an_export_that_differs_by_rank_is_found(ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.safetensors")
+    save_file({name: torch.full((500,), float(k)) for k, name in enumerate("abcd")}, path)
+    said = ranks.run(pushes.renamed, 2, path)
+    assert said == ["rank 1 registers another version, or other tensors, than rank 0"] * 2
