@@ -50,7 +50,8 @@ def test_a_sum_is_what_its_definition_says(
     nbytes: int, threads: int, by: str, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, before = random_bytes(nbytes), torch.get_num_threads()
-    monkeypatch.setattr(checksums, "_multiplies_integers", lambda: by == "integers")
+    if by == "floats":
+        monkeypatch.setattr(checksums, "_product", lambda _: by_floats)
     monkeypatch.setattr(checksums, "_PART", 100)
     torch.set_num_threads(threads)
     try:
@@ -73,8 +74,21 @@ def test_the_largest_numbers_are_summed_without_loss(byte: int) -> None:
     rows[1] = torch.where(matrix(CPU)[:, 0] < 0, -128, 127)  # each product as large as can be
     expected = rows.numpy().astype(np.int64) @ matrix(CPU).numpy().astype(np.int64)
     assert (by_floats(rows).numpy() == expected).all()
-    assert (checksums._on_host(rows).numpy() == expected).all()
+    assert (checksums._product(CPU)(rows).numpy() == expected).all()
     assert abs(expected[1, 0]) > 2**26
+
+
+def test_a_processor_that_is_not_exact_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(rows: Tensor, numbers: Tensor) -> Tensor:  # as sums of pairs in 16 bits are
+        pairs = (rows.int()[:, :, None] * numbers.int()).view(len(rows), -1, 2, COLUMNS).sum(2)
+        return pairs.clamp(-(2**15), 2**15 - 1).sum(1).int()
+
+    monkeypatch.setattr(checksums, "_multiplies_integers", lambda: True)
+    monkeypatch.setattr(torch, "_int_mm", cut_off)
+    assert checksums._product.__wrapped__(CPU) is by_floats
+    monkeypatch.setattr(torch, "_int_mm", None)
+    monkeypatch.setattr(checksums, "_multiplies_integers", lambda: False)
+    assert checksums._product.__wrapped__(CPU) is by_floats
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])

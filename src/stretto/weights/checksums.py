@@ -8,6 +8,8 @@ for damage of any kind; who knows the matrix could make bytes that it does not t
 """
 
 import hashlib
+import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+log = logging.getLogger(__name__)
 SUM_BYTES = 32
 ROW = 1 << 15
 COLUMNS = 16
@@ -42,17 +45,14 @@ def digest_of(data: Tensor, pool: ThreadPoolExecutor) -> bytes:
 
 def _products(data: Tensor, pool: ThreadPoolExecutor) -> Tensor:
     """Of each row with the matrix."""
-    whole = len(data) // ROW
-    rows, rest = data[: whole * ROW].view(whole, ROW), data[whole * ROW :]
-    if data.is_cuda:
-        found = [_on_device(rows)]
-    else:
-        multiply = pool.map if torch.get_num_threads() == 1 else map
-        found = list(multiply(_on_host, torch.split(rows, _PART)))
-    if len(rest):
-        row = functional.pad(rest, (0, ROW - len(rest)))[None]
-        found.append(_on_device(row) if data.is_cuda else _on_host(row))
-    return torch.cat(found)
+    whole, product = len(data) // ROW, _product(data.device)
+    parts = [data[: whole * ROW].view(whole, ROW)]
+    if not data.is_cuda:
+        parts = list(torch.split(parts[0], _PART))
+    if rest := len(data) % ROW:
+        parts.append(functional.pad(data[-rest:], (0, ROW - rest))[None])
+    threaded = not data.is_cuda and torch.get_num_threads() == 1
+    return torch.cat(list(pool.map(product, parts) if threaded else map(product, parts)))
 
 
 @cache
@@ -62,17 +62,30 @@ def matrix(device: torch.device) -> Tensor:
     return torch.from_numpy(np.frombuffer(numbers, np.int8).copy()).view(ROW, COLUMNS).to(device)
 
 
-def _on_device(rows: Tensor) -> Tensor:
-    few = max(0, _FEWEST - len(rows))
-    return torch._int_mm(functional.pad(rows, (0, 0, 0, few)) if few else rows, matrix(rows.device))[: len(rows)]
+@cache
+def _product(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Of rows with the matrix: the fastest way that is exact on this device, for the largest numbers too."""
+    largest = torch.where(matrix(device).T < 0, -128, 127).to(torch.int8)
+    why = "this processor cannot"
+    if device.type != "cpu" or _multiplies_integers():
+        try:
+            if torch.equal(by_integers(largest), by_floats(largest)):
+                return by_integers
+            why = "they were not exact"
+        except RuntimeError as error:
+            why = str(error)
+    log.info("sums are found without products of 8-bit integers, more slowly: %s", why)
+    return by_floats
 
 
-def _on_host(rows: Tensor) -> Tensor:
-    return torch._int_mm(rows, matrix(rows.device)) if _multiplies_integers() else by_floats(rows)
+def by_integers(rows: Tensor) -> Tensor:
+    few = max(0, _FEWEST - len(rows)) if rows.is_cuda else 0
+    filled = functional.pad(rows, (0, 0, 0, few)) if few else rows
+    return torch._int_mm(filled, matrix(rows.device))[: len(rows)]
 
 
 def by_floats(rows: Tensor) -> Tensor:
-    """The same numbers where integers cannot be multiplied exactly: in sums so short that no bit of them is lost."""
+    """The same numbers where integers cannot be multiplied: in sums so short that no bit of them is lost."""
     found = torch.zeros(len(rows), COLUMNS, dtype=torch.int32, device=rows.device)
     for at in range(0, ROW, _EXACT):
         part = rows[:, at : at + _EXACT].float() @ matrix(rows.device)[at : at + _EXACT].float()
@@ -80,7 +93,6 @@ def by_floats(rows: Tensor) -> Tensor:
     return found
 
 
-@cache
 def _multiplies_integers() -> bool:
     """Whether this processor sums products of 8-bit integers in 32 bits; older ones would cut them off at 16."""
     try:
