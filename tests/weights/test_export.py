@@ -143,8 +143,8 @@ def test_a_map_that_does_not_fit_is_refused(options: dict[str, Any], says: str) 
         ({"unstack": {"*": "{0}"}}, "names all experts alike"),
         ({"stack": {"x": "y"}}, "has no group"),
         ({"stack": {"(": "y"}}, "is no regular expression"),
-        ({"dtype": torch.quint8}, "torch.quint8 is no type that can be pushed"),
-        ({"dtype": {"*": "bfloat16"}}, "bfloat16 is no type that can be pushed"),
+        ({"dtype": torch.quint8}, "dtype is one that can be pushed, such as torch.bfloat16"),
+        ({"dtype": {"*": "bfloat16"}}, "dtype is one that can be pushed, such as torch.bfloat16"),
         ({"fp8": "*.weight"}, "fp8 is a list"),
     ],
 )

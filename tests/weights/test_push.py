@@ -261,9 +261,12 @@ def test_receivers_of_a_failed_push_are_dirty_and_refuse_to_serve(ranks: Ranks, 
 @pytest.mark.parametrize(
     ("into", "said"),
     [
-        ({"t9": torch.zeros(1, device=DEVICE)}, "t9 is missing"),
-        ({"t0": torch.zeros(64, 33, dtype=torch.float64, device=DEVICE)}, "t0 is float32, not float64"),
-        ({"t0": torch.zeros(64, 34, device=DEVICE)}, "t0 has shape (64, 33), and it does not fit (64, 34)"),
+        ({"t9": torch.zeros(1, device=DEVICE)}, "t9 is not in what is pushed"),
+        (
+            {"t0": torch.zeros(64, 33, dtype=torch.float64, device=DEVICE)},
+            "t0 is pushed as float32, and is float64 here",
+        ),
+        ({"t0": torch.zeros(64, 34, device=DEVICE)}, "t0 is pushed with shape (64, 33), and it does not fit (64, 34)"),
     ],
 )
 def test_a_version_that_does_not_fit_is_refused_before_anybody_pauses(
@@ -286,4 +289,7 @@ def test_a_loader_says_what_it_expects(ranks: Ranks, folder: Path) -> None:
     with Receiver(f"unix://{folder}/a", Keeper(), expects=expects) as receiver:
         receiver.start()
         (failed,) = ranks.run(pushes.push, 1, SPEC, [1], [str(receiver.address)], {})[0]
-    assert failed == f"{receiver.address}: t1 is bfloat16[7], not float16[7]; q is missing"
+    assert (
+        failed
+        == f"{receiver.address}: t1 is pushed as bfloat16[7], and float16[7] is expected; q is not in what is pushed"
+    )

@@ -150,7 +150,7 @@ def test_the_last_error_is_told_whatever_the_state(folder: Path, sender: Sender)
         with pytest.raises(WeightsError, match="does not fit"):
             sender.push("v", [str(receiver.address)])
         assert receiver.status.state == "serving"  # it has refused in time
-        assert "t0 has shape (60,), and it does not fit (3,)" in receiver.status.error
+        assert "t0 is pushed with shape (60,), and it does not fit (3,)" in receiver.status.error
 
 
 def test_senseless_receivers_are_refused(folder: Path) -> None:
@@ -269,3 +269,27 @@ def test_a_process_ends_in_peace_while_its_sender_is_there(folder: Path, how: st
         command = [sys.executable, "-c", ENGINE, f"unix://{folder}/r", PUSHING, how]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "pushed\n", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"load": {}}, "load is a function that takes tensors"),
+        ({"into": {"w": 3}}, "w of into is a int, not a tensor"),
+        ({"load": names, "expects": [Entry("w", "fp32", (2,))]}, "w is expected as 'fp32'; types are named as in"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_when_it_is_made(folder: Path, given: Any, said: str) -> None:
+    with pytest.raises(WeightsError, match=said):
+        Receiver(f"unix://{folder}/r", **given)
+
+
+def test_a_receiver_serves_once_and_not_after_its_end(folder: Path) -> None:
+    receiver = Receiver(f"unix://{folder}/r", names).start()
+    for again in (receiver.start, receiver.serve):
+        with pytest.raises(WeightsError, match="this receiver serves already"):
+            again()
+    receiver.close()
+    for again in (receiver.start, receiver.serve, receiver.ensure_serving):
+        with pytest.raises(WeightsError, match="this receiver is closed"):
+            again()

@@ -79,9 +79,9 @@ def test_a_layout_that_changed_at_one_address_is_followed_if_it_fits(folder: Pat
 
 
 ODD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "reshaped": (lambda it: it.view(2, 8), r"w has shape \(4, 4\), and it does not fit \(2, 8\)"),
-    "of another type": (lambda it: it.view(torch.int32), "w is float32, not int32"),
-    "smaller": (lambda it: it[:3], r"w has shape \(4, 4\), and it does not fit \(3, 4\)"),
+    "reshaped": (lambda it: it.view(2, 8), r"w is pushed with shape \(4, 4\), and it does not fit \(2, 8\)"),
+    "of another type": (lambda it: it.view(torch.int32), "w is pushed as float32, and is int32 here"),
+    "smaller": (lambda it: it[:3], r"w is pushed with shape \(4, 4\), and it does not fit \(3, 4\)"),
     "expanded": (lambda it: it[:, :1].expand(4, 4), r"w is expanded or overlaps itself \(strides \(4, 0\)\)"),
     "overlapping itself": (lambda it: it.view(-1).as_strided((4, 4), (2, 1)), "w is expanded or overlaps itself"),
 }
@@ -199,6 +199,29 @@ def test_tied_tensors_take_one_value_and_no_two(folder: Path, sender: Sender) ->
         assert torch.equal(tied, given["head"])
 
 
+def test_of_tied_tensors_one_is_enough(folder: Path, sender: Sender) -> None:
+    tied = torch.zeros(4)
+    with Engine(folder, {"embed": tied, "head": tied}) as engine:
+        for name in ("embed", "head"):  # as files of tied models have it
+            assert push(sender, engine, {name: torch.ones(4) * len(name)}) == "verified"
+            assert torch.equal(tied, torch.ones(4) * len(name))
+        with pytest.raises(WeightsError, match="embed is not in what is pushed; head is not in what is pushed"):
+            push(sender, engine, {"other": torch.ones(4)})
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"), [(None, "w is a NoneType, not a tensor"), ("sparse", "w is not plain memory")]
+)
+def test_what_is_no_tensor_any_more_is_refused_by_name(folder: Path, sender: Sender, odd: Any, said: str) -> None:
+    live: dict[str, Any] = {"w": torch.zeros(4, 4)}
+    with Engine(folder, live) as engine:
+        assert push(sender, engine, {"w": WEIGHT}) == "verified"
+        live["w"] = WEIGHT.to_sparse() if odd else None
+        with pytest.raises(WeightsError, match=said):
+            push(sender, engine, {"w": WEIGHT})
+        assert engine.paused == 1
+
+
 def test_tied_tensors_that_take_different_slices_are_refused(folder: Path, sender: Sender) -> None:
     tied = torch.zeros(2)
     slices = {"a": (slice(0, 2),), "b": (slice(2, 4),)}
@@ -299,11 +322,12 @@ def test_what_finish_makes_of_live_tensors_is_delivered_and_not_verified(
             assert engine.receiver.status.assurance == told
 
 
-def test_a_loader_that_says_a_name_for_names_is_told(folder: Path, sender: Sender) -> None:
-    with Receiver(f"unix://{folder}/r", lambda _: "w") as receiver:
+@pytest.mark.parametrize("names", ["w", True])
+def test_a_loader_that_says_something_else_than_names_is_told(folder: Path, sender: Sender, names: Any) -> None:
+    with Receiver(f"unix://{folder}/r", lambda _: names) as receiver:
         receiver.start()
         sender.register("v", {"w": torch.ones(2)})
-        with pytest.raises(WeightsError, match="a loader returns the names that it took, or None, and not a name"):
+        with pytest.raises(WeightsError, match="a loader returns the names that it took, or None"):
             sender.push("v", [str(receiver.address)])
 
 

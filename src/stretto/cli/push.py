@@ -273,7 +273,7 @@ def _foresee(
     best = min(rows.values(), key=lambda it: it.predicted.makespan)
     if output is not None:
         write_figure(best.predicted, output)
-    out.print(f"{version} ({manifest.digest[:8]}): {len(manifest.entries)} tensors, {manifest.nbytes:,} bytes")
+    out.print(f"{version}: {len(manifest.entries)} tensors, {manifest.nbytes:,} bytes")
     out.print(
         f"{counted(len(buckets), 'bucket')} of {bucket_bytes / (1 << 20):.6g} MiB from {counted(devices, 'sender')}; "
         f"{where} copies {speeds.h2d / 1e9:.3g} GB/s from the host, {speeds.reload / 1e9:.3g} GB/s within"

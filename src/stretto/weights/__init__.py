@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.ir.extras import demand
 
 if TYPE_CHECKING:
+    from stretto.ir.errors import WeightsError
     from stretto.weights.conversation import Hooks
     from stretto.weights.export import Export
     from stretto.weights.manifest import Entry
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from stretto.weights.report import Report
     from stretto.weights.sender import Sender
 
-__all__ = ["Entry", "Export", "Hooks", "Receiver", "Report", "Sender", "status"]
+__all__ = ["Entry", "Export", "Hooks", "Receiver", "Report", "Sender", "WeightsError", "status"]
 
 _ROOMS = {
     "Entry": "manifest",
@@ -28,7 +29,9 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Each needs PyTorch, and is imported when it is asked for."""
+    """Most need PyTorch, and are imported when they are asked for."""
+    if name == "WeightsError":
+        return import_module("stretto.ir.errors").WeightsError
     if name in _ROOMS:
         demand("torch", extra="train", what=f"stretto.weights.{name}")
         return getattr(import_module(f"stretto.weights.{_ROOMS[name]}"), name)

@@ -52,17 +52,27 @@ class Export:
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.fp8, str):
-            raise WeightsError(f"fp8 is a list of globs (got {self.fp8!r:.60})")
         for template in self.unstack.values():
             if "{expert}" not in template:
                 raise WeightsError(f"{template!r:.80} names all experts alike; put {{expert}} into it")
         for pattern in self.stack:
             if "expert" not in _compiled(pattern).groupindex:
                 raise WeightsError(f"{pattern!r:.80} has no group (?P<expert>…) to tell experts by")
+        if (
+            isinstance(self.fp8, str)
+            or not isinstance(self.fp8, Sequence)
+            or not all(isinstance(it, str) for it in self.fp8)
+        ):
+            raise WeightsError(f"fp8 is a list of globs (got {self.fp8!r:.60})")
+        pairs = () if callable(self.rename) or isinstance(self.rename, Mapping) else self.rename
+        for pair in pairs:
+            if not (isinstance(pair, tuple | list) and len(pair) == 2):
+                raise WeightsError(
+                    f"rename is a mapping, a function, or pairs such as (r'^old', 'new') (got {pair!r:.60})"
+                )
         for dtype in self._dtypes().values():
             if not isinstance(dtype, torch.dtype) or _named(dtype) not in ITEM_BYTES:
-                raise WeightsError(f"{dtype} is no type that can be pushed")
+                raise WeightsError(f"dtype is one that can be pushed, such as torch.bfloat16 (got {dtype!r:.40})")
 
     def __call__(self, source: Any) -> Source:
         """The changed source. Nothing is read, and nothing computed, before it is needed."""

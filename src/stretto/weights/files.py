@@ -108,7 +108,7 @@ class _File:
         except FileNotFoundError:
             return  # its bytes are still there for us
         if changed:
-            raise WeightsError(f"{self.path} has changed since it was opened; open it again")
+            raise WeightsError(f"{self.path} has changed since it was opened; register it again")
 
 
 class Safetensors:

@@ -78,7 +78,7 @@ def _parts(manifest: Manifest, most: int, *, split: bool) -> Iterator[tuple[int,
         if not split:
             raise WeightsError(
                 f"{entry.name} has {whole:,} bytes, more than a bucket of {most:,}; "
-                "only receivers that write in place (into=…) take tensors in parts"
+                "in parts (split=True, --split) only receivers that write in place (into=…) take it"
             )
         step = most // ITEM_BYTES[entry.dtype] * ITEM_BYTES[entry.dtype]
         for start in range(0, whole, step):

@@ -40,8 +40,10 @@ def plain(tensor: Tensor) -> Tensor:
     return real.view(_INTEGERS[real.itemsize])
 
 
-def unfit(name: str, tensor: Tensor) -> str:
+def unfit(name: str, tensor: Any) -> str:
     """Why a tensor cannot be written in place, whatever comes; nothing if it can."""
+    if not isinstance(tensor, Tensor):
+        return f"{name} is a {type(tensor).__name__}, not a tensor"
     if isinstance(tensor, DTensor):
         return f"{name} is a DTensor; give its local tensor, and slices of what is pushed"
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg():

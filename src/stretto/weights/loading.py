@@ -1,6 +1,7 @@
 """What a receiver does with a bucket: hand whole tensors to a loader, or write into live tensors in place."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from stretto.weights.messages import Assurance
 
 Load = Callable[[Sequence[tuple[str, Tensor]]], Iterable[str] | None]
 """Takes tensors by name; says which of the names it has taken care of, or None if it cannot say."""
+log = logging.getLogger(__name__)
 _GROUP = 32 << 20  # bytes that are read again at a time, on a device twice that
 
 
@@ -83,8 +85,8 @@ class Handing:
         self._coming.discard(number)
         if taken is None:
             self._silent = True
-        elif isinstance(taken, str):
-            raise TypeError(f"a loader returns the names that it took, or None, and not a name ({taken!r:.60})")
+        elif isinstance(taken, str) or not isinstance(taken, Iterable):
+            raise TypeError(f"a loader returns the names that it took, or None (got {taken!r:.60})")
         else:
             self._left.difference_update(taken)
 
@@ -95,6 +97,9 @@ class Handing:
         return [] if self._silent else [it.name for it in entries if it.name in self._left]
 
     def assurance(self) -> Assurance:
+        if self._left:
+            some = [entry.name for entry in self._manifest.entries if entry.name in self._left]
+            log.warning("the loader did not account for %s", _listed(some, ", "))
         return "unaccounted" if self._left else "delivered"
 
     def live(self, pool: ThreadPoolExecutor) -> bytes:  # noqa: ARG002 (it is the engine's)
@@ -112,18 +117,21 @@ class Writing:
         buckets: list[Bucket],
     ) -> None:
         given = {entry.name: entry for entry in manifest.entries}
+        if wrong := [why for name, tensor in into.items() if (why := unfit(name, tensor))]:
+            raise WeightsError(_listed(wrong))
+        overlaps, alike = shared(into, slices)
+        tied = {name for names in alike for name in names if any(it in given for it in names)}
         wrong = [
             why
             for name, tensor in into.items()
-            if (why := unfit(name, tensor) or _misfit(name, tensor, given.get(name), slices))
+            if (name in given or name not in tied) and (why := _misfit(name, tensor, given.get(name), slices))
         ]
-        overlaps, alike = shared(into, slices) if not wrong else ([], [])
         if wrong or overlaps:
             raise WeightsError(_listed(wrong or overlaps))
         places = {entry.name: place for place, entry in enumerate(manifest.entries)}
-        self.alike = [[places[name] for name in names] for names in alike]
+        self.alike = [there for names in alike if (there := [places[name] for name in names if name in places])]
         self._given, self._lays = into, {name: lay_of(tensor) for name, tensor in into.items()}
-        self._into = {name: tensor.detach() for name, tensor in into.items()}
+        self._into = {name: tensor.detach() for name, tensor in into.items() if name in given}
         self.buckets = buckets
         self._slices, self._manifest = slices, manifest
         self._copies: dict[tuple[int, int], list[_Copies]] = {}
@@ -133,7 +141,10 @@ class Writing:
     def holds(self) -> bool:
         """Whether the live tensors are where they were: an engine may have put others in their place, or may see the
         same memory in another way."""
-        return {name: lay_of(tensor) for name, tensor in self._given.items()} == self._lays
+        try:
+            return {name: lay_of(tensor) for name, tensor in self._given.items()} == self._lays
+        except (AttributeError, RuntimeError):
+            return False  # what is there is no plain tensor any more, and is refused by name
 
     def _wants(self, piece: Piece) -> bool:
         entry = self._manifest.entries[piece.entry]
@@ -254,18 +265,17 @@ class _Views:
 def _misfit(name: str, tensor: Tensor, entry: Entry | None, slices: Mapping[str, tuple[slice, ...]]) -> str:
     """Why what comes under a name cannot go into a live tensor, in words; nothing if it can."""
     if entry is None:
-        return f"{name} is missing"
+        return f"{name} is not in what is pushed"
     if tensor.dtype != getattr(torch, entry.dtype):
-        return f"{name} is {entry.dtype}, not {str(tensor.dtype).removeprefix('torch.')}"
+        return f"{name} is pushed as {entry.dtype}, and is {str(tensor.dtype).removeprefix('torch.')} here"
     if name not in slices:
         fits, asked = tensor.shape == entry.shape, "it"
     elif len(slices[name]) > len(entry.shape):
         return f"{name} has {len(entry.shape)} dimensions, and slices of {len(slices[name])} are asked for"
     else:
         fits, asked = extent(slices_box(entry.shape, slices[name])) == tensor.shape, f"the slice {slices[name]} of it"
-    return "" if fits else f"{name} has shape {entry.shape}, and {asked} does not fit {tuple(tensor.shape)}"
+    return "" if fits else f"{name} is pushed with shape {entry.shape}, and {asked} does not fit {tuple(tensor.shape)}"
 
 
-def _listed(wrong: list[str]) -> str:
-    more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    return "; ".join(wrong[:3]) + more
+def _listed(some: list[str], between: str = "; ") -> str:
+    return between.join([*some[:3], *([f"and {len(some) - 3} more"] if len(some) > 3 else [])])

@@ -94,9 +94,9 @@ def differences(wanted: Iterable[Entry], manifest: Manifest) -> list[str]:
     for entry in wanted:
         there = given.get(entry.name)
         if there is None:
-            found.append(f"{entry.name} is missing")
+            found.append(f"{entry.name} is not in what is pushed")
         elif (there.dtype, there.shape) != (entry.dtype, entry.shape):
-            found.append(f"{entry.name} is {_typed(there)}, not {_typed(entry)}")
+            found.append(f"{entry.name} is pushed as {_typed(there)}, and {_typed(entry)} is expected")
     return found
 
 

@@ -27,6 +27,7 @@ from stretto.weights.choose import Speeds
 from stretto.weights.endpoint import Endpoint
 from stretto.weights.layout import Bucket
 from stretto.weights.staging import Staging
+from stretto.weights.wire import Late
 
 log = logging.getLogger(__name__)
 Sources = Callable[[int], Sequence[tuple[Tensor, int]]]
@@ -259,6 +260,8 @@ class Push:
             futures.wait(begun)  # all of them, or one would still be listened to when it is told to stop
             for it in begun:
                 it.result()
+        except Late as error:
+            self._stop(WeightsError(f"{error} (bucket {bucket}; bucket_timeout={self._timeout:g})"), "")
         except Exception as error:
             self._stop(error, f"reloading bucket {bucket}")
 

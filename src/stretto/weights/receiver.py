@@ -22,7 +22,7 @@ from stretto.weights.doors import Address, listen, read_secret, same_user
 from stretto.weights.host import threads
 from stretto.weights.layout import lay_out
 from stretto.weights.loading import Handing, Load, Loading, Writing
-from stretto.weights.manifest import Entry, Manifest
+from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest
 from stretto.weights.messages import (
     Ask,
     Failed,
@@ -64,10 +64,15 @@ class Receiver:
         expects = tuple(expects)
         if (load is None) == (into is None):
             raise WeightsError("a receiver takes either load, a function, or into, tensors by name")
+        if load is not None and not callable(load):
+            raise WeightsError(f"load is a function that takes tensors (got {load!r:.60})")
         if into is not None and not isinstance(into, Mapping):
             raise WeightsError("into is tensors by name, such as model.state_dict()")
         if into is not None and not into:
             raise WeightsError("into has no tensors, so there is nothing to take")
+        for name, tensor in (into or {}).items():
+            if not isinstance(tensor, Tensor):
+                raise WeightsError(f"{name} of into is a {type(tensor).__name__}, not a tensor")
         if into is not None and expects:
             raise WeightsError("expects is for load; a version must have all that is in into anyway")
         for name, part in (slices or {}).items():
@@ -76,6 +81,8 @@ class Receiver:
         for entry in expects:
             if not isinstance(entry, Entry):
                 raise WeightsError(f"expects are Entry(name, dtype, shape) (got {entry!r:.60})")
+            if entry.dtype not in ITEM_BYTES:
+                raise WeightsError(f"{entry.name} is expected as {entry.dtype!r:.40}; types are named as in 'bfloat16'")
         unknown = [name for name in slices or {} if name not in (into or {})]
         if unknown:
             raise WeightsError(f"a slice of {unknown[0]} is asked for, which is not among the tensors of into")
@@ -96,7 +103,7 @@ class Receiver:
         self._strangers: list[Connection] = []
         self._seats = threading.BoundedSemaphore(_MOST)
         self._known: dict[str, Manifest] = {}
-        self._closed = False
+        self._closed = self._begun = False
         self._serving: threading.Thread | None = None
         _receivers.add(self)
         threading.Thread(target=self._accept, name="stretto receiver", daemon=True).start()
@@ -110,6 +117,8 @@ class Receiver:
 
     def ensure_serving(self) -> str:
         """The version being served; raises while there is none to serve."""
+        if self._closed:
+            raise WeightsError("not serving: this receiver is closed")
         status = self.status
         if status.state != "serving":
             raise WeightsError(f"not serving: {status.state}{': ' + status.error if status.error else ''}")
@@ -117,6 +126,22 @@ class Receiver:
 
     def serve(self) -> None:
         """Take updates until closed."""
+        self._demand_idle()
+        self._serve()
+
+    def start(self) -> "Receiver":
+        """Serve in a thread of its own."""
+        self._demand_idle()
+        threading.Thread(target=self._serve, name="stretto updates", daemon=True).start()
+        return self
+
+    def _demand_idle(self) -> None:
+        with self._lock:
+            if self._closed or self._begun:
+                raise WeightsError("this receiver is closed" if self._closed else "this receiver serves already")
+            self._begun = True
+
+    def _serve(self) -> None:
         self._serving = threading.current_thread()
         while (asked := self._asking.get()) is not None:
             connection, opening, files = asked
@@ -137,11 +162,6 @@ class Receiver:
                 with self._lock:
                     if self._updating is connection:
                         self._updating = None
-
-    def start(self) -> "Receiver":
-        """Serve in a thread of its own."""
-        threading.Thread(target=self.serve, name="stretto updates", daemon=True).start()
-        return self
 
     def close(self) -> None:
         """Take no more updates."""

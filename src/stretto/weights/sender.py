@@ -82,6 +82,8 @@ class Sender:
         for name, seconds in (("timeout", timeout), ("bucket_timeout", self._bucket_timeout)):
             if not seconds > 0:
                 raise WeightsError(f"{name} is a number of seconds above 0 (got {seconds})")
+        if bucket_bytes is not None and not isinstance(bucket_bytes, int):
+            raise WeightsError(f"bucket_bytes is a number of bytes (got {bucket_bytes!r:.40})")
         group = mesh.get_group() if mesh is not None else dist.group.WORLD if dist.is_initialized() else None
         given = device if device is not None else mesh.device_type if mesh is not None else None
         self.device = resolved(given)

@@ -96,7 +96,9 @@ def _checked(pair: Any) -> tuple[str, Tensor]:
         raise WeightsError(f"a source of weights gives pairs of a name and a tensor (got {type(pair).__name__})")
     name, tensor = pair
     if not isinstance(tensor, Tensor):
-        raise WeightsError(f"{name} is a {type(tensor).__name__}, not a tensor; leave it out")
+        raise WeightsError(
+            f"{name} is a {type(tensor).__name__}, not a tensor; leave it out, or give the tensors that are in it"
+        )
     if _dtype(tensor) not in ITEM_BYTES or tensor.layout != torch.strided:
         raise WeightsError(f"{name} is a {tensor.layout} tensor of type {tensor.dtype}, which cannot be pushed")
     if tensor.is_meta:

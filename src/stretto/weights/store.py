@@ -63,11 +63,15 @@ class Store:
         self._bucket_bytes, self.split, self._keep = bucket_bytes, split, keep
         self._arenas = Arenas(pinned=device.type == "cuda")
         self._versions: dict[str, Version] = {}
+        self._dropped: set[str] = set()
 
     def get(self, version: str) -> Version:
         found = self._versions.get(version)
         if found is None:
-            raise WeightsError(f"{version} was not registered; there is {', '.join(self._versions) or 'none'}")
+            there = f"there is {', '.join(self._versions) or 'none'}"
+            if version in self._dropped:
+                raise WeightsError(f"{version} was dropped, and {there}; Sender(keep=2) holds two versions")
+            raise WeightsError(f"{version} was not registered; {there}")
         return found
 
     def add(self, version: str, source: Source, held: Sequence[Held], free: int) -> None:
@@ -174,8 +178,13 @@ class Store:
         for rank, theirs in enumerate(said):
             for number, total in theirs.items():
                 if total != said[number % size][number]:
-                    names = [holdings.manifest.entries[piece.entry].name for piece in buckets[number].pieces]
-                    where = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+                    bucket = buckets[number]
+                    mine = self._team.jointly(lambda: _each_piece(bucket, read_bucket(number, bucket, holdings, held)))  # noqa: B023
+                    told = self._team.gather(mine, list[bytes])
+                    one, other = told[number % size], told[rank]
+                    odd = [piece.entry for piece, a, b in zip(bucket.pieces, one, other, strict=True) if a != b]
+                    names = [holdings.manifest.entries[entry].name for entry in odd]
+                    where = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names) or "a file"
                     raise WeightsError(
                         f"ranks {number % size} and {rank} read different values of {where} for "
                         f"{holdings.manifest.version}"
@@ -196,6 +205,7 @@ class Store:
         found = self._versions.pop(version, None)
         if found is None:
             return
+        self._dropped.add(version)
         for pinned in found.pinned:
             pinned.close()
         if found.arena is not None:
@@ -215,6 +225,11 @@ def _together(bucket: Bucket, parts: Sequence[tuple[Tensor, int]]) -> Tensor:
     for part, offset in parts:
         made[offset : offset + len(part)] = part
     return made
+
+
+def _each_piece(bucket: Bucket, room: Tensor) -> list[bytes]:
+    with threads() as pool:
+        return [digest_of(room[it.offset : it.offset + it.nbytes], pool) for it in bucket.pieces]
 
 
 def _pinned(memory: Tensor, failing: ExitStack) -> Pinned:

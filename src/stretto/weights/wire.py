@@ -112,7 +112,9 @@ class Connection:
             now = time.monotonic()
             until = min(deadline, self._heard + SILENCE)
             if now >= until:
-                late = "is slow: no answer in time" if until == deadline else f"has been silent for {SILENCE:g} s"
+                late = (
+                    "is slow: it did not answer in time" if until == deadline else f"has been silent for {SILENCE:g} s"
+                )
                 raise Late(late)
             try:
                 self._stream.settimeout(until - now)
