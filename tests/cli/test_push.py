@@ -104,10 +104,10 @@ def test_a_dry_run_under_torchrun_is_of_all_its_senders_and_told_once(checkpoint
 def test_a_folder_names_the_version_however_it_is_spelled(checkpoint: Path) -> None:
     folder = checkpoint.parent
     done = stretto(str(folder / "."), "--dry-run", "--device", "cpu")
-    assert done.stdout.startswith(f"{folder.name} (")
+    assert done.stdout.startswith(f"{folder.name}: ")
     (folder / "below").mkdir()
     done = stretto(str(folder / "below" / ".."), "--dry-run", "--device", "cpu")
-    assert done.stdout.startswith(f"{folder.name} (")
+    assert done.stdout.startswith(f"{folder.name}: ")
 
 
 @pytest.mark.parametrize(

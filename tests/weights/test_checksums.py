@@ -91,6 +91,13 @@ def test_a_processor_that_is_not_exact_is_found_out(monkeypatch: pytest.MonkeyPa
     assert checksums._product.__wrapped__(CPU) is by_floats
 
 
+def test_autocast_changes_nothing() -> None:
+    rows = random_bytes(40 * ROW).view(torch.int8).view(-1, ROW)
+    expected = by_floats(rows)
+    with torch.autocast("cpu"):
+        assert torch.equal(by_floats(rows), expected)
+
+
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_a_users_choice_of_precision_changes_nothing(precision: str) -> None:
     rows = random_bytes(40 * ROW).view(torch.int8).view(-1, ROW)

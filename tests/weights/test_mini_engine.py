@@ -91,10 +91,9 @@ def push(
                 buffer[piece.offset : piece.offset + piece.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
             for remote in remotes:
                 remote.load(number, number % 2, total_of(bucket, buffer), seconds=SECONDS)
-        found = [remote.end(seconds=SECONDS) for remote in remotes]
         for remote in remotes:
-            remote.commit(seconds=SECONDS)
-        return found
+            remote.end(seconds=SECONDS)
+        return [remote.commit(seconds=SECONDS) for remote in remotes]
     finally:
         for remote in remotes:
             remote.close()

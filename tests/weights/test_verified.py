@@ -1,5 +1,6 @@
 """What "verified" means: live tensors hold exactly what was pushed, or the push says so before anybody pauses."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from stretto.ir.errors import WeightsError
 from stretto.weights import loading, spread
 from stretto.weights.conversation import Hooks
 from stretto.weights.export import Export
+from stretto.weights.held import Held
 from stretto.weights.live import shared, unfit
+from stretto.weights.manifest import Entry
 from stretto.weights.receiver import Receiver
 from stretto.weights.remotes import status
 from stretto.weights.sender import Sender
@@ -199,6 +202,22 @@ def test_tied_tensors_take_one_value_and_no_two(folder: Path, sender: Sender) ->
         assert torch.equal(tied, given["head"])
 
 
+def test_tied_tensors_that_look_different_are_one(folder: Path, sender: Sender) -> None:
+    tied = torch.zeros(1, 2)
+    live = {"a": tied, "b": tied[0].unsqueeze(1).t()}
+    slices = {"a": (slice(0, 1),), "b": (slice(None), slice(None, 2))}
+    with Receiver(f"unix://{folder}/r", into=live, slices=slices) as receiver:
+        receiver.start()
+        sender.register("v", {"a": torch.ones(4, 3), "b": torch.ones(4, 3)})
+        with pytest.raises(WeightsError, match="a is pushed with shape"):
+            sender.push("v", [str(receiver.address)])
+        sender.register("v", {"a": torch.ones(4, 2), "b": torch.ones(1, 2)})
+        with pytest.raises(WeightsError, match="a and b are one tensor there, and differ"):
+            sender.push("v", [str(receiver.address)])
+        sender.register("v", {"a": torch.ones(1, 2), "b": torch.ones(1, 2)})
+        assert set(sender.push("v", [str(receiver.address)]).receivers.values()) == {"verified"}
+
+
 def test_of_tied_tensors_one_is_enough(folder: Path, sender: Sender) -> None:
     tied = torch.zeros(4)
     with Engine(folder, {"embed": tied, "head": tied}) as engine:
@@ -284,6 +303,113 @@ def test_a_tensor_that_is_replaced_while_it_is_loaded_is_found(
         assert engine.receiver.status.state == "dirty"
 
 
+@pytest.mark.parametrize("how", ["written", "replaced"])
+@pytest.mark.parametrize("hooks", [{}, {"finish": lambda: None}])
+def test_a_tensor_that_changes_while_others_are_loaded_is_found(
+    folder: Path, how: str, hooks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = {name: torch.zeros(60) for name in ("a", "b")}
+    load = loading.Writing.load
+
+    def disturbed(writing: Any, number: int, *given: Any) -> None:
+        if number == 1 and how == "written":
+            live["a"][7] = 5
+        elif number == 1:
+            live["a"] = live["a"].clone()
+        load(writing, number, *given)
+
+    with Engine(folder, live, **hooks) as engine, Sender(device="cpu", bucket_bytes=256) as sender:
+        with monkeypatch.context() as patch:
+            patch.setattr(loading.Writing, "load", disturbed)
+            with pytest.raises(WeightsError, match=r"bucket 0 \(a\) was changed after it was loaded"):
+                push(sender, engine, {name: torch.ones(60) for name in live})
+        assert engine.receiver.status.state == "dirty"
+        assert push(sender, engine, {name: torch.ones(60) for name in live}) == "verified"
+
+
+def test_a_tensor_that_is_to_be_read_in_another_way_is_refused(folder: Path, sender: Sender) -> None:
+    live = {"w": torch.zeros(4, dtype=torch.complex64)}
+    with Engine(folder, live) as engine:
+        assert push(sender, engine, {"w": torch.ones(4) * (1 + 2j)}) == "verified"
+        live["w"] = live["w"].conj()
+        with pytest.raises(WeightsError, match="w is not plain memory"):
+            push(sender, engine, {"w": torch.ones(4) * (1 + 2j)})
+
+
+def test_a_tensor_whose_memory_was_given_back_is_refused(folder: Path, sender: Sender) -> None:
+    live = {"w": torch.zeros(400)}
+    with Engine(folder, live) as engine:
+        assert push(sender, engine, {"w": torch.ones(400)}) == "verified"
+        live["w"].untyped_storage().resize_(0)
+        with pytest.raises(WeightsError, match="w has no memory of its size any more"):
+            push(sender, engine, {"w": torch.ones(400)})
+        assert engine.paused == 1
+
+
+def test_neither_side_makes_memory_that_cannot_be_resized(folder: Path, sender: Sender) -> None:
+    live, given = {"w": torch.zeros(40)}, {"w": torch.ones(40), "x": torch.ones(200, 2)}
+    with Engine(folder, live, finish=lambda: None) as engine:
+        assert push(sender, engine, given) == "verified"
+    for tensor in (*live.values(), *given.values()):
+        tensor.untyped_storage().resize_(0)
+
+
+def test_one_element_may_have_any_stride(folder: Path, sender: Sender) -> None:
+    fused = torch.arange(8.0).view(1, 8)
+    live = {"x": torch.zeros(1, 8)[:, 3], "y": torch.zeros(9)[::9]}
+    with Engine(folder, live, finish=lambda: None) as engine:
+        assert push(sender, engine, {"x": fused[:, 3], "y": torch.ones(16)[::16]}) == "verified"
+    assert [it.item() for it in live.values()] == [3.0, 1.0]
+
+
+def test_inference_mode_around_a_sender_leaves_nothing_of_it(folder: Path, sender: Sender) -> None:
+    live = {"w": torch.zeros(3)}
+    with Engine(folder, live) as engine:
+        with torch.inference_mode():
+            assert push(sender, engine, {"w": torch.ones(3)}) == "verified"
+        assert push(sender, engine, {"w": torch.ones(3) * 2}) == "verified"
+
+
+def test_values_that_are_lazily_conjugate_are_pushed_as_they_read(folder: Path, sender: Sender) -> None:
+    value = torch.ones(3) * (1 + 2j)
+    live = {"w": torch.zeros(3, dtype=torch.complex64), "x": torch.zeros(3)}
+    with Engine(folder, live) as engine:
+        assert push(sender, engine, {"w": value.conj(), "x": value.conj().imag}) == "verified"
+    assert live["w"].tolist() == [1 - 2j] * 3
+    assert live["x"].tolist() == [-2.0] * 3
+
+
+class Odd:
+    """A source whose parts are not where they should be."""
+
+    everywhere = False
+
+    def __init__(self, *starts: int) -> None:
+        self._starts = starts
+
+    def held(self) -> list[Held]:
+        entry = Entry("w", "float32", (4,))
+        return [Held(entry, ((at, at + 2),), lambda: torch.ones(2)) for at in self._starts]
+
+
+@pytest.mark.parametrize("starts", [(0, 4), (-1, 2), (0, 3)])
+def test_parts_outside_of_a_tensor_are_refused(sender: Sender, starts: tuple[int, int]) -> None:
+    with pytest.raises(WeightsError, match=r"and a rank holds \(\(.*\),\) of it|parts are missing or overlap"):
+        sender.register("v", Odd(*starts))
+    sender.register("v", Odd(0, 2))
+
+
+def test_many_columns_of_one_tensor_are_compared_quickly() -> None:
+    fused = torch.zeros(50, 3000, dtype=torch.bfloat16)
+    columns = {str(k): fused[:, k] for k in range(3000)}
+    begun = time.monotonic()
+    assert shared(columns, {}) == ([], [])
+    columns["late"] = fused[3:5, 2990:2995]
+    wrong, _ = shared(columns, {})
+    assert [line.partition(" overlap")[0] for line in wrong] == [f"{k} and late" for k in range(2990, 2995)]
+    assert time.monotonic() - begun < 60
+
+
 KINDS = [torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.uint16, torch.bfloat16, torch.float32]
 KINDS += [torch.uint64, torch.complex64, torch.complex128]
 
@@ -301,8 +427,9 @@ def test_every_type_is_read_again_as_it_lies(folder: Path, sender: Sender, dtype
 
 
 @pytest.mark.parametrize("how", ["nothing", "negates", "replaces", "turns"])
-def test_what_finish_makes_of_live_tensors_is_delivered_and_not_verified(
-    folder: Path, sender: Sender, how: str
+@pytest.mark.parametrize("hook", ["finish", "flush_cache"])
+def test_what_an_engine_makes_of_live_tensors_is_delivered_and_not_verified(
+    folder: Path, sender: Sender, how: str, hook: str
 ) -> None:
     live = {name: torch.zeros(4, 4) for name in ("a", "b")}
 
@@ -315,7 +442,7 @@ def test_what_finish_makes_of_live_tensors_is_delivered_and_not_verified(
             case "turns":
                 live["b"].data = live["b"].data.t()
 
-    with Engine(folder, live, finish=finish) as engine:
+    with Engine(folder, live, **{hook: finish}) as engine:
         for _ in range(2):
             told = push(sender, engine, {"a": WEIGHT, "b": WEIGHT})
             assert told == ("verified" if how == "nothing" else "delivered")
@@ -367,6 +494,27 @@ def test_a_version_is_told_by_its_content(folder: Path, sender: Sender) -> None:
 
 
 # What is registered is of one piece.
+
+
+def test_a_file_that_is_rewritten_under_another_name_is_seen(
+    tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "model.safetensors", tmp_path / "other"
+    save_file({"w": torch.ones(200)}, path)
+    other.hardlink_to(path)
+    copy = spread.copy_in_parallel
+
+    def late(*given: Any) -> None:
+        path.unlink(missing_ok=True)
+        copy(*given)
+        time.sleep(0.03)
+        with other.open("r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"late")
+
+    monkeypatch.setattr(spread, "copy_in_parallel", late)
+    with pytest.raises(WeightsError, match="has changed since it was opened"):
+        sender.register("v", path)
 
 
 def test_a_file_that_is_rewritten_while_it_is_copied_is_refused(

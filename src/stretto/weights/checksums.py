@@ -39,7 +39,7 @@ def digest_of(data: Tensor, pool: ThreadPoolExecutor) -> bytes:
     left = data.view(torch.int8)
     while len(left) > ROW:
         left = _products(left, pool).view(torch.int8).view(-1)
-    found.update(left.cpu().numpy().tobytes())
+    found.update(left.to("cpu", copy=True).numpy().tobytes())  # numpy forbids memory that it sees to be resized
     return found.digest()
 
 
@@ -87,9 +87,10 @@ def by_integers(rows: Tensor) -> Tensor:
 def by_floats(rows: Tensor) -> Tensor:
     """The same numbers where integers cannot be multiplied: in sums so short that no bit of them is lost."""
     found = torch.zeros(len(rows), COLUMNS, dtype=torch.int32, device=rows.device)
-    for at in range(0, ROW, _EXACT):
-        part = rows[:, at : at + _EXACT].float() @ matrix(rows.device)[at : at + _EXACT].float()
-        found += part.to(torch.int32)
+    with torch.autocast(rows.device.type, enabled=False):  # which would round
+        for at in range(0, ROW, _EXACT):
+            part = rows[:, at : at + _EXACT].float() @ matrix(rows.device)[at : at + _EXACT].float()
+            found += part.to(torch.int32)
     return found
 
 

@@ -113,7 +113,6 @@ class Conversation:
         self._laid: tuple[str, int, bool, int] | None = None
         self._manifest: Manifest | None = None
         self._opening: Open | None = None
-        self._assurance: Assurance = "unaccounted"
         self._pool = threads()
 
     def hold(self, opening: Open, files: list[int]) -> None:
@@ -262,7 +261,7 @@ class Conversation:
         if digest_of(buffer[: bucket.nbytes], self._pool) != message.sum:
             raise WeightsError(f"{self._named(message.bucket)} arrived changed")
         try:
-            self._loading.load(message.bucket, buffer)
+            self._loading.load(message.bucket, buffer, self._pool)
         except WeightsError as error:
             raise WeightsError(f"{self._named(message.bucket)}: {error}") from error
         except Exception as error:
@@ -306,26 +305,24 @@ class Conversation:
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise WeightsError(f"the loader did not account for {missing[0]} of {self._bucket_of(missing[0])}{more}")
-        self._assurance = self._finished(self._loading)
+        changed = self._loading.changed(self._pool)
+        if changed is not None:
+            raise WeightsError(f"{self._named(changed)} was changed after it was loaded")
+        self._hook("finish", self._hooks.finish)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._standing.set("loaded")
-        return Loaded(self._assurance)
-
-    def _finished(self, loading: Loading) -> Assurance:
-        """What an engine makes of its tensors in the end, nobody can vouch for."""
-        found = loading.assurance()
-        if self._hooks.finish is _nothing:
-            return found
-        before = loading.live(self._pool)
-        self._hook("finish", self._hooks.finish)
-        changed = found == "verified" and not (loading.holds() and loading.live(self._pool) == before)
-        return "delivered" if changed else found
+        return Loaded()
 
     def _commit(self) -> Message:
         self._expect("loaded")
         self._hook("flush_cache", self._hooks.flush_cache)
         assert self._opening is not None
-        self._standing.serve(self._opening.version, self._opening.content, self._assurance)
+        assert self._loading is not None
+        assurance = self._loading.assurance()
+        told = self._hooks.finish, self._hooks.flush_cache
+        if assurance == "verified" and told != (_nothing, _nothing) and self._loading.changed(self._pool) is not None:
+            assurance = "delivered"  # what an engine makes of its tensors in the end, nobody can vouch for
+        self._standing.serve(self._opening.version, self._opening.content, assurance)
         self._resume()
-        return Serving(self._opening.version)
+        return Serving(self._opening.version, assurance)

@@ -74,11 +74,11 @@ class Endpoint(Protocol):
     def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:
         """It loads a bucket from a buffer, whose sum is this, and has no more use for the buffer."""
 
-    def end(self, *, seconds: float) -> Assurance:
-        """It has loaded all; how sure that is."""
+    def end(self, *, seconds: float) -> None:
+        """It has loaded all."""
 
-    def commit(self, *, seconds: float) -> None:
-        """It serves the new version."""
+    def commit(self, *, seconds: float) -> Assurance:
+        """It serves the new version; how sure that is."""
 
     def abandon(self, why: str) -> None:
         """It is told that nothing comes of it."""
@@ -139,11 +139,11 @@ class Remote:
     def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:
         self._ask(Filled(bucket, slot, total), Taken, seconds)
 
-    def end(self, *, seconds: float) -> Assurance:
-        return self._ask(End(), Loaded, seconds).assurance
+    def end(self, *, seconds: float) -> None:
+        self._ask(End(), Loaded, seconds)
 
-    def commit(self, *, seconds: float) -> None:
-        self._ask(Commit(), Serving, seconds)
+    def commit(self, *, seconds: float) -> Assurance:
+        return self._ask(Commit(), Serving, seconds).assurance
 
     def abandon(self, why: str) -> None:
         try:

@@ -1,8 +1,10 @@
 """Safetensors files as a source: headers checked by hand, tensors read where they lie."""
 
+import contextlib
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
@@ -81,7 +83,12 @@ class _File:
             raise WeightsError(f"there is no file {path}")
         try:
             self.in_memory = _in_memory(path)
-            self._map, self.identity = _mapped(path, pinnable=self.in_memory and os.access(path, os.W_OK))
+            # Memory can be pinned in place only if it is mapped as shared and writable; nobody writes to it.
+            pinnable = self.in_memory and os.access(path, os.W_OK)
+            self._file, self.identity = _opened(path, pinnable=pinnable)
+            weakref.finalize(self, os.close, self._file)
+            access = mmap.ACCESS_WRITE if pinnable else mmap.ACCESS_COPY  # a read-only buffer is no tensor
+            self._map = mmap.mmap(self._file, self.identity.nbytes, access=access)
         except (OSError, ValueError) as error:
             raise WeightsError(f"cannot read {path}: {error}") from None
         self.entries = list(_entries(path, self._map, self.identity.nbytes))
@@ -103,10 +110,10 @@ class _File:
         nbytes = self._map.size()
         if nbytes < self.identity.nbytes:
             raise WeightsError(f"{self.path} was cut from {self.identity.nbytes} to {nbytes} bytes since it was opened")
-        try:
-            changed = _Identity.of(os.stat(self.path)) != self.identity
-        except FileNotFoundError:
-            return  # its bytes are still there for us
+        now = os.fstat(self._file)
+        changed = (now.st_size, now.st_mtime_ns) != (self.identity.nbytes, self.identity.written)
+        with contextlib.suppress(FileNotFoundError):  # its bytes are still there for us
+            changed = changed or _Identity.of(os.stat(self.path)) != self.identity
         if changed:
             raise WeightsError(f"{self.path} has changed since it was opened; register it again")
 
@@ -191,17 +198,12 @@ def _folder(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     }
 
 
-def _mapped(path: Path, *, pinnable: bool) -> tuple[mmap.mmap, _Identity]:
-    """Memory can be pinned in place only if it is mapped as shared and writable; nobody writes to it all the same."""
+def _opened(path: Path, *, pinnable: bool) -> tuple[int, _Identity]:
+    """A file that nobody writes to this very moment: what is written after this has another time."""
     file = os.open(path, (os.O_RDWR if pinnable else os.O_RDONLY) | os.O_CLOEXEC)
-    try:
-        while 0 <= time.time_ns() - os.fstat(file).st_ctime_ns < _TICK:
-            time.sleep(_TICK / 1e9)  # what is written after this has another time
-        identity = _Identity.of(os.fstat(file))
-        access = mmap.ACCESS_WRITE if pinnable else mmap.ACCESS_COPY  # a read-only buffer is no tensor
-        return mmap.mmap(file, identity.nbytes, access=access), identity
-    finally:
-        os.close(file)
+    while 0 <= time.time_ns() - os.fstat(file).st_ctime_ns < _TICK:
+        time.sleep(_TICK / 1e9)
+    return file, _Identity.of(os.fstat(file))
 
 
 def _entries(path: Path, data: mmap.mmap, nbytes: int) -> Iterator[tuple[Entry, int]]:

@@ -48,6 +48,12 @@ class Confirmed(Protocol):
         cannot be said, and then all that they read is compared."""
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """All elements one after the other, where they lie if they lie so."""
+    made = tensor.contiguous()
+    return made.as_strided((made.numel(),), (1,))  # a view may not be had of one element with an odd stride
+
+
 def confirm(source: Source) -> None:
     """Raise if a source is known not to be what it was."""
     if hasattr(source, "check"):
@@ -56,4 +62,5 @@ def confirm(source: Source) -> None:
 
 def identity_of(source: Source) -> str:
     """What a source says that it reads, if it can say so."""
-    return str(getattr(source, "identity", ""))
+    found = getattr(source, "identity", "")
+    return found if isinstance(found, str) else ""

@@ -1,5 +1,6 @@
 """Host memory that versions are kept in: pinned once, and used again for the next version."""
 
+import ctypes
 import gc
 import mmap
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.ir.errors import WeightsError
@@ -79,7 +81,7 @@ def copy_in_parallel(copies: Iterable[tuple[Tensor, Tensor]], pool: ThreadPoolEx
     def copy(batch: list[tuple[Tensor, Tensor]]) -> None:
         for into, source in batch:
             if source.dtype == torch.uint8:
-                np.copyto(into.numpy(), source.numpy())
+                np.copyto(_seen(into), _seen(source))
             else:
                 into.copy_(source)
 
@@ -98,6 +100,12 @@ def copy_in_parallel(copies: Iterable[tuple[Tensor, Tensor]], pool: ThreadPoolEx
         pass
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
+
+
+def _seen(tensor: Tensor) -> NDArray[np.uint8]:
+    """Bytes of the host in one piece. A tensor that gives itself to numpy can never be resized again, and it may be the
+    user's."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * len(tensor)).from_address(tensor.data_ptr()))
 
 
 def _batches(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:

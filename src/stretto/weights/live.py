@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,8 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-Slices = tuple[slice, ...]
+from stretto.weights.boxes import Box
+from stretto.weights.held import flat
+
+_MANY = 32  # tensors that are compared each with each
 _WORK = 1_000_000  # steps in which it must be found out whether two tensors overlap
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -23,6 +28,8 @@ class Lay(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    lazily: bool = False
+    """Whether it is to be read as conjugate or negative."""
 
     @property
     def end(self) -> int:
@@ -30,8 +37,17 @@ class Lay(NamedTuple):
         return self.address + self.dtype.itemsize * (1 + sum(steps))
 
 
+_One = tuple[Lay, Box]
+
+
 def lay_of(tensor: Tensor) -> Lay:
-    return Lay(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    return Lay(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj() or tensor.is_neg())
+
+
+def _seen(lay: Lay) -> Lay:
+    """Without strides along which there is nothing to go."""
+    steps = tuple(stride if size > 1 else 0 for size, stride in zip(lay.shape, lay.strides, strict=True))
+    return Lay(lay.address, lay.dtype, lay.shape, steps)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -46,9 +62,11 @@ def unfit(name: str, tensor: Any) -> str:
         return f"{name} is a {type(tensor).__name__}, not a tensor"
     if isinstance(tensor, DTensor):
         return f"{name} is a DTensor; give its local tensor, and slices of what is pushed"
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return f"{name} is not plain memory, and cannot be written in place"
     lay = lay_of(tensor)
+    if tensor.numel() and tensor.untyped_storage().nbytes() < lay.end - lay.address:
+        return f"{name} has no memory of its size any more"
     reach = 0  # of elements along dimensions with smaller strides
     for stride, size in sorted(zip(lay.strides, lay.shape, strict=True)):
         if size > 1 and stride <= reach and tensor.numel():
@@ -57,18 +75,25 @@ def unfit(name: str, tensor: Any) -> str:
     return ""
 
 
-def shared(tensors: Mapping[str, Tensor], slices: Mapping[str, Slices]) -> tuple[list[str], list[list[str]]]:
-    """Which tensors overlap, in words, and which are one and the same under several names."""
+def shared(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> tuple[list[str], list[list[str]]]:
+    """Which tensors overlap, in words, and which are one and the same under several names; `boxes` are of those that
+    take a part of what is pushed.
+    """
     wrong, alike = [], []
-    lays = {name: lay_of(tensor) for name, tensor in tensors.items() if tensor.numel()}
+    lays = {name: _seen(lay_of(tensor)) for name, tensor in tensors.items() if tensor.numel()}
     for cluster in _clusters(lays):
-        ones: dict[tuple[Lay, str], list[str]] = {}
+        ones: dict[_One, list[str]] = {}
         for name in cluster:
-            ones.setdefault((lays[name], str(slices.get(name, ()))), []).append(name)
+            ones.setdefault((lays[name], boxes.get(name, ())), []).append(name)
         alike += [names for names in ones.values() if len(names) > 1]
-        for (one, of), (other, also) in combinations(ones, 2):
-            if _overlap(one, other):
-                pair = f"{ones[one, of][0]} and {ones[other, also][0]}"
+        pairs: Iterable[tuple[_One, ...]] = combinations(ones, 2)
+        if len(ones) > _MANY:
+            every = list(ones)
+            odd = _odd_one([lay for lay, _ in every])
+            pairs = [] if odd is None else [(it, every[odd]) for it in every[:odd]]
+        for one, other in pairs:
+            if _overlap(one[0], other[0]):
+                pair = f"{ones[one][0]} and {ones[other][0]}"
                 wrong.append(f"{pair} overlap in memory, and are not one and the same tensor")
     return wrong, alike
 
@@ -86,6 +111,24 @@ def _clusters(lays: Mapping[str, Lay]) -> Iterator[list[str]]:
         end = max(end, lays[name].end)
     if len(cluster) > 1:
         yield cluster
+
+
+def _odd_one(lays: Sequence[Lay]) -> int | None:
+    """The first of many that has a byte in common with one before it; to compare each with each would take long."""
+    first = min(lay.address for lay in lays)
+    steps = (lay.dtype.itemsize * stride for lay in lays for stride in lay.strides)
+    step = gcd(*steps, *(it for lay in lays for it in (lay.dtype.itemsize, lay.address - first)))
+    taken = np.zeros((max(lay.end for lay in lays) - first) // step, bool)
+    for number, lay in enumerate(lays):
+        item = lay.dtype.itemsize
+        strides = [item * stride // step for stride in lay.strides]
+        place = np.lib.stride_tricks.as_strided(
+            taken[(lay.address - first) // step :], (*lay.shape, item // step), (*strides, 1)
+        )
+        if place.any():
+            return number
+        place[...] = True
+    return None
 
 
 def _overlap(one: Lay, other: Lay) -> bool:
@@ -107,7 +150,7 @@ def _array(room: mmap.mmap, first: int, lay: Lay) -> NDArray[Any]:
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """All in one, as they are now; one alone stays where it is."""
-    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([it.reshape(-1) for it in tensors])
+    return flat(tensors[0]) if len(tensors) == 1 else torch.cat([it.reshape(-1) for it in tensors])
 
 
 def grouped(sizes: Iterable[int], most: int) -> Iterator[slice]:

@@ -1,6 +1,5 @@
 """What a receiver does with a bucket: hand whole tensors to a loader, or write into live tensors in place."""
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +38,7 @@ class Loading(Protocol):
     def begin(self) -> None:
         """All is to be loaded again."""
 
-    def load(self, number: int, buffer: Tensor) -> None: ...
+    def load(self, number: int, buffer: Tensor, pool: ThreadPoolExecutor) -> None: ...
 
     def missing(self) -> list[str]:
         """Tensors that should have been accounted for, once all buckets are loaded, and were not."""
@@ -47,8 +46,8 @@ class Loading(Protocol):
     def assurance(self) -> Assurance:
         """How sure it is that all was loaded, if nothing is missing."""
 
-    def live(self, pool: ThreadPoolExecutor) -> bytes:
-        """A digest of what the engine holds now; of nothing, if that cannot be seen."""
+    def changed(self, pool: ThreadPoolExecutor) -> int | None:
+        """A bucket whose live tensors are not what was written any more, if that can be seen."""
 
 
 class Handing:
@@ -64,17 +63,18 @@ class Handing:
         self.alike: list[list[int]] = []
         self.buckets = buckets
         self._load, self._manifest, self._retains = load, manifest, retains
-        self._left, self._silent = set[str](), False
+        self._left, self._came, self._silent = set[str](), set[str](), False
         self._coming: set[int] = set()
 
     def holds(self) -> bool:
         return True
 
     def begin(self) -> None:
-        self._left, self._silent = {entry.name for entry in self._manifest.entries}, False
+        self._left, self._came = {entry.name for entry in self._manifest.entries}, set()
+        self._silent = False
         self._coming = set(range(len(self.buckets)))
 
-    def load(self, number: int, buffer: Tensor) -> None:
+    def load(self, number: int, buffer: Tensor, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002 (nothing to sum)
         entries, views = self._manifest.entries, _Views(buffer)
         tensors = [
             (entries[piece.entry].name, views.of(piece, entries[piece.entry])) for piece in self.buckets[number].pieces
@@ -83,12 +83,13 @@ class Handing:
             tensors = [(name, tensor.clone()) for name, tensor in tensors]
         taken = self._load(tensors)
         self._coming.discard(number)
+        self._came.update(name for name, _ in tensors)
         if taken is None:
             self._silent = True
         elif isinstance(taken, str) or not isinstance(taken, Iterable):
             raise TypeError(f"a loader returns the names that it took, or None (got {taken!r:.60})")
         else:
-            self._left.difference_update(taken)
+            self._left.difference_update(self._came.intersection(taken))
 
     def missing(self) -> list[str]:
         entries = self._manifest.entries
@@ -102,8 +103,8 @@ class Handing:
             log.warning("the loader did not account for %s", _listed(some, ", "))
         return "unaccounted" if self._left else "delivered"
 
-    def live(self, pool: ThreadPoolExecutor) -> bytes:  # noqa: ARG002 (it is the engine's)
-        return b""
+    def changed(self, pool: ThreadPoolExecutor) -> int | None:  # noqa: ARG002 (it is the engine's)
+        return None
 
 
 class Writing:
@@ -119,7 +120,8 @@ class Writing:
         given = {entry.name: entry for entry in manifest.entries}
         if wrong := [why for name, tensor in into.items() if (why := unfit(name, tensor))]:
             raise WeightsError(_listed(wrong))
-        overlaps, alike = shared(into, slices)
+        fits = [name for name in slices if name in given and len(slices[name]) <= len(given[name].shape)]
+        overlaps, alike = shared(into, {name: slices_box(given[name].shape, slices[name]) for name in fits})
         tied = {name for names in alike for name in names if any(it in given for it in names)}
         wrong = [
             why
@@ -136,6 +138,7 @@ class Writing:
         self._slices, self._manifest = slices, manifest
         self._copies: dict[tuple[int, int], list[_Copies]] = {}
         self._done: dict[int, list[_Copies]] = {}
+        self._sums: dict[int, bytes] = {}
         self.skips = [k for k, bucket in enumerate(buckets) if not any(map(self._wants, bucket.pieces))]
 
     def holds(self) -> bool:
@@ -161,7 +164,7 @@ class Writing:
         self._done = {}
 
     @torch.no_grad()
-    def load(self, number: int, buffer: Tensor) -> None:
+    def load(self, number: int, buffer: Tensor, pool: ThreadPoolExecutor) -> None:
         key = number, buffer.data_ptr()
         if key not in self._copies:
             self._copies[key] = list(self._prepared(number, buffer))
@@ -176,6 +179,7 @@ class Writing:
                 if name not in self._given or lay_of(self._given[name]) != self._lays[name]:
                     raise WeightsError(f"{name} was replaced while it was loaded")
         self._done[number] = copies
+        self._sums[number] = self._sum(number, pool)
 
     def _prepared(self, number: int, buffer: Tensor) -> Iterator["_Copies"]:
         """The copies of a bucket, in groups of one type that are small enough to be compared at once."""
@@ -221,13 +225,16 @@ class Writing:
     def assurance(self) -> Assurance:
         return "verified"
 
+    def changed(self, pool: ThreadPoolExecutor) -> int | None:
+        if not self.holds():
+            return next(iter(self._done), 0)
+        wrong = (number for number in self._done if self._sum(number, pool) != self._sums[number])
+        return next(wrong, None)
+
     @torch.no_grad()
-    def live(self, pool: ThreadPoolExecutor) -> bytes:
-        found = hashlib.blake2b()
-        for number in sorted(self._done):
-            for some in self._done[number]:
-                found.update(digest_of(joined(some.targets).view(torch.uint8), pool))
-        return found.digest()
+    def _sum(self, number: int, pool: ThreadPoolExecutor) -> bytes:
+        """Of what live tensors hold of a bucket now."""
+        return b"".join(digest_of(joined(some.targets).view(torch.uint8), pool) for some in self._done[number])
 
 
 @dataclass(frozen=True, slots=True)

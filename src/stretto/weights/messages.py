@@ -122,8 +122,6 @@ class End(msgspec.Struct, tag=True):
 class Loaded(msgspec.Struct, tag=True):
     """All is in place."""
 
-    assurance: Assurance
-
 
 class Commit(msgspec.Struct, tag=True):
     """All receivers have loaded: serve the new version."""
@@ -131,6 +129,7 @@ class Commit(msgspec.Struct, tag=True):
 
 class Serving(msgspec.Struct, tag=True):
     version: str
+    assurance: Assurance
 
 
 class Abandon(msgspec.Struct, tag=True):

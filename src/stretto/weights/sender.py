@@ -144,6 +144,7 @@ class Sender:
             split, content = self._store.split, found.content.digest
             offer = Offer(found.manifest, found.buckets, found.bucket_bytes, split, shared, content)
             wanted = self._team.jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
+            self._team.jointly(found.check)
             self._demand_equal(found, {it.name: wants.alike for it, wants in zip(mine, wanted, strict=True)})
             endpoints = [(it, wants.skips) for it, wants in zip(mine, wanted, strict=True)]
             return self._run(found, choice, endpoints, in_flight, record, progress)
@@ -224,8 +225,8 @@ class Sender:
             moving = time.perf_counter() - moved
             self._team.jointly(push.check)
             self._team.jointly(found.check)  # files in shared memory are used where they lie
-            sure = self._team.jointly(lambda: _each(mine, lambda it: it.end(seconds=self._timeout)))
-            self._team.jointly(lambda: _each(mine, lambda it: it.commit(seconds=self._timeout)))
+            self._team.jointly(lambda: _each(mine, lambda it: it.end(seconds=self._timeout)))
+            sure = self._team.jointly(lambda: _each(mine, lambda it: it.commit(seconds=self._timeout)))
         except BaseException as error:
             push.forget()
             why = f"the push of {found.manifest.version} failed: {error}"
@@ -268,7 +269,8 @@ class Sender:
         if not self._one.acquire(blocking=False):
             raise WeightsError("this sender is at work in another thread")
         try:
-            yield
+            with torch.inference_mode(False):  # memory that is kept is used outside of it too
+                yield
         finally:
             self._one.release()
 

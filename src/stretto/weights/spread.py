@@ -15,7 +15,7 @@ from stretto.execute.groups import all_to_all
 from stretto.execute.team import Team
 from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import Box, common, extent, inside, runs
-from stretto.weights.held import Held
+from stretto.weights.held import Held, flat
 from stretto.weights.host import copy_in_parallel, threads
 from stretto.weights.layout import Bucket
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest
@@ -87,6 +87,9 @@ def _joined(version: str, ranks: Mapping[int, list[_Part]]) -> tuple[Manifest, l
     found = []
     for name, entry in entries.items():
         whole = prod(entry.shape)
+        for box in holders[name]:
+            if not all(0 <= start <= stop <= size for (start, stop), size in zip(box, entry.shape, strict=True)):
+                raise WeightsError(f"{name} has shape {entry.shape}, and a rank holds {box} of it")
         largest = max(holders[name], key=lambda box: prod(extent(box)))
         if prod(extent(largest)) == whole:  # who has all of it gives all of it
             found.append([holders[name][largest]])
@@ -213,7 +216,7 @@ def _exchange(
 def _local(room: Tensor, move: Move, tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Where to copy to, and what; a whole tensor as its bytes, which is quicker."""
     if move.box is move.run and tensor.is_contiguous():
-        return room[move.offset : move.offset + tensor.nbytes], tensor.reshape(-1).view(torch.uint8)
+        return room[move.offset : move.offset + tensor.nbytes], flat(tensor).view(torch.uint8)
     return target(room, move), tensor
 
 
@@ -227,7 +230,7 @@ def target(room: Tensor, move: Move) -> Tensor:
 
 
 def _bytes(tensor: Tensor, room: int) -> Tensor:
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    raw = flat(tensor).view(torch.uint8)
     return functional.pad(raw, (0, room - len(raw)))
 
 
@@ -260,6 +263,9 @@ class _Reading:
         shape = extent(held.box)
         try:
             tensor = held.read().detach()
+            if tensor.is_meta or tensor.layout != torch.strided:
+                raise WeightsError(f"is a {tensor.layout} tensor on {tensor.device}, and has no values to push")
+            tensor = tensor.resolve_conj().resolve_neg()
             if tensor.dtype == wanted and tuple(tensor.shape) == shape:
                 return tensor
             raise WeightsError(f"was {wanted}{list(shape)}, and has become {tensor.dtype}{list(tensor.shape)}")

@@ -14,7 +14,7 @@ from stretto.weights.boxes import inside
 from stretto.weights.checksums import digest_of
 from stretto.weights.choose import bucket_bytes_for
 from stretto.weights.files import Safetensors
-from stretto.weights.held import Held, Source, confirm, identity_of
+from stretto.weights.held import Held, Source, confirm, flat, identity_of
 from stretto.weights.host import Arena, Arenas, Pinned, threads
 from stretto.weights.layout import Bucket, lay_out
 from stretto.weights.manifest import Manifest
@@ -244,7 +244,7 @@ def _runs(number: int, bucket: Bucket, holdings: Holdings, held: Sequence[Held])
     for move in moves_of(number, bucket, holdings):
         tensor = held[move.holder.number].read()
         part = tensor if move.box is move.holder.box else tensor[inside(move.box, move.holder.box)]
-        found.append((part.reshape(-1).view(torch.uint8), move.offset))
+        found.append((flat(part).view(torch.uint8), move.offset))
     return _joined(found)
 
 

@@ -197,9 +197,8 @@ def push(to: CheckpointEngineWorkers, tensors: dict[str, torch.Tensor], *, secon
                 whole = offer.shared.tensors[slot]
                 whole[piece.offset : piece.offset + piece.nbytes] = torch.tensor(list(data), dtype=torch.uint8)
             to.load(number, slot, b"", seconds=seconds)
-        found = to.end(seconds=DEADLINE)
-        to.commit(seconds=DEADLINE)
-        return found
+        to.end(seconds=DEADLINE)
+        return to.commit(seconds=DEADLINE)
     except WeightsError as error:
         to.abandon(str(error))
         raise

@@ -252,9 +252,8 @@ def push(to: Any, version: str, values: dict[str, float]) -> str:
             buffer = offer.shared.tensors[number % 2]
             buffer.view(torch.float32).fill_(value)
             to.load(number, number % 2, total_of(offer.buckets[number], buffer), seconds=DEADLINE)
-        found: str = to.end(seconds=DEADLINE)
-        to.commit(seconds=DEADLINE)
-        return found
+        to.end(seconds=DEADLINE)
+        return str(to.commit(seconds=DEADLINE))
     except WeightsError as error:
         to.abandon(str(error))
         raise
@@ -347,6 +346,7 @@ def test_parts_of_fused_parameters_and_experts_are_accounted_for() -> None:
     assert account.add(experts, {"a.experts.w13_weight_scale_inv"}) is None  # down_proj is not there yet
     assert account.add([], {"b.experts.w2_weight_scale_inv"}) is None  # of another layer
     assert account.add([], {"a.experts.w2_weight_scale_inv"}) == dense + experts
+    assert account.add(["a.mlp.up_proj.weight"], {"a.mlp.gate_up_proj.bias"}) is None  # not with this call
     assert account.add(["lm_head.weight"], set()) is None
     assert Account(model).add(["w"], None) is None
     assert Account(model).add(["experts.7.gate_proj.weight"], {"experts.w13_weight"}) is None  # an expert nobody knows

@@ -128,13 +128,14 @@ class Served:
     def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:
         self._endpoint.load(bucket, slot, total, seconds=seconds)
 
-    def end(self, *, seconds: float) -> Assurance:
-        return self._endpoint.end(seconds=seconds)
+    def end(self, *, seconds: float) -> None:
+        self._endpoint.end(seconds=seconds)
 
-    def commit(self, *, seconds: float) -> None:
+    def commit(self, *, seconds: float) -> Assurance:
         left = seconds_left(seconds)
-        self._endpoint.commit(seconds=left())
+        assurance = self._endpoint.commit(seconds=left())
         self._named(lambda: self._server.resume(self._version, seconds=left()))
+        return assurance
 
     def abandon(self, why: str) -> None:
         self._endpoint.abandon(why)

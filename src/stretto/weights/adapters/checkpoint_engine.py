@@ -108,7 +108,7 @@ class CheckpointEngineWorkers:
         ]
         self._exchange(told, f"bucket {bucket} ({told[0]['name']} … {told[-1]['name']})", seconds)
 
-    def end(self, *, seconds: float) -> Assurance:
+    def end(self, *, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         self._exchange(None, "the end, and let go of the buffers", seconds)
         self._exchange(None, "its post-load hook", deadline - time.monotonic())
@@ -116,10 +116,10 @@ class CheckpointEngineWorkers:
             self._close()
         if self._asked is not None:
             self._asked.wait(f"{self.name} has loaded all, and its engine", deadline - time.monotonic())
-        return "unaccounted"
 
-    def commit(self, *, seconds: float) -> None:
+    def commit(self, *, seconds: float) -> Assurance:  # noqa: ARG002 (nothing to wait for)
         """Its engine serves already, unless a server keeps it paused."""
+        return "unaccounted"
 
     def abandon(self, why: str) -> None:
         self._drop(why or "abandoned")

@@ -201,9 +201,9 @@ class Account:
     >>> class Model(torch.nn.Module):
     ...     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     >>> account = Account(Model())
-    >>> account.add(["0.q_proj.weight", "0.norm.weight"], {"0.qkv_proj.weight"})  # as long as any is left
-    >>> account.add(["0.k_proj.weight"], {"0.qkv_proj.weight", "0.norm.weight"})
-    ['0.q_proj.weight', '0.norm.weight', '0.k_proj.weight']
+    >>> account.add(["0.q_proj.weight", "0.norm.weight"], {"0.qkv_proj.weight", "0.norm.weight"})
+    ['0.q_proj.weight', '0.norm.weight']
+    >>> account.add(["0.k_proj.weight"], set())  # it was not loaded
     """
 
     def __init__(self, model: Any) -> None:
@@ -226,20 +226,30 @@ class Account:
         self._came += came
         self._blind = self._blind or loaded is None
         self._loaded |= loaded or set()
-        self._left = {name for name in self._left.union(came) if self._loaded.isdisjoint(self._places(name))}
+        now = {name for name in came if self._now(name).isdisjoint(loaded or ())}
+        self._left = {name for name in self._left | now if self._loaded.isdisjoint(self._later(name))}
         return None if self._blind or self._left else self._came
 
-    def _places(self, name: str) -> set[str]:
-        """Parameters that a tensor may be, or be part of."""
-        names = {name, *(self._mapper.apply_list([name]) if self._mapper is not None else ())}
-        found = set(names)
-        for it in names:
+    def _now(self, name: str) -> set[str]:
+        """Parameters that a tensor may be, or be part of: one is returned when it is loaded."""
+        found = set(self._names(name))
+        for it in self._names(name):
             words = it.split(".")
             for place, word in enumerate(words):
                 found |= {".".join([*words[:place], fused, *words[place + 1 :]]) for fused in self._parts.get(word, ())}
-            for expert in _EXPERT.findall(it):
-                found |= {it.replace(expert, fused) for fused in self._experts.get(expert, ())}
         return found
+
+    def _later(self, name: str) -> set[str]:
+        """Parameters of experts that it is one of: of those that are on other ranks, nothing is returned."""
+        return {
+            it.replace(expert, fused)
+            for it in self._names(name)
+            for expert in _EXPERT.findall(it)
+            for fused in self._experts.get(expert, ())
+        }
+
+    def _names(self, name: str) -> list[str]:
+        return [name, *(self._mapper.apply_list([name]) if self._mapper is not None else ())]
 
 
 class VllmServer(Http):
