@@ -236,7 +236,7 @@ class Supervisor:
     @contextmanager
     def _holding_requests(self) -> Iterator[bool]:
         """A request to end is kept for `answer`. Whether it is: only the main thread can do that."""
-        if self._bell is None or threading.current_thread() is not threading.main_thread():
+        if self._bell is None or self._closing or threading.current_thread() is not threading.main_thread():
             yield False
             return
 
@@ -257,6 +257,8 @@ class Supervisor:
         finally:
             signal.set_wakeup_fd(rings)
             self._before = None
+            if self._closing:
+                self._bell[1].close()
             signal.signal(signal.SIGTERM, before)
 
     def answer(self) -> None:
@@ -320,8 +322,7 @@ class Supervisor:
                 open_ones.enter_context(connection)
                 selector.register(connection, selectors.EVENT_READ, peer)
             assert self._bell is not None
-            for end in self._bell:
-                open_ones.enter_context(end)
+            open_ones.enter_context(self._bell[0])
             selector.register(self._bell[0], selectors.EVENT_READ)
             beat = 0.0
             while not self._closing and time.monotonic() < self._until:
@@ -347,6 +348,8 @@ class Supervisor:
                 self._judge()
                 self._press()
         self._closing = True
+        if self._before is None:  # else a signal could still be written to it, or to whatever gets its number
+            self._bell[1].close()
         atexit.unregister(self.close)
 
     def _lost(self, peer: int) -> None:
