@@ -81,9 +81,9 @@ class Handing:
         ]
         if self._retains:
             tensors = [(name, tensor.clone()) for name, tensor in tensors]
+        self._came.update(name for name, _ in tensors)  # before the list is the loader's
         taken = self._load(tensors)
         self._coming.discard(number)
-        self._came.update(name for name, _ in tensors)
         if taken is None:
             self._silent = True
         elif isinstance(taken, str) or not isinstance(taken, Iterable):
