@@ -2,22 +2,20 @@
 
 import atexit
 import contextlib
-import ctypes
 import hashlib
 import os
 import selectors
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from stretto.execute.lanes import Awaited
+from stretto.execute.termination import TELLING, Termination
 from stretto.ir.errors import PipelineError, told
 
 _COMING = 60.0  # seconds that a rank may wait for its neighbours
@@ -27,8 +25,6 @@ _POLL = 0.1
 _LATE = 1.0  # seconds without a turn of ours, after which it was us who stood still
 _GRACE = 3.0  # seconds in which the reason of something that was seen to fail is expected
 _NOBODY = -1
-_TELLING = 2.0  # seconds that a program has to tell of a failure before it ends on request
-_ENDING = _GRACE + _TELLING  # seconds that a turn has to end before its program does
 
 
 class _Message(msgspec.Struct, omit_defaults=True):
@@ -73,9 +69,7 @@ class Supervisor:
         """Seconds that this rank has spent waiting."""
         self._reason: str | None = None
         self._about, self._reason_is_ours = rank, False
-        self._asked = 0.0  # when this rank was asked to end
-        self._before: Any = None  # what would have followed, while a turn lasts
-        self._bell: tuple[socket.socket, socket.socket] | None = None  # which signals ring, whatever this process does
+        self._termination: Termination | None = None
         self._process = os.getpid()
         self._peers: dict[int, socket.socket] = {}
         # A neighbour's last heartbeat that told anything new, and when.
@@ -99,9 +93,7 @@ class Supervisor:
             self._doing[peer] = _Message(peer, doing=self._idle), now
             self._heard[peer] = now + _COMING  # it may still be waiting for its other neighbour, and say nothing yet
         self._looked = now
-        self._bell = socket.socketpair()
-        for end in self._bell:
-            end.setblocking(False)
+        self._termination = Termination()
         atexit.register(self.close)
         threading.Thread(target=self._watch, name="stretto supervisor", daemon=True).start()
 
@@ -203,11 +195,10 @@ class Supervisor:
             self.fail(f"rank {self.rank} failed {self._where()}: {named(error)}")
 
     @contextmanager
-    def guarding(self, label: str = "", *, goes_on: bool = False) -> Iterator[None]:
-        """A turn with a name, or more of the last one. What goes wrong in it is told to all. A request to end waits
-        until the turn is over, or for 5 s; if the turn `goes_on`, `answer` says that it is over.
+    def guarding(self, label: str = "") -> Iterator[None]:
+        """A turn with a name, or more of the last one. What goes wrong in it is told to all. A request to end waits for
+        `answer`, which says that the turn is over.
         """
-        held = failed = False
         if label:
             self.task, self._last, self._idle = lambda: "the start", label, f"after {label}"
         self._waiting = False
@@ -215,75 +206,25 @@ class Supervisor:
         if label:
             self.mark = int.from_bytes(hashlib.blake2b(f"{self._now}".encode(), digest_size=8).digest())
             self._beat()
-        try:
-            with self._holding_requests() as held:
-                try:
-                    if label:  # what has begun is ended, if it can be: another rank may have failed in its next turn
-                        self.check()
-                    yield
-                except BaseException as error:
-                    failed = True
-                    self.failed_by(error)
-                    raise
-                finally:
-                    self._now = self._now[0], ""
-        finally:
-            if held and failed:
-                signal.signal(signal.SIGTERM, _Later(signal.getsignal(signal.SIGTERM)))
-            if failed or not goes_on:
-                self.answer()
-
-    @contextmanager
-    def _holding_requests(self) -> Iterator[bool]:
-        """A request to end is kept for `answer`. Whether it is: only the main thread can do that."""
-        if self._bell is None or self._closing or threading.current_thread() is not threading.main_thread():
-            yield False
-            return
-
-        def stop(*_: Any) -> None:
-            if not self._asked:
-                self._asked = time.monotonic()
-            elif time.monotonic() - self._asked >= _ENDING:
-                signal.signal(signal.SIGTERM, before)
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        before = signal.signal(signal.SIGTERM, stop)
-        self._before = before = before.before if isinstance(before, _Later) else before
-        rings = signal.set_wakeup_fd(self._bell[1].fileno(), warn_on_full_buffer=False)
-        if rings != -1:  # somebody else's, who needs it
-            signal.set_wakeup_fd(rings)
-        try:
-            yield True
-        finally:
-            signal.set_wakeup_fd(rings)
-            self._before = None
-            if self._closing:
-                self._bell[1].close()
-            signal.signal(signal.SIGTERM, before)
+        with contextlib.nullcontext() if self._termination is None else self._termination.holding():
+            try:
+                if label:  # what has begun is ended, if it can be: another rank may have failed in its next turn
+                    self.check()
+                yield
+            except BaseException as error:
+                self.failed_by(error)
+                raise
+            finally:
+                self._now = self._now[0], ""
 
     def answer(self) -> None:
-        """The turn is over: what a request to end would have done, it does now."""
-        if self._asked:
-            self._asked = 0.0
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def _ring(self) -> None:
-        """A request was made; if the main thread is in a call that does not return, it does not know."""
-        assert self._bell is not None
-        with contextlib.suppress(OSError):
-            if signal.SIGTERM in self._bell[0].recv(4096) and self._before is not None:
-                self._asked = self._asked or time.monotonic()
-
-    def _press(self) -> None:
-        """Whatever this process does, it does not come back from it: let the request do what it does by itself."""
-        if self._before is not None and self._asked and time.monotonic() - self._asked > _ENDING:
-            if self._before is signal.SIG_DFL:
-                ctypes.CDLL(None).signal(signal.SIGTERM, 0)  # Python can set it only in the main thread
-            os.kill(os.getpid(), signal.SIGTERM)
+        """The turn is over: a request to end that came meanwhile is followed."""
+        if self._termination is not None:
+            self._termination.answer()
 
     def retire(self) -> None:
         """After a failure: leave the ring as soon as all others can have heard of it."""
-        self._until = time.monotonic() + _TELLING
+        self._until = time.monotonic() + TELLING
 
     def close(self) -> None:
         """Leave the ring in peace."""
@@ -321,9 +262,9 @@ class Supervisor:
             for peer, connection in self._peers.items():
                 open_ones.enter_context(connection)
                 selector.register(connection, selectors.EVENT_READ, peer)
-            assert self._bell is not None
-            open_ones.enter_context(self._bell[0])
-            selector.register(self._bell[0], selectors.EVENT_READ)
+            assert self._termination is not None
+            open_ones.callback(self._termination.close)
+            selector.register(self._termination.bell, selectors.EVENT_READ)
             beat = 0.0
             while not self._closing and time.monotonic() < self._until:
                 if time.monotonic() >= beat:
@@ -333,7 +274,7 @@ class Supervisor:
                 self._forgive()
                 for key, _ in found:
                     if key.data is None:
-                        self._ring()
+                        self._termination.heard()
                         continue
                     peer, data = key.data, b""
                     with contextlib.suppress(OSError):
@@ -346,10 +287,8 @@ class Supervisor:
                     for line in lines:
                         self._hear(peer, msgspec.json.decode(line, type=_Message))
                 self._judge()
-                self._press()
+                self._termination.press()
         self._closing = True
-        if self._before is None:  # else a signal could still be written to it, or to whatever gets its number
-            self._bell[1].close()
         atexit.unregister(self.close)
 
     def _lost(self, peer: int) -> None:
@@ -399,23 +338,6 @@ class Supervisor:
             elif label and message.label and message.turn == turn and message.label != label:
                 said = f"rank {peer} runs {message.label} while rank {self.rank} runs {label}"
                 self.fail(f"{said}; all ranks must call the same", _NOBODY)
-
-
-class _Later:
-    """A request to end that follows a failure, as torchrun's does at once, leaves the program time to tell of it."""
-
-    def __init__(self, before: Any) -> None:
-        self.before, self._until = before, time.monotonic() + _TELLING
-
-    def __call__(self, *_: Any) -> None:
-        left = self._until - time.monotonic()
-        if left > 0:
-            again = threading.Timer(left, os.kill, (os.getpid(), signal.SIGTERM))
-            again.daemon = True
-            again.start()
-        else:
-            signal.signal(signal.SIGTERM, self.before)
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def is_stopped(process: int) -> bool:

@@ -226,7 +226,7 @@ class Pipeline:
         begun = False
         self._demand_open()
         try:
-            with self._guarding(self._step_label(record=record, accumulate=accumulate), goes_on=True):
+            with self._guarding(self._step_label(record=record, accumulate=accumulate)):
                 if not torch.is_grad_enabled():
                     raise PipelineError(
                         "step() needs gradients, which are off here (torch.no_grad); eval_step() needs none"
@@ -254,15 +254,15 @@ class Pipeline:
                 self._replicas.sum_gradients(self._gradients)
             if check_finite:
                 _ = total.mean
-            with self._guarding(goes_on=True):
+            with self._guarding():
                 self._gradients.give_out(count)
+            self._key = replace(self._key, step=self._key.step + 1)
         except BaseException:
             if begun:
                 self._gradients.restore()
-            self._team.supervisor.answer()
             raise
-        self._key = replace(self._key, step=self._key.step + 1)
-        self._team.supervisor.answer()
+        finally:
+            self._team.supervisor.answer()
         return StepResult(total, timeline)
 
     @torch.no_grad()
@@ -273,8 +273,7 @@ class Pipeline:
         if self._evaluation is None:
             program = self._lowered(forward_only(self.plan))
             self._evaluation = Passes(program, self._team.supervisor, self._stages, self._links, training=False)
-        label = f"evaluation {self._evaluations}"
-        with self._guarding(label, goes_on=True), evaluating(self._layers.values()):
+        with self._guarding(f"evaluation {self._evaluations}"), evaluating(self._layers.values()):
             losses, microbatches, rows = self._batch(inputs, targets)
             self._evaluation.run(microbatches, losses, key=self._key, rows=rows)
             self._links.settle()
@@ -443,10 +442,10 @@ class Pipeline:
         return f"step {self._key.step + 1}" + (f" ({', '.join(given)})" if given else "")
 
     @contextmanager
-    def _guarding(self, label: str = "", *, goes_on: bool = False) -> Iterator[None]:
+    def _guarding(self, label: str = "") -> Iterator[None]:
         """A step, or more of it: what goes wrong in it is told to all, and nothing is left waiting."""
         try:
-            with self._team.supervisor.guarding(label, goes_on=goes_on):
+            with self._team.supervisor.guarding(label):
                 try:
                     yield
                 except RuntimeError as error:

@@ -222,6 +222,7 @@ class Sender:
             moved = time.perf_counter()
             with self._team.supervisor.guarding(f"the push of {found.manifest.version}"):
                 push.run(recorder, progress)
+            self._team.supervisor.answer()
             moving = time.perf_counter() - moved
             self._team.jointly(push.check)
             self._team.jointly(found.check)  # files in shared memory are used where they lie
