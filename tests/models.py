@@ -265,7 +265,7 @@ REFUSED = {
     "senseless tie": "'head.weight' is no parameter to tie: names begin with a layer's number",
     "unknown site": "no module is called '*.nrom', so it cannot be recomputed",
     "both": "checkpoint=True recomputes whole layers; give that or modules to recompute, not both",
-    "no time": "timeout is a number of seconds above 0 (got 0)",
+    "no time": "timeout is a number of seconds above 0, and at most 10⁹ (got 0)",
     "not finite": "the loss of microbatch 2 is not finite",
     "no gradients": "step() needs gradients, which are off here (torch.no_grad); eval_step() needs none",
     "fewer targets": "inputs have 8 rows, but targets have 4; give as many of both",

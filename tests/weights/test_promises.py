@@ -1,7 +1,6 @@
 """What a push promises besides the bits: who waits for whom, what is not moved, and what is told of it."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,13 +26,6 @@ from stretto.weights.wire import Connection
 
 SECONDS = 60.0
 SPEC = [("float32", (64, 33)), ("bfloat16", (7,)), ("int64", ())]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    made = Ranks(3)
-    yield made
-    made.stop()
 
 
 def empty(spec: pushes.Spec) -> dict[str, Tensor]:

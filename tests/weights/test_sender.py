@@ -21,13 +21,6 @@ from stretto.weights.remotes import status
 from stretto.weights.sender import Sender
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    made = Ranks(2)
-    yield made
-    made.stop()
-
-
 class Taking:
     """A loader that takes all there is."""
 

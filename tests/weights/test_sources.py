@@ -63,13 +63,6 @@ def entries(ranks: Iterable[Told]) -> dict[str, list[int]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    made = Ranks(4)
-    yield made
-    made.stop()
-
-
 def job(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function under a name by which other processes can import it."""
     return getattr(import_module("weights.test_sources"), function.__name__)  # type: ignore[no-any-return]

@@ -33,13 +33,6 @@ def sender() -> Iterator[Sender]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    made = Ranks(4)
-    yield made
-    made.stop()
-
-
 class Engine:
     """Live tensors, and how often it was paused."""
 
@@ -298,12 +291,12 @@ def test_a_tensor_that_is_replaced_while_it_is_loaded_is_found(
 
     with Engine(folder, live) as engine:
         monkeypatch.setattr(loading, "joined", swapping)
-        with pytest.raises(WeightsError, match=r"bucket 0 \(w\): w was replaced while it was loaded"):
+        with pytest.raises(WeightsError, match="w was replaced after it was loaded"):
             push(sender, engine, {"w": WEIGHT})
         assert engine.receiver.status.state == "dirty"
 
 
-@pytest.mark.parametrize("how", ["written", "replaced"])
+@pytest.mark.parametrize("how", ["changed", "was replaced"])
 @pytest.mark.parametrize("hooks", [{}, {"finish": lambda: None}])
 def test_a_tensor_that_changes_while_others_are_loaded_is_found(
     folder: Path, how: str, hooks: Any, monkeypatch: pytest.MonkeyPatch
@@ -312,7 +305,7 @@ def test_a_tensor_that_changes_while_others_are_loaded_is_found(
     load = loading.Writing.load
 
     def disturbed(writing: Any, number: int, *given: Any) -> None:
-        if number == 1 and how == "written":
+        if number == 1 and how == "changed":
             live["a"][7] = 5
         elif number == 1:
             live["a"] = live["a"].clone()
@@ -321,7 +314,7 @@ def test_a_tensor_that_changes_while_others_are_loaded_is_found(
     with Engine(folder, live, **hooks) as engine, Sender(device="cpu", bucket_bytes=256) as sender:
         with monkeypatch.context() as patch:
             patch.setattr(loading.Writing, "load", disturbed)
-            with pytest.raises(WeightsError, match=r"bucket 0 \(a\) was changed after it was loaded"):
+            with pytest.raises(WeightsError, match=f"a {how} after it was loaded"):
                 push(sender, engine, {name: torch.ones(60) for name in live})
         assert engine.receiver.status.state == "dirty"
         assert push(sender, engine, {name: torch.ones(60) for name in live}) == "verified"

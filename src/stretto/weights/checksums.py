@@ -72,7 +72,7 @@ def _product(device: torch.device) -> Callable[[Tensor], Tensor]:
             if torch.equal(by_integers(largest), by_floats(largest)):
                 return by_integers
             why = "they were not exact"
-        except RuntimeError as error:
+        except (AttributeError, RuntimeError) as error:  # PyTorch does not promise that it is there
             why = str(error)
     log.info("sums are found without products of 8-bit integers, more slowly: %s", why)
     return by_floats

@@ -305,9 +305,8 @@ class Conversation:
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise WeightsError(f"the loader did not account for {missing[0]} of {self._bucket_of(missing[0])}{more}")
-        changed = self._loading.changed(self._pool)
-        if changed is not None:
-            raise WeightsError(f"{self._named(changed)} was changed after it was loaded")
+        if changed := self._loading.changed(self._pool):
+            raise WeightsError(f"{changed} after it was loaded")
         self._hook("finish", self._hooks.finish)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
@@ -321,7 +320,7 @@ class Conversation:
         assert self._loading is not None
         assurance = self._loading.assurance()
         told = self._hooks.finish, self._hooks.flush_cache
-        if assurance == "verified" and told != (_nothing, _nothing) and self._loading.changed(self._pool) is not None:
+        if assurance == "verified" and told != (_nothing, _nothing) and self._loading.changed(self._pool):
             assurance = "delivered"  # what an engine makes of its tensors in the end, nobody can vouch for
         self._standing.serve(self._opening.version, self._opening.content, assurance)
         self._resume()

@@ -27,25 +27,18 @@ class Held:
 
 
 class Source(Protocol):
-    """Where a version comes from."""
+    """Where a version comes from.
+
+    It may have `check()`, which raises if it is not what it was when it was asked for what it holds; and, if every rank
+    holds all of it, `identity`, a string: two ranks that say the same read the same bytes. Of those that do not, all
+    that they read is compared.
+    """
 
     everywhere: bool
     """Whether every rank holds all of it, as with files that all can read; then nothing is exchanged."""
 
     def held(self) -> Iterable[Held]:
         """This rank's parts, in model order."""
-
-
-class Confirmed(Protocol):
-    """A source that can tell more of itself."""
-
-    def check(self) -> None:
-        """Raise if it is not what it was when it was asked for what it holds."""
-
-    @property
-    def identity(self) -> str:
-        """What is read, if every rank holds all of it: two ranks that say the same read the same bytes. Nothing if that
-        cannot be said, and then all that they read is compared."""
 
 
 def flat(tensor: Tensor) -> Tensor:

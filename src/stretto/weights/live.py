@@ -21,14 +21,14 @@ _WORK = 1_000_000  # steps in which it must be found out whether two tensors ove
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Lay(NamedTuple):
+class MemoryLayout(NamedTuple):
     """Where a tensor lies, and how."""
 
     address: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    lazily: bool = False
+    lazy: bool = False
     """Whether it is to be read as conjugate or negative."""
 
     @property
@@ -37,17 +37,19 @@ class Lay(NamedTuple):
         return self.address + self.dtype.itemsize * (1 + sum(steps))
 
 
-_One = tuple[Lay, Box]
+_One = tuple[MemoryLayout, Box]
 
 
-def lay_of(tensor: Tensor) -> Lay:
-    return Lay(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj() or tensor.is_neg())
+def layout_of(tensor: Tensor) -> MemoryLayout:
+    return MemoryLayout(
+        tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj() or tensor.is_neg()
+    )
 
 
-def _seen(lay: Lay) -> Lay:
+def _seen(layout: MemoryLayout) -> MemoryLayout:
     """Without strides along which there is nothing to go."""
-    steps = tuple(stride if size > 1 else 0 for size, stride in zip(lay.shape, lay.strides, strict=True))
-    return Lay(lay.address, lay.dtype, lay.shape, steps)
+    steps = tuple(stride if size > 1 else 0 for size, stride in zip(layout.shape, layout.strides, strict=True))
+    return MemoryLayout(layout.address, layout.dtype, layout.shape, steps)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -64,13 +66,13 @@ def unfit(name: str, tensor: Any) -> str:
         return f"{name} is a DTensor; give its local tensor, and slices of what is pushed"
     if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return f"{name} is not plain memory, and cannot be written in place"
-    lay = lay_of(tensor)
-    if tensor.numel() and tensor.untyped_storage().nbytes() < lay.end - lay.address:
+    layout = layout_of(tensor)
+    if tensor.numel() and tensor.untyped_storage().nbytes() < layout.end - layout.address:
         return f"{name} has no memory of its size any more"
     reach = 0  # of elements along dimensions with smaller strides
-    for stride, size in sorted(zip(lay.strides, lay.shape, strict=True)):
+    for stride, size in sorted(zip(layout.strides, layout.shape, strict=True)):
         if size > 1 and stride <= reach and tensor.numel():
-            return f"{name} is expanded or overlaps itself (strides {lay.strides}): it cannot hold what is pushed"
+            return f"{name} is expanded or overlaps itself (strides {layout.strides}): it cannot hold what is pushed"
         reach += stride * max(0, size - 1)
     return ""
 
@@ -80,16 +82,16 @@ def shared(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> tuple[lis
     take a part of what is pushed.
     """
     wrong, alike = [], []
-    lays = {name: _seen(lay_of(tensor)) for name, tensor in tensors.items() if tensor.numel()}
-    for cluster in _clusters(lays):
+    layouts = {name: _seen(layout_of(tensor)) for name, tensor in tensors.items() if tensor.numel()}
+    for cluster in _clusters(layouts):
         ones: dict[_One, list[str]] = {}
         for name in cluster:
-            ones.setdefault((lays[name], boxes.get(name, ())), []).append(name)
+            ones.setdefault((layouts[name], boxes.get(name, ())), []).append(name)
         alike += [names for names in ones.values() if len(names) > 1]
         pairs: Iterable[tuple[_One, ...]] = combinations(ones, 2)
         if len(ones) > _MANY:
             every = list(ones)
-            odd = _odd_one([lay for lay, _ in every])
+            odd = _odd_one([layout for layout, _ in every])
             pairs = [] if odd is None else [(it, every[odd]) for it in every[:odd]]
         for one, other in pairs:
             if _overlap(one[0], other[0]):
@@ -98,32 +100,32 @@ def shared(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> tuple[lis
     return wrong, alike
 
 
-def _clusters(lays: Mapping[str, Lay]) -> Iterator[list[str]]:
+def _clusters(layouts: Mapping[str, MemoryLayout]) -> Iterator[list[str]]:
     """Tensors of which the first and last bytes lie between each other's; most tensors are alone."""
     cluster: list[str] = []
     end = 0
-    for name in sorted(lays, key=lambda name: lays[name].address):
-        if lays[name].address >= end and cluster:
+    for name in sorted(layouts, key=lambda name: layouts[name].address):
+        if layouts[name].address >= end and cluster:
             if len(cluster) > 1:
                 yield cluster
             cluster = []
         cluster.append(name)
-        end = max(end, lays[name].end)
+        end = max(end, layouts[name].end)
     if len(cluster) > 1:
         yield cluster
 
 
-def _odd_one(lays: Sequence[Lay]) -> int | None:
+def _odd_one(layouts: Sequence[MemoryLayout]) -> int | None:
     """The first of many that has a byte in common with one before it; to compare each with each would take long."""
-    first = min(lay.address for lay in lays)
-    steps = (lay.dtype.itemsize * stride for lay in lays for stride in lay.strides)
-    step = gcd(*steps, *(it for lay in lays for it in (lay.dtype.itemsize, lay.address - first)))
-    taken = np.zeros((max(lay.end for lay in lays) - first) // step, bool)
-    for number, lay in enumerate(lays):
-        item = lay.dtype.itemsize
-        strides = [item * stride // step for stride in lay.strides]
+    first = min(layout.address for layout in layouts)
+    steps = (layout.dtype.itemsize * stride for layout in layouts for stride in layout.strides)
+    step = gcd(*steps, *(it for layout in layouts for it in (layout.dtype.itemsize, layout.address - first)))
+    taken = np.zeros((max(layout.end for layout in layouts) - first) // step, bool)
+    for number, layout in enumerate(layouts):
+        item = layout.dtype.itemsize
+        strides = [item * stride // step for stride in layout.strides]
         place = np.lib.stride_tricks.as_strided(
-            taken[(lay.address - first) // step :], (*lay.shape, item // step), (*strides, 1)
+            taken[(layout.address - first) // step :], (*layout.shape, item // step), (*strides, 1)
         )
         if place.any():
             return number
@@ -131,7 +133,7 @@ def _odd_one(lays: Sequence[Lay]) -> int | None:
     return None
 
 
-def _overlap(one: Lay, other: Lay) -> bool:
+def _overlap(one: MemoryLayout, other: MemoryLayout) -> bool:
     """Whether any byte is in both; also if that cannot be found out."""
     first = min(one.address, other.address)
     room = mmap.mmap(-1, max(one.end, other.end) - first, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # never touched
@@ -141,11 +143,11 @@ def _overlap(one: Lay, other: Lay) -> bool:
         return True
 
 
-def _array(room: mmap.mmap, first: int, lay: Lay) -> NDArray[Any]:
+def _array(room: mmap.mmap, first: int, layout: MemoryLayout) -> NDArray[Any]:
     """A tensor's memory, moved to where nobody reads it."""
-    item = lay.dtype.itemsize
-    strides = [item * stride for stride in lay.strides]
-    return np.ndarray(lay.shape, f"V{item}", room, lay.address - first, strides)
+    item = layout.dtype.itemsize
+    strides = [item * stride for stride in layout.strides]
+    return np.ndarray(layout.shape, f"V{item}", room, layout.address - first, strides)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

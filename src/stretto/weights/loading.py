@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import common, extent, inside, runs, slices_box
 from stretto.weights.checksums import digest_of
 from stretto.weights.layout import Bucket, Piece
-from stretto.weights.live import grouped, joined, lay_of, plain, shared, unfit
+from stretto.weights.live import grouped, joined, layout_of, plain, shared, unfit
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest, differences
 from stretto.weights.messages import Assurance
 
@@ -46,8 +46,8 @@ class Loading(Protocol):
     def assurance(self) -> Assurance:
         """How sure it is that all was loaded, if nothing is missing."""
 
-    def changed(self, pool: ThreadPoolExecutor) -> int | None:
-        """A bucket whose live tensors are not what was written any more, if that can be seen."""
+    def changed(self, pool: ThreadPoolExecutor) -> str:
+        """Which live tensors are not what was written any more, in words; nothing if none is, or if nobody can see."""
 
 
 class Handing:
@@ -103,8 +103,8 @@ class Handing:
             log.warning("the loader did not account for %s", _listed(some, ", "))
         return "unaccounted" if self._left else "delivered"
 
-    def changed(self, pool: ThreadPoolExecutor) -> int | None:  # noqa: ARG002 (it is the engine's)
-        return None
+    def changed(self, pool: ThreadPoolExecutor) -> str:  # noqa: ARG002 (it is the engine's)
+        return ""
 
 
 class Writing:
@@ -132,20 +132,19 @@ class Writing:
             raise WeightsError(_listed(wrong or overlaps))
         places = {entry.name: place for place, entry in enumerate(manifest.entries)}
         self.alike = [there for names in alike if (there := [places[name] for name in names if name in places])]
-        self._given, self._lays = into, {name: lay_of(tensor) for name, tensor in into.items()}
+        self._given, self._layouts = into, {name: layout_of(tensor) for name, tensor in into.items()}
         self._into = {name: tensor.detach() for name, tensor in into.items() if name in given}
         self.buckets = buckets
         self._slices, self._manifest = slices, manifest
         self._copies: dict[tuple[int, int], list[_Copies]] = {}
-        self._done: dict[int, list[_Copies]] = {}
-        self._sums: dict[int, bytes] = {}
+        self._done: dict[int, list[tuple[_Copies, bytes]]] = {}  # of each bucket, what was written, and its digest
         self.skips = [k for k, bucket in enumerate(buckets) if not any(map(self._wants, bucket.pieces))]
 
     def holds(self) -> bool:
         """Whether the live tensors are where they were: an engine may have put others in their place, or may see the
         same memory in another way."""
         try:
-            return {name: lay_of(tensor) for name, tensor in self._given.items()} == self._lays
+            return {name: layout_of(tensor) for name, tensor in self._given.items()} == self._layouts
         except (AttributeError, RuntimeError):
             return False  # what is there is no plain tensor any more, and is refused by name
 
@@ -171,15 +170,12 @@ class Writing:
         copies = self._copies[key]
         for some in copies:
             torch._foreach_copy_(some.targets, some.sources, non_blocking=True)
+        self._done[number] = []
         for some in copies:
-            if not torch.equal(joined(some.targets), joined(some.sources)):
+            live = joined(some.targets)
+            if not torch.equal(live, joined(some.sources)):
                 raise WeightsError(f"{some.odd()} does not hold what was written into it")
-        for some in copies:
-            for name in some.names:
-                if name not in self._given or lay_of(self._given[name]) != self._lays[name]:
-                    raise WeightsError(f"{name} was replaced while it was loaded")
-        self._done[number] = copies
-        self._sums[number] = self._sum(number, pool)
+            self._done[number].append((some, digest_of(live.view(torch.uint8), pool)))
 
     def _prepared(self, number: int, buffer: Tensor) -> Iterator["_Copies"]:
         """The copies of a bucket, in groups of one type that are small enough to be compared at once."""
@@ -225,16 +221,18 @@ class Writing:
     def assurance(self) -> Assurance:
         return "verified"
 
-    def changed(self, pool: ThreadPoolExecutor) -> int | None:
-        if not self.holds():
-            return next(iter(self._done), 0)
-        wrong = (number for number in self._done if self._sum(number, pool) != self._sums[number])
-        return next(wrong, None)
-
     @torch.no_grad()
-    def _sum(self, number: int, pool: ThreadPoolExecutor) -> bytes:
-        """Of what live tensors hold of a bucket now."""
-        return b"".join(digest_of(joined(some.targets).view(torch.uint8), pool) for some in self._done[number])
+    def changed(self, pool: ThreadPoolExecutor) -> str:
+        if not self.holds():
+            return f"{next(filter(self._is_another, self._layouts), 'a tensor')} was replaced"
+        for some, digest in (written for bucket in self._done.values() for written in bucket):
+            if digest_of(joined(some.targets).view(torch.uint8), pool) != digest:
+                return f"{'one of ' if len(some.names) > 1 else ''}{_listed(some.names, ', ')} changed"
+        return ""
+
+    def _is_another(self, name: str) -> bool:
+        there = self._given.get(name)
+        return bool(unfit(name, there)) or layout_of(cast("Tensor", there)) != self._layouts[name]
 
 
 @dataclass(frozen=True, slots=True)
