@@ -16,11 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import inside, whole
 from stretto.weights.checksums import digest_of
+from stretto.weights.endpoint import Endpoint
 from stretto.weights.export import Export
 from stretto.weights.held import Held
 from stretto.weights.host import threads
 from stretto.weights.layout import Bucket
 from stretto.weights.manifest import Entry
+from stretto.weights.messages import InFlight
 from stretto.weights.sender import Sender
 
 Spec = Sequence[tuple[str, tuple[int, ...]]]
@@ -33,6 +35,12 @@ def until(reached: Callable[[], bool], seconds: float) -> None:
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def begun(to: Endpoint, in_flight: InFlight = "wait", *, seconds: float) -> None:
+    """A receiver that was offered a version is made ready to load."""
+    to.pause(in_flight, patience=seconds, seconds=seconds)
+    to.begin(seconds=seconds)
 
 
 def tensors_of(spec: Spec, seed: int) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ ROOMS = [
     "check",
     "simulate",
     "draw",
+    "wire",
     "broker",
     "execute",
     "runtime",

@@ -3,8 +3,6 @@
 import json
 import os
 import struct
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -61,14 +59,6 @@ def random_tensor(dtype: str, shape: tuple[int, ...]) -> Tensor:
     return values.view(getattr(torch, dtype)).view(shape) if count else torch.empty(shape, dtype=getattr(torch, dtype))
 
 
-@pytest.fixture
-def shared_memory() -> Iterator[Path]:
-    if not os.path.ismount("/dev/shm"):
-        pytest.skip("no /dev/shm here")
-    with TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 
@@ -97,20 +87,6 @@ def test_tensors_come_by_their_place_in_the_file(tmp_path: Path) -> None:
     header = {"late": one(offsets=(8, 16)), "early": one(), "nothing": one(shape=(0,), offsets=(8, 8))}
     (tmp_path / "a").write_bytes(with_header(header, bytes(16)))
     assert [part.entry.name for part in Safetensors(tmp_path / "a").held()] == ["early", "nothing", "late"]
-
-
-@pytest.mark.parametrize("pad", range(4))
-def test_tensors_are_parts_of_the_mapped_file(tmp_path: Path, pad: int) -> None:
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(as_file({"a": torch.randn(4), "b": torch.randn(6)}, pad=pad))
-    source = Safetensors(path)
-    (mapped,) = source.maps()
-    assert bytes(mapped.tolist()) == path.read_bytes()
-    begin = mapped.data_ptr() + mapped.numel() - 40
-    assert [part.read().data_ptr() - begin for part in source.held()] == [0, 16]
-    if begin % 4 == 0:
-        storages = {part.read().untyped_storage().data_ptr() for part in source.held()}
-        assert storages == {mapped.untyped_storage().data_ptr()}
 
 
 def test_a_folder_without_an_index_has_all_its_files_in_order(tmp_path: Path) -> None:
@@ -170,7 +146,7 @@ BROKEN = {
     "u has bytes 4 to 12, which overlap": with_header({"t": one(), "u": one(offsets=(4, 12))}, bytes(12)),
     "t has bytes 4 to 12, which leave a gap": with_header({"t": one(offsets=(4, 12))}, bytes(12)),
     "ends with 3 bytes": with_header({"t": one()}, bytes(11)),
-    "empty": b"",
+    "it has 0 bytes, not even a header": b"",
 }
 
 
@@ -233,27 +209,59 @@ def test_a_file_that_is_replaced_later_is_an_error_and_one_that_is_deleted_is_no
         part.read()
 
 
-def test_shared_memory_is_known_and_left_as_it_is(tmp_path: Path, shared_memory: Path) -> None:
-    content = as_file({"a": torch.ones(3)})
-    (shared_memory / "a").write_bytes(content)
-    before = (shared_memory / "a").stat()
-    source = Safetensors(shared_memory / "a")
-    assert source.in_shared_memory
-    assert [part.read().tolist() for part in source.held()] == [[1, 1, 1]]
-    del source
-    after = (shared_memory / "a").stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert (shared_memory / "a").read_bytes() == content
-    (tmp_path / "b").write_bytes(as_file({"b": torch.ones(3)}))
-    kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path / "b"], capture_output=True, text=True, check=True).stdout
-    assert Safetensors([shared_memory / "a", tmp_path / "b"]).in_shared_memory == (kind.strip() == "tmpfs")
-
-
-def test_writing_to_what_was_read_from_disk_does_not_reach_the_file(tmp_path: Path) -> None:
+def test_a_file_is_left_as_it_is(tmp_path: Path) -> None:
     content = as_file({"a": torch.ones(3)})
     (tmp_path / "a").write_bytes(content)
-    source = Safetensors(tmp_path / "a")
-    if source.in_shared_memory:
-        pytest.skip("the temporary folder is in shared memory")
-    next(source.held()).read().zero_()
+    before = (tmp_path / "a").stat()
+    next(Safetensors(tmp_path / "a").held()).read().zero_()
+    after = (tmp_path / "a").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert (tmp_path / "a").read_bytes() == content
+
+
+def test_a_file_that_is_cut_is_an_error_and_nobody_dies(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(as_file({"a": torch.ones(100_000)}))
+    (part,) = Safetensors(path).held()
+    os.truncate(path, 5000)
+    assert part.stored is not None
+    with pytest.raises(WeightsError, match=f"{path} was cut to 5000 bytes while it was read"):
+        part.stored.read_into(torch.empty(100_000))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' + "[" * 100_000, '{"__metadata__":' + '{"a":' * 100_000])
+def test_json_in_json_in_json_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text.encode())
+    with pytest.raises(WeightsError, match="is no safetensors file: its header is not JSON"):
+        Safetensors(tmp_path)
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(WeightsError, match="is no index of safetensors files"):
+        Safetensors(tmp_path)
+
+
+def test_a_name_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
+    """Of which a reader would have to choose one."""
+    described = json.dumps(one())
+    text = f'{{"a": {described}, "a": {described}}}'
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(8))
+    with pytest.raises(WeightsError, match="'a' is there twice"):
+        Safetensors(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(as_file({"a": torch.zeros(1)}))
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}')
+    with pytest.raises(WeightsError, match="'a' is there twice"):
+        Safetensors(tmp_path)
+
+
+def test_files_may_be_links_and_an_index_may_not_leave_its_folder(tmp_path: Path) -> None:
+    """As in Hugging Face's cache."""
+    blob, folder = tmp_path / "blobs" / "1f3a", tmp_path / "snapshot"
+    for made in (blob.parent, folder):
+        made.mkdir()
+    blob.write_bytes(as_file({"a": torch.ones(3)}))
+    (folder / "model.safetensors").symlink_to(blob)
+    index(folder, {"a": "model.safetensors"})
+    assert [part.read().tolist() for part in Safetensors(folder).held()] == [[1, 1, 1]]
+    for outside in ("../blobs/1f3a", str(blob)):
+        index(folder, {"a": outside})
+        with pytest.raises(WeightsError, match="which is not a file of this folder"):
+            Safetensors(folder)

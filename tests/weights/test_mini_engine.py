@@ -22,7 +22,7 @@ import torch
 from mini_engine import Aborted, Config, Engine, Server, Shard, Unavailable, addresses, checkpoint, entries, reference
 from torch import Tensor
 
-from pushes import total_of
+from pushes import begun, total_of
 from stretto.ir.errors import WeightsError
 from stretto.weights.endpoint import Offer, Remote
 from stretto.weights.layout import lay_out, least_bucket
@@ -83,7 +83,7 @@ def push(
         for remote in remotes:
             remote.open(Offer(manifest, buckets, size, False, shared, ""), seconds=SECONDS)
         for remote in remotes:
-            remote.start(in_flight, seconds=SECONDS)
+            begun(remote, in_flight, seconds=SECONDS)
         for number, bucket in enumerate(buckets):
             buffer = shared.tensors[number % 2]
             for piece in bucket.pieces:

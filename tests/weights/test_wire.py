@@ -18,6 +18,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pushes import until
 from stretto.ir.errors import WeightsError
 from stretto.weights.doors import connect, read_secret
 from stretto.weights.manifest import Entry, Manifest
@@ -25,6 +26,8 @@ from stretto.weights.messages import (
     Abandon,
     Ask,
     Beat,
+    Begin,
+    Begun,
     Buffers,
     Commit,
     End,
@@ -33,11 +36,11 @@ from stretto.weights.messages import (
     Hello,
     Message,
     Open,
+    Pause,
+    Paused,
     Proof,
     Ready,
     Serving,
-    Start,
-    Started,
     Taken,
     Told,
     Unknown,
@@ -150,7 +153,14 @@ MANIFEST = Manifest("evil", (Entry("w", "float32", (100,)),))
 
 
 def opening(**changes: Any) -> Open:
-    how = {"bucket_bytes": 512, "split": False, "buffers": Buffers(99, 512), "manifest": MANIFEST, **changes}
+    how = {
+        "bucket_bytes": 512,
+        "split": False,
+        "buffers": Buffers(99, 512),
+        "silence": 6.0,
+        "manifest": MANIFEST,
+        **changes,
+    }
     return Open("evil", MANIFEST.digest, "", **how)
 
 
@@ -176,10 +186,10 @@ def messages() -> Any:
     return st.one_of(
         st.builds(Hello, st.sampled_from([PROTOCOL, 0, 2, 2**40]), st.binary(max_size=40)),
         st.builds(Proof, st.binary(max_size=40)),
-        st.sampled_from([Beat(), Ask(), Unknown(), Started(), End(), Commit(), Ready([1, 2], [[0, 1]])]),
-        st.builds(Open, text, text, number, st.booleans(), buffers, manifests | st.none()),
+        st.sampled_from([Beat(), Ask(), Unknown(), Paused(), Begin(), End(), Commit(), Ready([1, 2], [[0, 1]])]),
+        st.builds(Open, text, text, text, number, st.booleans(), buffers, st.floats(), manifests | st.none()),
         st.builds(opening, buffers=buffers),
-        st.builds(Start, st.sampled_from(["wait", "abort", "keep"])),
+        st.builds(Pause, st.sampled_from(["wait", "abort", "keep"]), st.floats()),
         st.builds(Filled, number, number, st.binary(max_size=40)),
         st.builds(Taken, number),
         st.builds(Serving, text, st.sampled_from(["verified", "delivered"])),
@@ -222,7 +232,7 @@ DEEP = framed(b"\x82\xa4type\xa4Open\xa1x" + b"\x91" * 3000)
 @example(data=DEEP)
 @example(data=HELLO + DEEP)
 @example(data=HELLO + (2**64 - 1).to_bytes(8, "big"))
-@example(data=HELLO + said(opening(), Start("wait"), Filled(0, 0, b""), End(), Commit()))
+@example(data=HELLO + said(opening(), Pause("wait", 60), Begin(), Filled(0, 0, b""), End(), Commit()))
 @settings(max_examples=100)
 def test_nonsense_changes_nothing(door: Door, data: bytes) -> None:
     before = door.receiver.status
@@ -289,16 +299,14 @@ def test_messages_out_of_turn_are_refused_and_change_nothing(door: Door, word: M
 def test_nonsense_in_the_middle_of_an_update_is_no_end_of_the_receiver(door: Door) -> None:
     connection = connect(door.address, door.secret)
     try:
-        (started,) = after_opening(connection, Start("wait"))
-        assert isinstance(started, Started)
+        assert after_opening(connection, Pause("wait", 60), Begin()) == [Paused(), Begun()]
+        assert door.receiver.status.state == "loading"
         connection._stream.sendall(NOT_UTF8)
         with pytest.raises(Gone):
             connection.hear(seconds=SECONDS)
     finally:
         connection.close()
-    deadline = time.monotonic() + SECONDS
-    while door.receiver.status.state != "dirty":
-        assert time.monotonic() < deadline
+    until(lambda: door.receiver.status.state == "serving", SECONDS)  # for nothing was written
     assert "nonsense" in door.receiver.status.error
     door.push()
 
@@ -590,7 +598,7 @@ def two(guarded: Door) -> Iterator[list[Connection]]:
 
 def test_of_two_senders_one_is_refused_while_the_other_pushes(guarded: Door, two: list[Connection]) -> None:
     first, second = two
-    assert isinstance(after_opening(first, Start("wait"))[0], Started)
+    assert after_opening(first, Pause("wait", 60)) == [Paused()]
     second.tell(opening())
     assert second.hear(seconds=SECONDS)[0] == Failed("is busy with another update", dirty=False)
     first.close()
@@ -599,4 +607,6 @@ def test_of_two_senders_one_is_refused_while_the_other_pushes(guarded: Door, two
 
 def test_a_sender_between_two_pushes_keeps_nobody_out(guarded: Door, two: list[Connection]) -> None:
     assert after_opening(two[0], Ask()) == [guarded.receiver.status]
+    two[0].tell(Abandon("something else came up"))
+    until(lambda: not guarded.receiver._standing.opened, SECONDS)
     guarded.push()

@@ -2,9 +2,9 @@
 
 import ctypes
 import mmap
-import os
 
 from stretto.broker import driver
+from stretto.wire.memory import demand_sealed, sealed_file
 
 RING = 256  # messages of a channel that may be under way
 _SENDER, _RECEIVER, _DONE = 0, RING, 2 * RING
@@ -24,8 +24,8 @@ class Board:
 
     def __init__(self, file: int | None = None) -> None:
         if file is None:
-            file = os.memfd_create("stretto-board")
-            os.ftruncate(file, _BYTES)
+            file = sealed_file("stretto-board", _BYTES)
+        demand_sealed(file, _BYTES)
         self.file = file
         self._memory = mmap.mmap(file, _BYTES)
         self._words = memoryview(self._memory).cast("I")

@@ -38,8 +38,8 @@ from stretto.broker.wire import (
     Welcome,
     close,
     hear_rank,
-    peer_user,
 )
+from stretto.wire.peers import peer_user
 
 _LOOKS = 16  # at the flags, for each at what ranks say
 _TIDY = 0.1  # seconds after which it looks for what is not needed any more

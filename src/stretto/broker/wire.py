@@ -3,7 +3,6 @@
 import array
 import os
 import socket
-import struct
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -153,12 +152,6 @@ def hear_broker(connection: socket.socket) -> tuple[FromBroker | None, int]:
 def close(file: int) -> None:
     if file >= 0:
         os.close(file)
-
-
-def peer_user(connection: socket.socket) -> int:
-    """The user that the process at the other end runs as."""
-    user: int = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-    return user
 
 
 def _hear(connection: socket.socket, decoder: msgspec.msgpack.Decoder[_M]) -> tuple[_M | None, int]:

@@ -12,7 +12,7 @@ import typer
 from stretto.cli.console import err, number, out, print_table
 from stretto.cli.inputs import Json, figure_kind, write_figure
 from stretto.draw import draw_text
-from stretto.ir.errors import WeightsError
+from stretto.ir.errors import WeightsError, one_line
 from stretto.ir.extras import demand
 from stretto.program.update import MODES, Mode
 
@@ -206,8 +206,7 @@ def _bar(*, shown: bool) -> "Iterator[Any]":
 def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
     from stretto.weights.report import counted, size
 
-    if output is not None and report.timeline is not None:
-        write_figure(report.timeline, output)
+    drawn = output is not None and _drawn(report, output)
     if json:
         told = {
             "version": report.version,
@@ -233,8 +232,20 @@ def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
     )
     for name, how in report.receivers.items():
         out.print(f"{name} serves it, {how}")
-    if output is not None:
+    if drawn:
         out.print(f"wrote {output}")
+
+
+def _drawn(report: "Report", output: Path) -> bool:
+    """Whether the timeline could be written; the push has gone well in any case."""
+    try:
+        if report.timeline is None:
+            raise WeightsError("other senders could not be asked for their times")
+        write_figure(report.timeline, output)
+    except Exception as error:
+        err.print(f"the push has gone well, but {output} could not be written: {one_line(error)}")
+        return False
+    return True
 
 
 def _foresee(

@@ -16,7 +16,7 @@ import msgspec
 
 from stretto.execute.lanes import Awaited
 from stretto.execute.termination import TELLING, Termination
-from stretto.ir.errors import PipelineError, told
+from stretto.ir.errors import PipelineError, named, one_line, told
 
 _COMING = 60.0  # seconds that a rank may wait for its neighbours
 BEAT = 0.2  # seconds between two heartbeats
@@ -346,17 +346,3 @@ def is_stopped(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] in "TtZX"
     except (OSError, IndexError):
         return True
-
-
-def named(error: BaseException) -> str:
-    """An error by its type and what it says, if it says anything."""
-    return ": ".join(filter(None, (type(error).__name__, one_line(error))))
-
-
-def one_line(error: BaseException) -> str:
-    """What an error says, whatever that is."""
-    try:
-        text = str(error)
-    except BaseException as broken:
-        text = f"(an error that cannot say what it is: {type(broken).__name__})"
-    return " ".join(text.encode(errors="replace").decode().split())[:300]

@@ -14,9 +14,8 @@ from stretto.execute.lanes import Awaited, HostLane
 from stretto.execute.meeting import Meeting, demand_none
 from stretto.execute.ring import supervised
 from stretto.execute.streams import Reached, StreamTicket
-from stretto.execute.supervise import named, one_line
 from stretto.execute.uncaught import print_told_errors_as_one_line
-from stretto.ir.errors import PipelineError, StrettoError
+from stretto.ir.errors import PipelineError, StrettoError, named, one_line
 
 T = TypeVar("T")
 _LONG, _USUAL, _LONGEST = 3600.0, 300.0, 1e9  # seconds

@@ -42,3 +42,17 @@ def told(text: str) -> PipelineError:
 
 class WeightsError(StrettoError):
     """A push of weights cannot be made as it was asked for, or failed, at a sender or a receiver."""
+
+
+def named(error: BaseException) -> str:
+    """An error by its type and what it says, if it says anything."""
+    return ": ".join(filter(None, (type(error).__name__, one_line(error))))
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, whatever that is."""
+    try:
+        text = str(error)
+    except BaseException as broken:
+        text = f"(an error that cannot say what it is: {type(broken).__name__})"
+    return " ".join(text.encode(errors="replace").decode().split())[:300]

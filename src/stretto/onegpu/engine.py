@@ -38,11 +38,11 @@ from stretto.broker.wire import (
     Welcome,
     close,
     hear_broker,
-    peer_user,
     tell,
 )
 from stretto.onegpu import memory
 from stretto.onegpu.allocations import Allocations
+from stretto.wire.peers import peer_user
 
 _WINDOW = 64  # messages on the host that a channel's sender may be ahead of its receiver
 _GREETING = 60.0  # seconds in which a broker has started

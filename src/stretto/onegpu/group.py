@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from stretto.broker.model import LinkModel
+from stretto.ir.errors import named
 from stretto.onegpu import memory
 from stretto.onegpu.engine import Engine, Member, Move
 from stretto.onegpu.reduce import demand, reduced
@@ -335,7 +336,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             moves = [member.receive(tensor, peer) for peer, tensor in receives]
             return moves + [member.send(tensor, peer) for peer, tensor in sends]
         except BaseException as error:
-            member.fail(f"rank {self._rank} failed within collective {self._turn}: {_line(error)}")
+            member.fail(f"rank {self._rank} failed within collective {self._turn}: {named(error)}")
             raise
 
     def _demand_parts(self, parts: list[Tensor], like: Tensor | None = None) -> None:
@@ -385,7 +386,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                 with updating(result):
                     run()
             except BaseException as error:
-                member.fail(f"rank {self._rank} failed within collective {turn}: {_line(error)}")
+                member.fail(f"rank {self._rank} failed within collective {turn}: {named(error)}")
                 raise
 
         if not like.is_cuda:
@@ -434,10 +435,6 @@ def _meet(store: c10d.Store, rank: int, size: int) -> tuple[str, str]:
         store.set(f"broker {peer} {number}", f"{address} {key}")
         store.add(f"answered {peer}", number - answered)
     return address, key
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
 def _gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -17,9 +17,8 @@ from stretto.check import check
 from stretto.costs import Costs
 from stretto.execute.groups import all_reduce, place_among
 from stretto.execute.record import Recorder
-from stretto.execute.supervise import named
 from stretto.execute.team import Team
-from stretto.ir.errors import PipelineError, PlanError, ProgramError, StrettoError, told
+from stretto.ir.errors import PipelineError, PlanError, ProgramError, StrettoError, named, told
 from stretto.ir.plan import Plan
 from stretto.program.lower import lower
 from stretto.program.phases import Layer, cut_layers

@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     from stretto.weights.manifest import Entry
     from stretto.weights.receiver import Receiver
     from stretto.weights.remotes import status
-    from stretto.weights.report import Report
+    from stretto.weights.report import PushError, Report
     from stretto.weights.sender import Sender
 
-__all__ = ["Entry", "Export", "Hooks", "Receiver", "Report", "Sender", "WeightsError", "status"]
+__all__ = ["Entry", "Export", "Hooks", "PushError", "Receiver", "Report", "Sender", "WeightsError", "status"]
 
 _ROOMS = {
     "Entry": "manifest",
     "Export": "export",
     "Hooks": "conversation",
+    "PushError": "report",
     "Receiver": "receiver",
     "Report": "report",
     "Sender": "sender",

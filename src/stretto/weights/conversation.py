@@ -1,8 +1,11 @@
-"""A receiver's part in an update: from one state to the next, as its sender says; any error ends in dirty."""
+"""A receiver's part in an update: from one state to the next, as its sender says. An error before the first write
+leaves it serving what it did; one after it, dirty."""
 
 import contextlib
 import logging
+import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from stretto.ir.errors import WeightsError
+from stretto.ir.errors import WeightsError, named
 from stretto.weights.checksums import digest_of
 from stretto.weights.host import threads, uncollected
 from stretto.weights.loading import Loading
@@ -19,6 +22,8 @@ from stretto.weights.messages import (
     Abandon,
     Ask,
     Assurance,
+    Begin,
+    Begun,
     Commit,
     End,
     Failed,
@@ -27,20 +32,22 @@ from stretto.weights.messages import (
     Loaded,
     Message,
     Open,
+    Pause,
+    Paused,
     Ready,
     Serving,
-    Start,
-    Started,
     State,
     Taken,
     Told,
     Unknown,
 )
 from stretto.weights.shared import OpenedBuffers
-from stretto.weights.wire import BEAT, Connection, Gone, close_files, loudness
+from stretto.weights.wire import BEAT, SILENCE, Connection, Gone, Late, close_files, loudness
 
 log = logging.getLogger(__name__)
 _EVER = 1e9  # seconds: signs of life bound the wait
+_DECIDING = 120.0  # seconds for a sender that has opened to go on, or to say that it does not
+_LONGEST = 7 * 24 * 3600.0  # seconds that a sender may ask for
 
 
 def _nothing(*_: Any) -> None:
@@ -52,9 +59,11 @@ class Hooks:
     """What an engine does around an update. Each runs in the thread that serves."""
 
     pause: Callable[[InFlight], None] = _nothing
-    """Stop generating; what is under way is waited for, aborted or kept for later."""
+    """Stop generating; what is under way is waited for, aborted or kept for later. If the update then comes to nothing,
+    `resume` is next."""
     begin: Callable[[], None] = _nothing
-    """Get the engine's loading state ready, from whatever an earlier update has left."""
+    """Get the engine's loading state ready, from whatever an earlier update has left. From here on an update that fails
+    leaves the receiver dirty."""
     finish: Callable[[], None] = _nothing
     """All tensors are there: quantise, transpose, and so on."""
     flush_cache: Callable[[], None] = _nothing
@@ -67,9 +76,11 @@ class Standing:
 
     def __init__(self, version: str, device: str) -> None:
         self._lock = threading.Lock()
-        self._told = Told("serving", version, "", device)
+        self._told = Told("serving", version, "", device, identity=secrets.token_hex(8))
         self.answering = False
         """Whether a sender waits for an answer."""
+        self.opened = False
+        """Whether a sender has been told that its version can come, and neither it nor its end has come."""
 
     @property
     def told(self) -> Told:
@@ -79,7 +90,7 @@ class Standing:
     @property
     def busy(self) -> bool:
         """Whether an update is under way."""
-        return self.answering or self.told.state not in ("serving", "dirty")
+        return self.answering or self.opened
 
     def set(self, state: State, *, error: str = "") -> None:
         with self._lock:
@@ -113,6 +124,10 @@ class Conversation:
         self._laid: tuple[str, int, bool, int] | None = None
         self._manifest: Manifest | None = None
         self._opening: Open | None = None
+        self._patience = _DECIDING
+        self._before: State = "serving"
+        self._touched = False
+        self._ending: BaseException | None = None
         self._pool = threads()
 
     def hold(self, opening: Open, files: list[int]) -> None:
@@ -125,18 +140,30 @@ class Conversation:
                 self._standing.answering = True
                 self._answer(message, files)
                 self._standing.answering = False
-                message, files = self._connection.hear(seconds=_EVER)
+                message, files = self._heard()
         except Gone as error:
             log.log(loudness(error), "the sender %s", error)
             self.fail(f"the sender {error}")
         finally:
-            self._standing.answering = False
+            self._standing.answering = self._standing.opened = False
             over.set()
             self._loading = None
             self._pool.shutdown()
             beats.join()
             if self._buffers is not None:
                 self._buffers.close()
+
+    def _heard(self) -> tuple[Message, list[int]]:
+        """What the sender says next; in the middle of an update it must say something, or leave us."""
+        if not self._standing.opened:
+            return self._connection.hear(seconds=_EVER)
+        begun = time.monotonic()
+        try:
+            return self._connection.hear(seconds=self._patience)
+        except Late as error:
+            if time.monotonic() - begun < self._patience:
+                raise
+            raise Late(f"lives, but has not gone on for {self._patience:g} s") from error
 
     def _beat(self, over: threading.Event) -> None:
         """Signs of life, as long as the sender waits for an answer."""
@@ -151,8 +178,10 @@ class Conversation:
                 case Open():
                     with uncollected():
                         answer = self._open(message, files)
-                case Start():
-                    answer = self._start(message.in_flight)
+                case Pause():
+                    answer = self._pause(message)
+                case Begin():
+                    answer = self._begin()
                 case Filled():
                     answer = self._load(message)
                 case End():
@@ -168,15 +197,17 @@ class Conversation:
                     raise WeightsError(f"did not expect {type(message).__name__}")
         except Gone:
             raise
-        except Exception as error:
-            why = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
-            if not isinstance(error, WeightsError):
-                log.exception("an update failed")
+        except BaseException as error:
+            why = str(error) if isinstance(error, WeightsError) else self._words("an update failed", error)
             self.fail(why, own=True)
             answer = Failed(why, dirty=self._standing.told.state == "dirty")
         finally:
             close_files(files)
-        self._connection.tell(answer)
+        try:
+            self._connection.tell(answer)
+        finally:
+            if self._ending is not None:
+                raise self._ending
 
     def _expect(self, *states: State) -> None:
         state = self._standing.told.state
@@ -188,15 +219,17 @@ class Conversation:
 
         An error of this side's own is remembered in any state.
         """
+        self._standing.opened = False
         state = self._standing.told.state
-        if state == "paused":
+        if state in ("paused", "loading", "loaded"):
+            if self._touched or self._before == "dirty":
+                self._standing.set("dirty", error=why)
+                return
             try:
                 self._standing.set("serving", error=why)
                 self._resume()
             except Exception as error:
                 self._standing.set("dirty", error=f"{why}; and {error}")
-        elif state in ("loading", "loaded"):
-            self._standing.set("dirty", error=why)
         elif own:
             self._standing.set(state, error=why)
 
@@ -204,14 +237,15 @@ class Conversation:
         """An engine that resumes finds that it may serve; one that cannot is dirty."""
         try:
             self._hooks.resume()
-        except Exception as problem:
-            why = f"the engine did not resume: {type(problem).__name__}: {problem}"
-            log.exception("the engine did not resume")
+        except BaseException as problem:
+            why = self._words("the engine did not resume", problem)
             self._standing.set("dirty", error=why)
             raise WeightsError(why) from problem
 
     def _open(self, message: Open, files: list[int]) -> Message:
         self._expect("serving", "dirty")
+        self._standing.opened, self._patience = True, _DECIDING
+        self._connection.silence = min(max(SILENCE, message.silence), _LONGEST)
         if message.bucket_bytes > message.buffers.nbytes:
             raise WeightsError(
                 f"a bucket of {message.bucket_bytes} bytes does not fit a buffer of {message.buffers.nbytes}"
@@ -230,16 +264,22 @@ class Conversation:
         self._opening = message
         return Ready(self._loading.skips, self._loading.alike)
 
-    def _start(self, in_flight: InFlight) -> Message:
-        if self._loading is None:
+    def _pause(self, message: Pause) -> Message:
+        if self._loading is None or not self._standing.opened:
             raise WeightsError("nothing was opened")
         self._expect("serving", "dirty")
-        if self._standing.told.state == "serving":
-            self._standing.set("paused")
+        self._before, self._touched = self._standing.told.state, False
+        self._patience = min(max(SILENCE, message.patience), _LONGEST)
+        self._standing.set("paused")
         # A dirty one too, which may have been left in any state.
-        self._hook("pause", lambda: self._hooks.pause(in_flight))
+        self._hook("pause", lambda: self._hooks.pause(message.in_flight))
+        return Paused()
+
+    def _begin(self) -> Message:
+        self._expect("paused")
+        assert self._loading is not None
         self._standing.set("loading")
-        self._hook("begin", self._hooks.begin)
+        self._change("begin", self._hooks.begin)
         told = self._hooks.pause, self._hooks.begin
         if told != (_nothing, _nothing) and not self._loading.holds():  # the engine has put others in their place
             assert self._manifest is not None
@@ -248,7 +288,7 @@ class Conversation:
             if self._loading.alike != alike:
                 raise WeightsError("the engine has made other tensors one, and what is pushed may differ for them")
         self._loading.begin()
-        return Started()
+        return Begun()
 
     def _load(self, message: Filled) -> Message:
         self._expect("loading")
@@ -260,14 +300,13 @@ class Conversation:
         buffer = self._buffers.tensors[message.slot]
         if digest_of(buffer[: bucket.nbytes], self._pool) != message.sum:
             raise WeightsError(f"{self._named(message.bucket)} arrived changed")
+        self._touched = True
         try:
             self._loading.load(message.bucket, buffer, self._pool)
         except WeightsError as error:
             raise WeightsError(f"{self._named(message.bucket)}: {error}") from error
-        except Exception as error:
-            log.exception("the loader failed")
-            what = f"{type(error).__name__}: {error}"
-            raise WeightsError(f"the loader failed at {self._named(message.bucket)}: {what}") from error
+        except BaseException as error:
+            raise WeightsError(self._words(f"the loader failed at {self._named(message.bucket)}", error)) from error
         # This waits for all that the stream was given, so for what the loader has begun too.
         if digest_of(buffer[: bucket.nbytes], self._pool) != message.sum:
             raise WeightsError(f"{self._named(message.bucket)} was changed while it was loaded")
@@ -277,9 +316,20 @@ class Conversation:
         """What an engine does, by its name if it fails."""
         try:
             act()
-        except Exception as error:
-            log.exception("the engine's %s failed", name)
-            raise WeightsError(f"the engine's {name} failed: {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            raise WeightsError(self._words(f"the engine's {name} failed", error)) from error
+
+    def _words(self, what: str, error: BaseException) -> str:
+        """In words for the sender. What would end a process or thread does so once the sender has been told."""
+        log.error("%s", what, exc_info=error)
+        if not isinstance(error, Exception):
+            self._ending = error
+        return f"{what}: {named(error)}"
+
+    def _change(self, name: str, act: Callable[[], None]) -> None:
+        """What an engine does to its weights, or to what belongs to them."""
+        self._touched = self._touched or act is not _nothing
+        self._hook(name, act)
 
     def _bucket_of(self, name: str) -> str:
         assert self._manifest is not None
@@ -307,7 +357,7 @@ class Conversation:
             raise WeightsError(f"the loader did not account for {missing[0]} of {self._bucket_of(missing[0])}{more}")
         if changed := self._loading.changed(self._pool):
             raise WeightsError(f"{changed} after it was loaded")
-        self._hook("finish", self._hooks.finish)
+        self._change("finish", self._hooks.finish)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._standing.set("loaded")
@@ -315,7 +365,7 @@ class Conversation:
 
     def _commit(self) -> Message:
         self._expect("loaded")
-        self._hook("flush_cache", self._hooks.flush_cache)
+        self._change("flush_cache", self._hooks.flush_cache)
         assert self._opening is not None
         assert self._loading is not None
         assurance = self._loading.assurance()
@@ -323,5 +373,6 @@ class Conversation:
         if assurance == "verified" and told != (_nothing, _nothing) and self._loading.changed(self._pool):
             assurance = "delivered"  # what an engine makes of its tensors in the end, nobody can vouch for
         self._standing.serve(self._opening.version, self._opening.content, assurance)
+        self._standing.opened = False
         self._resume()
         return Serving(self._opening.version, assurance)

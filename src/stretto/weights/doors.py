@@ -1,18 +1,22 @@
 """Where receivers listen, and who is let in."""
 
+import contextlib
+import fcntl
 import os
 import socket
 import stat
-import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.wire import GREETING, Connection, Gone
+from stretto.wire.peers import is_trusted, peer_user
 
 _BACKLOG = 64
+_LOCKING = 5.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +50,26 @@ def connect(address: str, secret: bytes | None = None, *, seconds: float = GREET
     if path is None and not secret:
         _ = where.host
         raise WeightsError(f"{address} needs a secret: tcp is open to others (both sides read it from a file)")
-    stream = socket.socket(socket.AF_UNIX if path else socket.AF_INET)
-    stream.settimeout(seconds)
+    stream: socket.socket | None = None
     try:
         if path:
+            stream = socket.socket(socket.AF_UNIX)
+            stream.settimeout(seconds)
             _connect(stream, str(path), seconds)
+            if not is_trusted(user := peer_user(stream)):
+                raise WeightsError(f"{address} belongs to user {user}, and this process to user {os.geteuid()}")
         else:
-            stream.close()
             stream = socket.create_connection(where.host, timeout=seconds)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(stream)
         connection.greet(secret, serves=False)
-    except Gone as error:
-        stream.close()
-        raise Gone(f"{address} {error}") from None
-    except (OSError, UnicodeError) as error:
-        stream.close()
-        raise Gone(f"{address} cannot be reached: {getattr(error, 'strerror', None) or error}") from None
-    except BaseException:
-        stream.close()
+    except BaseException as error:
+        if stream is not None:
+            stream.close()
+        if isinstance(error, Gone):
+            raise Gone(f"{address} {error}") from None
+        if isinstance(error, OSError | UnicodeError):
+            raise Gone(f"{address} cannot be reached: {getattr(error, 'strerror', None) or error}") from None
         raise
     return connection
 
@@ -83,37 +88,94 @@ def _connect(stream: socket.socket, path: str, seconds: float) -> None:
             return
 
 
-def listen(address: str, secret: bytes | None = None) -> socket.socket:
-    """Open a receiver's door: a socket only its user can enter, or one that asks for the secret."""
-    where = Address(address)
-    path = where.path
-    if path is None:
-        host = where.host
-        if not secret:
-            raise WeightsError(f"{address} needs a secret: tcp is open to others (both sides read it from a file)")
+class Door:
+    """Where a receiver listens: a socket that only its user can enter, or one that asks for the secret.
+
+    Doors in one directory are opened and closed one at a time, which a lock on the directory sees to: exactly one
+    process listens at a path, and nobody removes what is another's.
+    """
+
+    def __init__(self, address: str, secret: bytes | None = None) -> None:
+        where = Address(address)
+        self._path, self._file = where.path, (0, 0)
         try:
-            family = socket.AF_INET6 if ":" in host[0] else socket.AF_INET
-            return socket.create_server(host, family=family, backlog=_BACKLOG)
+            if self._path is None:
+                self._server = _tcp(where, secret)
+            else:
+                _make_private(self._path.parent)
+                with _locked(self._path.parent):
+                    self._server = _unix(self._path)
+                    self._file = _identity(self._path)
         except OSError as error:
             raise WeightsError(f"cannot listen at {address}: {error.strerror or error}") from None
-    room = path.parent
-    try:
-        room.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = room.stat()
-    except OSError as error:
-        raise WeightsError(f"cannot listen at {address}: {error.strerror or error}") from None
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+
+    def accept(self) -> socket.socket:
+        return self._server.accept()[0]
+
+    def close(self) -> None:
+        """Take it away, and wake who waits at it."""
+        if self._path is not None:
+            with contextlib.suppress(OSError, WeightsError), _locked(self._path.parent):  # else a next one removes it
+                if _identity(self._path) == self._file:
+                    self._path.unlink()
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+
+def _tcp(where: Address, secret: bytes | None) -> socket.socket:
+    host = where.host
+    if not secret:
+        raise WeightsError(f"{where} needs a secret: tcp is open to others (both sides read it from a file)")
+    family = socket.AF_INET6 if ":" in host[0] else socket.AF_INET
+    return socket.create_server(host, family=family, backlog=_BACKLOG)
+
+
+def _make_private(room: Path) -> None:
+    """All directories that are missing are made for this user alone."""
+    for missing in reversed([it for it in (room, *room.parents) if not it.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    found = room.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise WeightsError(f"{room} is open to others; put the socket into a directory that is yours alone (mode 700)")
-    if path.exists():
+
+
+@contextlib.contextmanager
+def _locked(room: Path) -> Iterator[None]:
+    """Nobody else opens or closes a door in this directory."""
+    file = os.open(room, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _LOCKING
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise WeightsError(f"another process has held a lock on {room} for {_LOCKING:g} s") from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(file)  # and with it the lock
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino
+
+
+def _unix(path: Path) -> socket.socket:
+    """A socket that listens, where there is none."""
+    if os.path.lexists(path):
         _remove_stale(path)
     server = socket.socket(socket.AF_UNIX)
     try:
         server.bind(str(path))
         path.chmod(0o600)
         server.listen(_BACKLOG)
-    except OSError as error:
+    except BaseException:
         server.close()
-        raise WeightsError(f"cannot listen at {address}: {error.strerror or error}") from None
+        raise
     return server
 
 
@@ -131,14 +193,6 @@ def _remove_stale(path: Path) -> None:
         except OSError:
             pass
     raise WeightsError(f"another process listens at unix://{path}")
-
-
-def same_user(stream: socket.socket) -> bool:
-    """Whether the other end of a Unix socket belongs to this user, or to root."""
-    if stream.family != socket.AF_UNIX:
-        return True
-    uid = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-    return uid in (os.getuid(), 0)
 
 
 def read_secret(path: str | Path | None) -> bytes | None:

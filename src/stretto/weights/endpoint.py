@@ -13,6 +13,8 @@ from stretto.weights.messages import (
     Abandon,
     Ask,
     Assurance,
+    Begin,
+    Begun,
     Commit,
     End,
     Failed,
@@ -21,16 +23,16 @@ from stretto.weights.messages import (
     Loaded,
     Message,
     Open,
+    Pause,
+    Paused,
     Ready,
     Serving,
-    Start,
-    Started,
     Taken,
     Told,
     Unknown,
 )
 from stretto.weights.shared import SharedBuffers
-from stretto.weights.wire import BEAT, Connection, Gone, Late, close_files
+from stretto.weights.wire import BEAT, SILENCE, Connection, Gone, Late, close_files
 
 T = TypeVar("T", bound=Message)
 _HEARING = 1.0  # seconds for a receiver to take the word that nothing comes of it
@@ -46,6 +48,8 @@ class Offer:
     split: bool
     shared: SharedBuffers
     content: str
+    silence: float = SILENCE
+    """Seconds without a sign of life, after which a receiver is taken to be stopped, and takes its sender to be so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,11 @@ class Endpoint(Protocol):
     def open(self, offer: Offer, *, seconds: float) -> Wanted:
         """Offer a version. Nothing has happened yet."""
 
-    def start(self, in_flight: InFlight, *, seconds: float) -> None:
-        """It stops serving, and is ready to load."""
+    def pause(self, in_flight: InFlight, *, patience: float, seconds: float) -> None:
+        """It stops serving, and nothing else. It hears of this update again within `patience` seconds, and again."""
+
+    def begin(self, *, seconds: float) -> None:
+        """It gets ready to load; from here on it may not be what it was."""
 
     def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:
         """It loads a bucket from a buffer, whose sum is this, and has no more use for the buffer."""
@@ -90,7 +97,7 @@ class Remote:
     """One of our receivers, over its socket. The connection stays open from push to push."""
 
     def __init__(self, address: str, secret: bytes | None = None) -> None:
-        self.name = address
+        self.name, self._secret = address, secret
         self._connection: Connection = connect(address, secret)
         self._over = threading.Event()
         try:
@@ -116,9 +123,22 @@ class Remote:
         return True
 
     def open(self, offer: Offer, *, seconds: float) -> Wanted:
+        try:
+            return self._open(offer, seconds)
+        except Late:
+            raise
+        except Gone:  # between two pushes another sender was let in, and this connection was closed
+            before, self._connection = self._connection, connect(self.name, self._secret)
+            before.close()
+            return self._open(offer, seconds)
+
+    def _open(self, offer: Offer, seconds: float) -> Wanted:
         buffers, files = offer.shared.described(local=self._connection.local)
         digest = offer.manifest.digest
-        message = Open(offer.manifest.version, digest, offer.content, offer.bucket_bytes, offer.split, buffers)
+        message = Open(
+            offer.manifest.version, digest, offer.content, offer.bucket_bytes, offer.split, buffers, offer.silence
+        )
+        self._connection.silence = offer.silence
         if self._known != digest:
             message.manifest = offer.manifest
         try:
@@ -133,8 +153,11 @@ class Remote:
         self._known = digest
         return Wanted(set(answer.skips), answer.alike)
 
-    def start(self, in_flight: InFlight, *, seconds: float) -> None:
-        self._ask(Start(in_flight), Started, seconds)
+    def pause(self, in_flight: InFlight, *, patience: float, seconds: float) -> None:
+        self._ask(Pause(in_flight, patience), Paused, seconds)
+
+    def begin(self, *, seconds: float) -> None:
+        self._ask(Begin(), Begun, seconds)
 
     def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:
         self._ask(Filled(bucket, slot, total), Taken, seconds)
@@ -161,7 +184,7 @@ class Remote:
             try:
                 self._connection.beat()
             except Gone:
-                return
+                continue  # another connection may take its place
 
     def _ask(self, message: Message, kind: type[T], seconds: float) -> T:
         answer = self._answer(message, seconds)

@@ -1,5 +1,6 @@
 """What a rank holds of a version: parts of tensors, each read when it is needed."""
 
+import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,12 +19,27 @@ class Held:
     box: Box
     read: Callable[[], Tensor]
     """Gives the box as a tensor of the entry's type, on any device, contiguous or not."""
+    stored: "Stored | None" = None
+    """Where its bytes lie one after the other, if they need not become a tensor first."""
 
     @staticmethod
     def whole(name: str, tensor: Tensor, read: Callable[[], Tensor] | None = None) -> "Held":
         """A tensor that is here in full."""
         entry = Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         return Held(entry, whole(entry.shape), read or (lambda: tensor))
+
+
+class Stored(Protocol):
+    """Bytes that are read to where they are needed."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def split(self, nbytes: int) -> Iterable["Stored"]:
+        """In parts of this many bytes; the last may have fewer."""
+
+    def read_into(self, memory: Tensor) -> None:
+        """All of them into host memory in one piece."""
 
 
 class Source(Protocol):
@@ -45,6 +61,23 @@ def flat(tensor: Tensor) -> Tensor:
     """All elements one after the other, where they lie if they lie so."""
     made = tensor.contiguous()
     return made.as_strided((made.numel(),), (1,))  # a view may not be had of one element with an odd stride
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether its values lie in memory; those of fake tensors, and of some wrappers around other tensors, do not."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.device.type == tensor.device.type and (not tensor.numel() or bool(storage.data_ptr()))
+    except RuntimeError:
+        return False
+
+
+def view_of(memory: Tensor) -> memoryview:
+    """Host memory in one piece, as bytes. A tensor that gives itself to numpy can never be resized again, and it may be
+    the user's."""
+    if not memory.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_uint8 * memory.nbytes).from_address(memory.data_ptr())).cast("B")
 
 
 def confirm(source: Source) -> None:

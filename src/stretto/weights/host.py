@@ -1,12 +1,11 @@
 """Host memory that versions are kept in: pinned once, and used again for the next version."""
 
-import ctypes
 import gc
 import mmap
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from os import cpu_count
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.ir.errors import WeightsError
+from stretto.weights.held import Stored, view_of
 
+Copy = tuple[Tensor, Tensor | Stored]
+"""Into the first, from the second."""
 _PAGE = mmap.PAGESIZE
 _PART = 8 << 20  # bytes that a thread copies at a time
-_THREADS = min(16, cpu_count() or 1)
+_THREADS = min(16, os.cpu_count() or 1)
 
 
 class Arena:
@@ -72,24 +74,26 @@ def in_parallel(act: Callable[[Tensor], object], parts: Iterable[Tensor]) -> Non
             pass
 
 
-def copy_in_parallel(copies: Iterable[tuple[Tensor, Tensor]], pool: ThreadPoolExecutor) -> None:
+def copy_in_parallel(copies: Iterable[Copy], pool: ThreadPoolExecutor) -> None:
     """From the second of each pair into the first, which is on the host; large ones in parts, small ones together.
 
     PyTorch would use several threads for each copy; numpy uses one.
     """
 
-    def copy(batch: list[tuple[Tensor, Tensor]]) -> None:
+    def copy(batch: list[Copy]) -> None:
         for into, source in batch:
-            if source.dtype == torch.uint8:
+            if not isinstance(source, Tensor):
+                source.read_into(into)
+            elif source.dtype == torch.uint8:
                 np.copyto(_seen(into), _seen(source))
             else:
                 into.copy_(source)
 
     devices: set[torch.device] = set()
 
-    def on_host() -> Iterator[tuple[Tensor, Tensor]]:
+    def on_host() -> Iterator[Copy]:
         for into, source in copies:
-            if source.is_cuda:  # from the caller's stream, in order with what is there
+            if isinstance(source, Tensor) and source.is_cuda:  # from the caller's stream, in order with what is there
                 into.copy_(source, non_blocking=True)
                 devices.add(source.device)
             else:
@@ -103,17 +107,16 @@ def copy_in_parallel(copies: Iterable[tuple[Tensor, Tensor]], pool: ThreadPoolEx
 
 
 def _seen(tensor: Tensor) -> NDArray[np.uint8]:
-    """Bytes of the host in one piece. A tensor that gives itself to numpy can never be resized again, and it may be the
-    user's."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * len(tensor)).from_address(tensor.data_ptr()))
+    return np.frombuffer(view_of(tensor), np.uint8)
 
 
-def _batches(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    batch: list[tuple[Tensor, Tensor]] = []
+def _batches(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
+    batch: list[Copy] = []
     held = 0
     for into, source in copies:
-        if into.nbytes > _PART and source.dtype == torch.uint8 and source.dim() == 1:
-            yield from ([pair] for pair in zip(*(torch.split(it, _PART) for it in (into, source)), strict=True))
+        whole = not isinstance(source, Tensor) or (source.dtype == torch.uint8 and source.dim() == 1)
+        if into.nbytes > _PART and whole:
+            yield from ([pair] for pair in zip(torch.split(into, _PART), source.split(_PART), strict=True))
             continue
         batch.append((into, source))
         held += into.nbytes
@@ -136,6 +139,10 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 class Arenas:
     """Arenas by use: what no version needs any more is taken for the next one."""
 
@@ -149,6 +156,8 @@ class Arenas:
             self._free.remove(best)
             return best
         self.close()  # too small for what versions have become
+        if nbytes > (there := _machine_bytes()):
+            raise WeightsError(f"a version needs {nbytes:,} bytes here, and this machine has {there:,}")
         return Arena(nbytes, pinned=self._pinned)
 
     def give(self, arena: Arena) -> None:

@@ -10,6 +10,7 @@ from stretto.ir.errors import WeightsError
 from stretto.weights.manifest import ITEM_BYTES, Manifest
 
 ALIGNMENT = 256
+_MOST = 1 << 22  # buckets
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -55,6 +56,8 @@ def lay_out(manifest: Manifest, bucket_bytes: int, *, split: bool = False) -> li
     """
     if bucket_bytes < ALIGNMENT or bucket_bytes % ALIGNMENT:
         raise WeightsError(f"a bucket has a multiple of {ALIGNMENT} bytes (got {bucket_bytes})")
+    if manifest.nbytes // bucket_bytes > _MOST:
+        raise WeightsError(f"{manifest.nbytes:,} bytes are more than {_MOST:,} buckets of {bucket_bytes:,}")
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     used = 0

@@ -87,6 +87,14 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
             raise WeightsError(f"{twice} is there twice")
 
 
+def is_text(name: object) -> bool:
+    """Whether it can be sent: Python lets text have halves of characters, which nobody else knows."""
+    try:
+        return isinstance(name, str) and bool(name.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def differences(wanted: Iterable[Entry], manifest: Manifest) -> list[str]:
     """What is wrong with a manifest for somebody who wants these, in words; other tensors in it do not matter."""
     given = {entry.name: entry for entry in manifest.entries}

@@ -49,6 +49,8 @@ class Told(msgspec.Struct, tag=True):
     """The digest of all values of the version; nothing before the first push."""
     assurance: Assurance | None = None
     """Of the version; None before the first push, and while dirty."""
+    identity: str = ""
+    """A receiver's own, whatever its address is spelled like."""
 
 
 class Buffers(msgspec.Struct):
@@ -75,6 +77,8 @@ class Open(msgspec.Struct, tag=True):
     bucket_bytes: int
     split: bool
     buffers: Buffers
+    silence: float
+    """Seconds without a sign of life, after which each side takes the other to be stopped."""
     manifest: Manifest | None = None
 
 
@@ -91,13 +95,23 @@ class Ready(msgspec.Struct, tag=True):
     """Tensors, by their places in the manifest, that are one here, and so must be equal."""
 
 
-class Start(msgspec.Struct, tag=True):
-    """Stop serving, and get ready to load."""
+class Pause(msgspec.Struct, tag=True):
+    """Stop serving; nothing is touched yet."""
 
     in_flight: InFlight
+    patience: float
+    """Seconds in which something comes next, until the update is over."""
 
 
-class Started(msgspec.Struct, tag=True):
+class Paused(msgspec.Struct, tag=True):
+    pass
+
+
+class Begin(msgspec.Struct, tag=True):
+    """All receivers have paused: get ready to load."""
+
+
+class Begun(msgspec.Struct, tag=True):
     pass
 
 
@@ -154,8 +168,10 @@ Message: TypeAlias = (
     | Open
     | Unknown
     | Ready
-    | Start
-    | Started
+    | Pause
+    | Paused
+    | Begin
+    | Begun
     | Filled
     | Taken
     | End

@@ -30,8 +30,6 @@ from stretto.weights.staging import Staging
 from stretto.weights.wire import Late
 
 log = logging.getLogger(__name__)
-Sources = Callable[[int], Sequence[tuple[Tensor, int]]]
-"""What a bucket is in host memory: bytes, and where in the bucket they go."""
 Progress = Callable[[int, int], None]
 """Is told how many buckets were loaded here, of how many."""
 _LANES = ("h2d", "broadcast", "reload")
@@ -93,17 +91,17 @@ class Push:
         group: Group,
         staging: Staging,
         buckets: Sequence[Bucket],
-        sources: Sources,
+        room: Callable[[int], Tensor],
         sums: Mapping[int, bytes],
         wanted: Sequence[set[int]],
         endpoints: Sequence[tuple[Endpoint, set[int]]],
         *,
         timeout: float,
     ) -> None:
-        """`sums` are of this sender's buckets in host memory; `wanted` are the buckets that each sender's receivers
-        need; `endpoints` are this sender's receivers, and what each of them skips."""
+        """`room` and `sums` are of this sender's buckets in host memory; `wanted` are the buckets that each sender's
+        receivers need; `endpoints` are this sender's receivers, and what each of them skips."""
         self._program, self._supervisor, self._lanes, self._group = program, supervisor, lanes, group
-        self._staging, self._buckets, self._sources = staging, buckets, sources
+        self._staging, self._buckets, self._room = staging, buckets, room
         self._wanted, self._endpoints, self._timeout = wanted, endpoints, timeout
         self._walk = Walk(program, supervisor)
         self.tasks = self._walk.tasks
@@ -191,11 +189,7 @@ class Push:
             return
         try:
             into = self._h2d_buffer(bucket)[: self._buckets[bucket].nbytes]
-            parts = self._sources(bucket)
-            if sum(len(source) for source, _ in parts) < len(into):  # the sum is of what lies between them too
-                into.zero_()
-            for source, offset in parts:
-                into[offset : offset + source.numel()].copy_(source, non_blocking=True)
+            into.copy_(self._room(bucket), non_blocking=True)
             if (stream := self._lanes.streams["h2d"]) is not None:
                 self._copies[bucket] = stream.record_event()
         except Exception as error:

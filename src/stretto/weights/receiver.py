@@ -15,27 +15,24 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from stretto.ir.errors import WeightsError
+from stretto.ir.errors import WeightsError, named
 from stretto.weights.checksums import digest_of
 from stretto.weights.conversation import Conversation, Hooks, Standing
-from stretto.weights.doors import Address, listen, read_secret, same_user
+from stretto.weights.doors import Address, Door, read_secret
 from stretto.weights.host import threads
 from stretto.weights.layout import lay_out
 from stretto.weights.loading import Handing, Load, Loading, Writing
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest
-from stretto.weights.messages import (
-    Ask,
-    Failed,
-    Open,
-    Told,
-)
+from stretto.weights.messages import Abandon, Ask, Failed, Open, Told
 from stretto.weights.shared import device_name, resolved
 from stretto.weights.wire import Connection, Gone, close_files, loudness
+from stretto.wire.peers import is_trusted, peer_user
 
 log = logging.getLogger(__name__)
 _MOST = 32  # connections at a time
 _EVER = 1e9  # seconds: signs of life bound the wait
 _ENDING = 2.0  # seconds for an update that is under way to end
+_PARTING = 1.0  # seconds for the last word to who is sent away
 
 
 class Receiver:
@@ -95,11 +92,12 @@ class Receiver:
         if self.device.type == "cuda":  # what is called for the first time takes its time
             with threads() as pool:
                 digest_of(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device), pool)
-        self._server = listen(address, self._secret)
+        self._door = Door(address, self._secret)
         self._lock = threading.Lock()
         self._standing = Standing(version, device_name(self.device))
         self._asking: SimpleQueue[tuple[Connection, Open, list[int]] | None] = SimpleQueue()
         self._updating: Connection | None = None
+        self._waiting: Connection | None = None  # has been let in, and is not served yet
         self._strangers: list[Connection] = []
         self._seats = threading.BoundedSemaphore(_MOST)
         self._known: dict[str, Manifest] = {}
@@ -127,13 +125,23 @@ class Receiver:
     def serve(self) -> None:
         """Take updates until closed."""
         self._demand_idle()
-        self._serve()
+        try:
+            self._serve()
+        finally:
+            self._begun = False
 
     def start(self) -> "Receiver":
-        """Serve in a thread of its own."""
+        """Serve in a thread of its own, which goes on whatever hooks and loaders raise."""
         self._demand_idle()
-        threading.Thread(target=self._serve, name="stretto updates", daemon=True).start()
+        threading.Thread(target=self._serve_on, name="stretto updates", daemon=True).start()
         return self
+
+    def _serve_on(self) -> None:
+        while True:
+            try:
+                return self._serve()
+            except BaseException as error:
+                log.error("%s: %s ended a conversation", self.address, named(error))
 
     def _demand_idle(self) -> None:
         with self._lock:
@@ -145,6 +153,9 @@ class Receiver:
         self._serving = threading.current_thread()
         while (asked := self._asking.get()) is not None:
             connection, opening, files = asked
+            with self._lock:
+                self._standing.answering = True  # so that there is no moment in which another could be let in
+                self._waiting = None
             conversation = Conversation(
                 connection, self._standing, self._hooks, self.device, self._manifest, self._loading
             )
@@ -153,7 +164,7 @@ class Receiver:
                 with here:  # hooks and loader find their device
                     conversation.hold(opening, files)
             except BaseException as error:
-                conversation.fail(f"{type(error).__name__}: {error}")
+                conversation.fail(named(error))
                 if not isinstance(error, Exception):
                     raise
                 log.exception("%s: a conversation ended", self.address)
@@ -176,12 +187,7 @@ class Receiver:
             self._asking.put(None)
             if self._updating is not None:
                 self._updating.close()
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # which wakes who waits at the door
-        self._server.close()
-        path = self.address.path
-        if path is not None:
-            path.unlink(missing_ok=True)
+        self._door.close()
 
     def _join(self, seconds: float) -> None:
         """Let the thread that serves end, that long at most."""
@@ -199,15 +205,15 @@ class Receiver:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                stream, _ = self._server.accept()
+                stream = self._door.accept()
             except OSError as error:
                 if self._closed:
                     return
                 log.warning("%s: cannot let anybody in: %s", self.address, error)
                 time.sleep(0.1)
                 continue
-            if not same_user(stream):
-                log.warning("%s: turned another user away", self.address)
+            if stream.family == socket.AF_UNIX and not is_trusted(user := peer_user(stream)):
+                log.warning("%s: turned user %d away", self.address, user)
                 stream.close()
                 continue
             connection = Connection(stream)
@@ -219,9 +225,10 @@ class Receiver:
 
     def _greet(self, connection: Connection) -> None:
         """Answer questions, until the other side wants to update or leaves."""
-        handed_on = seated = False
+        handed_on = greeted = seated = False
         try:
             connection.greet(self._secret, serves=True)
+            greeted = True
             with self._lock:
                 self._strangers = [it for it in self._strangers if it is not connection]
             seated = self._seats.acquire(blocking=False)
@@ -234,12 +241,17 @@ class Receiver:
                     connection.tell(self.status)
                 elif isinstance(message, Open) and self._claim(connection, message, files):
                     handed_on = True
+                elif isinstance(message, Abandon):  # of what it was not let do
+                    close_files(files)
                 else:
                     close_files(files)
                     busy = "is busy with another update" if isinstance(message, Open) else "did not expect that"
                     connection.tell(Failed(busy, dirty=False))
         except (Gone, WeightsError) as error:
             log.log(loudness(error), "%s: the other side %s", self.address, error)
+            if greeted:
+                with contextlib.suppress(Gone):
+                    connection.tell(Failed(f"it says that this sender {error}", dirty=False), seconds=_PARTING)
         finally:
             with self._lock:
                 self._strangers = [it for it in self._strangers if it is not connection]
@@ -251,11 +263,11 @@ class Receiver:
     def _claim(self, connection: Connection, opening: Open, files: list[int]) -> bool:
         """One sender at a time; one that is between two pushes is sent away when another comes."""
         with self._lock:
-            if self._closed or (self._updating is not None and self._standing.busy):
+            if self._closed or self._waiting is not None or (self._updating is not None and self._standing.busy):
                 return False
             if self._updating is not None:
                 self._updating.close()
-            self._updating = connection
+            self._updating = self._waiting = connection
             self._asking.put((connection, opening, files))
             return True
 

@@ -22,7 +22,7 @@ class Remotes:
     def homes(self, addresses: Sequence[str]) -> dict[str, int]:
         """Which sender serves each address; raises if one cannot be reached, or is on no sender's device."""
         asks = addresses if self._team.rank == 0 else []
-        asked = self._team.jointly(lambda: {it: status(it, secret=self._secret).device for it in asks})
+        asked = self._team.jointly(lambda: _devices({it: status(it, secret=self._secret) for it in asks}))
         return _homes(self._team.gather(asked, dict[str, str])[0], self.devices)
 
     def endpoints(self, what: list[str], receivers: Sequence[str | Endpoint]) -> list[Endpoint]:
@@ -58,6 +58,15 @@ class Remotes:
         for remote in self._remotes.values():
             remote.close()
         self._remotes.clear()
+
+
+def _devices(told: dict[str, Told]) -> dict[str, str]:
+    """The device of each; raises if one receiver has two addresses."""
+    seen: dict[str, str] = {}
+    for address, it in told.items():
+        if seen.setdefault(it.identity, address) != address:
+            raise WeightsError(f"{seen[it.identity]} and {address} are one receiver")
+    return {address: it.device for address, it in told.items()}
 
 
 def _homes(devices: dict[str, str], senders: Sequence[str]) -> dict[str, int]:

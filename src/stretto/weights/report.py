@@ -1,8 +1,10 @@
 """What a push tells in the end."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
+from stretto.ir.errors import WeightsError
 from stretto.timeline import Timeline
 from stretto.weights.messages import Assurance
 
@@ -55,6 +57,20 @@ class Report:
             f"in {_time(self.seconds)} ({self.gb_per_second:.3g} GB/s), {counted(self.buckets, 'bucket')}, "
             f"mode {self.mode}: {steps}; {told}"
         )
+
+
+class PushError(WeightsError):
+    """A push that failed at its very end, when some of its receivers may serve the new version."""
+
+    def __init__(self, version: str, serving: Mapping[str, Assurance], failed: Mapping[str, str]) -> None:
+        self.version = version
+        self.serving = dict(serving)
+        """Receivers that serve it, and how sure that is."""
+        self.failed = dict(failed)
+        """Those that do not, and why."""
+        there = f"{', '.join(serving) or 'nobody'} {'serve' if len(serving) > 1 else 'serves'} it"
+        away = "; ".join(f"{name} does not: {why}" for name, why in failed.items())
+        super().__init__(f"the push of {version} failed at its end: {there}; {away}; push it again")
 
 
 def counted(count: int, what: str) -> str:

@@ -1,10 +1,12 @@
 """A sender: one for each device, holds versions in host memory and pushes them into receivers."""
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -15,33 +17,47 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.execute.record import Recorder
 from stretto.execute.team import Team
-from stretto.ir.errors import PipelineError, WeightsError
+from stretto.ir.errors import PipelineError, WeightsError, named, one_line, told
 from stretto.program.update import Mode
+from stretto.timeline import Timeline
 from stretto.weights.choose import Choice, Speeds, busy, choose
 from stretto.weights.doors import read_secret
 from stretto.weights.endpoint import Endpoint, Offer
+from stretto.weights.held import Held
 from stretto.weights.host import uncollected
+from stretto.weights.manifest import is_text
 from stretto.weights.messages import Assurance, InFlight, Told
 from stretto.weights.push import Group, Lanes, Progress, Push
 from stretto.weights.remotes import Remotes, status
-from stretto.weights.report import Report, Step
+from stretto.weights.report import PushError, Report, Step
 from stretto.weights.shared import device_name, resolved
 from stretto.weights.sources import as_source
 from stretto.weights.speeds import measure, slowest
 from stretto.weights.staging import Staging, free_bytes
 from stretto.weights.store import Store, Version
+from stretto.weights.wire import SILENCE
 
+S = TypeVar("S")
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 _OPENING = 30.0  # seconds for a receiver to look at a manifest
 _LOADING = 8.0  # seconds for it to load a bucket, so that nobody waits longer than 10 s for one that is stuck
+_AHEAD = 3  # buckets that are under way before a receiver gets the next
 
 
-class _Done(msgspec.Struct, frozen=True):
-    """How it went, at one sender."""
+class _Took(msgspec.Struct, frozen=True):
+    """How long it took, at one sender: moving all buckets, and each step of it."""
 
     moving: float
     seconds: dict[str, float]
-    receivers: dict[str, Assurance]
+
+
+class _Committed(msgspec.Struct, frozen=True):
+    """What came of the last word to a receiver."""
+
+    name: str
+    assurance: Assurance | None
+    error: str = ""
 
 
 class Sender:
@@ -106,11 +122,11 @@ class Sender:
         """Hold a version in host memory, each sender its share. Returns the digest of its content.
 
         The source is safetensors files, a module, a pipeline, (name, tensor) pairs that this rank has, or any `Source`.
-        What it holds may change afterwards, except for files in shared memory, which are used where they lie.
+        What it holds may change afterwards.
         """
         with self._alone(), self._breaking(), self._team.patient(), uncollected():
             made = self._team.jointly(lambda: _named(version, as_source(source)))
-            held = self._team.jointly(lambda: list(made.held()))
+            held = self._team.jointly(lambda: [_checked(it) for it in made.held()])
             self._store.add(version, made, held, min(self._team.gather(self._free(), int)))
             return self._store.get(version).content.digest
 
@@ -142,12 +158,13 @@ class Sender:
             self._team.jointly(lambda: self._staging.fit(found.bucket_bytes, choice.mode))
             shared = self._staging.shared
             split, content = self._store.split, found.content.digest
-            offer = Offer(found.manifest, found.buckets, found.bucket_bytes, split, shared, content)
-            wanted = self._team.jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
-            self._team.jointly(found.check)
-            self._demand_equal(found, {it.name: wants.alike for it, wants in zip(mine, wanted, strict=True)})
-            endpoints = [(it, wants.skips) for it, wants in zip(mine, wanted, strict=True)]
-            return self._run(found, choice, endpoints, in_flight, record, progress)
+            silence = max(SILENCE, self._bucket_timeout)  # who holds Python's lock is judged as one that is slow
+            offer = Offer(found.manifest, found.buckets, found.bucket_bytes, split, shared, content, silence)
+            with _abandoning(mine, version):
+                wanted = self._team.jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
+                self._demand_equal(found, {it.name: wants.alike for it, wants in zip(mine, wanted, strict=True)})
+                endpoints = [(it, wants.skips) for it, wants in zip(mine, wanted, strict=True)]
+                return self._run(found, choice, endpoints, in_flight, record, progress)
 
     def _demand_equal(self, found: Version, alike: dict[str, list[list[int]]]) -> None:
         """Refuse to give one live tensor, which has several names, several values."""
@@ -208,7 +225,7 @@ class Sender:
             self._group,
             self._staging,
             found.buckets,
-            found.sources,
+            found.room,
             found.content.buckets,
             [set(it) for it in everybodys],
             endpoints,
@@ -216,8 +233,9 @@ class Sender:
         )
         began = time.perf_counter()
         try:
-            self._team.jointly(found.check)
-            self._team.jointly(lambda: _each(mine, lambda it: it.start(in_flight, seconds=self._timeout)))
+            # Two rounds: one that cannot pause leaves the others as they were.
+            self._team.jointly(lambda: _each(endpoints, lambda it: self._pause(it, in_flight, len(found.buckets))))
+            self._team.jointly(lambda: _each(mine, lambda it: it.begin(seconds=self._timeout)))
             recorder = Recorder(len(push.tasks)) if record else None
             moved = time.perf_counter()
             with self._team.supervisor.guarding(f"the push of {found.manifest.version}"):
@@ -225,25 +243,13 @@ class Sender:
             self._team.supervisor.answer()
             moving = time.perf_counter() - moved
             self._team.jointly(push.check)
-            self._team.jointly(found.check)  # files in shared memory are used where they lie
             self._team.jointly(lambda: _each(mine, lambda it: it.end(seconds=self._timeout)))
-            sure = self._team.jointly(lambda: _each(mine, lambda it: it.commit(seconds=self._timeout)))
-        except BaseException as error:
+            receivers = self._commit(found.manifest.version, mine)
+            seconds = time.perf_counter() - began
+            took, timeline = self._took(push, choice, recorder, moving)
+        finally:
             push.forget()
-            why = f"the push of {found.manifest.version} failed: {error}"
-            _each(mine, lambda it: _abandon(it, why))
-            raise
-        seconds = time.perf_counter() - began
-        timeline = (
-            recorder.gathered(choice.program, self._group.host, self._team.settle) if recorder is not None else None
-        )
-        names = {it.name: assurance for it, assurance in zip(mine, sure, strict=True)}
-        done = self._team.gather(_Done(moving, push.seconds(), names), _Done)
-        self._speeds = slowest(push.speeds(), self._team, choice.speeds)
-        took = push.seconds()
-        push.forget()
         foreseen = busy(choice.predicted)
-        steps = {name: Step(foreseen[name], max(it.seconds[name] for it in done)) for name in took if name in foreseen}
         return Report(
             found.manifest.version,
             found.content.digest,
@@ -252,11 +258,57 @@ class Sender:
             found.bucket_bytes,
             choice.mode,
             seconds,
-            Step(choice.predicted.makespan, max(it.moving for it in done)),
-            steps,
-            {name: how for it in done for name, how in it.receivers.items()},
+            Step(choice.predicted.makespan, took.moving),
+            {name: Step(foreseen[name], it) for name, it in took.seconds.items() if name in foreseen},
+            receivers,
             timeline,
         )
+
+    def _pause(self, asked: tuple[Endpoint, set[int]], in_flight: InFlight, buckets: int) -> None:
+        """It may have to wait for others that pause, begin and end, and for the buckets between two of its own."""
+        endpoint, skips = asked
+        away = (len(list(run)) for skipped, run in groupby(range(buckets), skips.__contains__) if skipped)
+        patience = self._timeout + (max(away, default=0) + _AHEAD) * self._bucket_timeout
+        endpoint.pause(in_flight, patience=patience, seconds=self._timeout)
+
+    def _commit(self, version: str, mine: Sequence[Endpoint]) -> dict[str, Assurance]:
+        """All serve the new version, or an error says who does."""
+
+        def commit(endpoint: Endpoint) -> _Committed:
+            try:
+                return _Committed(endpoint.name, endpoint.commit(seconds=self._timeout))
+            except Exception as error:
+                return _Committed(endpoint.name, None, one_line(error))
+
+        here = _each(mine, commit)
+        try:
+            said = [it for rank in self._team.gather(here, list[_Committed]) for it in rank]
+        except PipelineError as error:
+            serve = ", ".join(it.name for it in here if it.assurance is not None)
+            raise told(f"{error}, at the end of a push: {serve or 'nobody'} serves {version}, others may") from error
+        serving = {it.name: it.assurance for it in said if it.assurance is not None}
+        if len(serving) < len(said):
+            raise PushError(version, serving, {it.name: it.error for it in said if it.assurance is None})
+        return serving
+
+    def _took(
+        self, push: Push, choice: Choice, recorder: Recorder | None, moving: float
+    ) -> tuple[_Took, Timeline | None]:
+        """How long it took, at the slowest sender. All receivers serve by now: what goes wrong here is no failure."""
+        mine = _Took(moving, push.seconds())
+        try:
+            timeline = (
+                recorder.gathered(choice.program, self._group.host, self._team.settle) if recorder is not None else None
+            )
+            done = self._team.gather(mine, _Took)
+            self._speeds = slowest(push.speeds(), self._team, choice.speeds)
+        except Exception as error:
+            log.warning("the push has gone well, but how long it took at other senders is not known: %s", error)
+            if isinstance(error, PipelineError):
+                self._break(str(error))
+            return mine, None
+        seconds = {name: max(it.seconds[name] for it in done) for name in mine.seconds}
+        return _Took(max(it.moving for it in done), seconds), timeline
 
     # What all senders do together.
 
@@ -278,6 +330,9 @@ class Sender:
     def _asked(self, version: str, receivers: Sequence[str | Endpoint], in_flight: str) -> Version:
         if isinstance(receivers, str):
             raise WeightsError(f"receivers are a list: push(…, [{receivers!r}])")
+        for address in receivers:
+            if isinstance(address, str) and not is_text(address):
+                raise WeightsError(f"{address!r:.100} is no address")
         if in_flight not in get_args(InFlight):
             raise WeightsError(f"in_flight is one of {', '.join(get_args(InFlight))} (got {in_flight!r:.40})")
         return self._store.get(version)
@@ -290,14 +345,17 @@ class Sender:
         except WeightsError:
             raise
         except PipelineError as error:
-            self._broken = str(error)
-            self._team.end()
+            self._break(str(error))
             raise WeightsError(f"{error}; start the senders again") from error
         except BaseException as error:
-            self._broken = f"rank {self._group.rank}: {type(error).__name__}: {error}"
+            self._broken = f"rank {self._group.rank}: {named(error)}"
             self._team.supervisor.fail(self._broken)
             self._team.end()
             raise
+
+    def _break(self, why: str) -> None:
+        self._broken = why
+        self._team.end()
 
     def _choice(self, found: Version, mode: Mode | None) -> Choice:
         """How to push this, as last time if nothing has become much faster or slower."""
@@ -316,17 +374,34 @@ class Sender:
 
 
 def _named(version: str, source: T) -> T:
-    if not isinstance(version, str) or not version:
+    if not is_text(version):
         raise WeightsError(f"a version needs a name (got {version!r:.40})")
     return source
 
 
-def _abandon(endpoint: Endpoint, why: str) -> None:
-    with contextlib.suppress(WeightsError):  # it has told why, or cannot be told
-        endpoint.abandon(why)
+def _checked(held: Held) -> Held:
+    if not is_text(held.entry.name):
+        raise WeightsError(f"a tensor needs a name (got {held.entry.name!r:.80})")
+    return held
 
 
-def _each(endpoints: Sequence[Endpoint], ask: Callable[[Endpoint], T]) -> list[T]:
+@contextlib.contextmanager
+def _abandoning(endpoints: Sequence[Endpoint], version: str) -> Iterator[None]:
+    """All are told if nothing comes of it."""
+    try:
+        yield
+    except BaseException as error:
+        why = f"the push of {version} failed: {one_line(error)}"
+
+        def abandon(endpoint: Endpoint) -> None:
+            with contextlib.suppress(WeightsError):  # it has told why, or cannot be told
+                endpoint.abandon(why)
+
+        _each(endpoints, abandon)
+        raise
+
+
+def _each(asked: Sequence[S], ask: Callable[[S], T]) -> list[T]:
     """Ask all at the same time."""
-    with ThreadPoolExecutor(max(1, len(endpoints))) as pool:
-        return list(pool.map(ask, endpoints))
+    with ThreadPoolExecutor(max(1, len(asked))) as pool:
+        return list(pool.map(ask, asked))

@@ -12,6 +12,7 @@ from torch import Tensor
 from stretto.broker import driver
 from stretto.ir.errors import WeightsError
 from stretto.weights.messages import Buffers
+from stretto.wire.memory import demand_sealed, sealed_file
 
 _numbers = count()
 
@@ -27,9 +28,12 @@ class SharedBuffers:
             self.whole = torch.empty(buffers * nbytes, dtype=torch.uint8, device=device)
             self._handle, self._offset = driver.share(self.whole.data_ptr())  # here, where the device is known
         else:
-            self._file = os.memfd_create("stretto weights", os.MFD_CLOEXEC)
-            os.ftruncate(self._file, buffers * nbytes)
-            self.whole = torch.frombuffer(mmap.mmap(self._file, buffers * nbytes), dtype=torch.uint8)
+            self._file = sealed_file("stretto weights", buffers * nbytes)
+            try:
+                self.whole = torch.frombuffer(mmap.mmap(self._file, buffers * nbytes), dtype=torch.uint8)
+            except BaseException:
+                os.close(self._file)
+                raise
         self.tensors = torch.split(self.whole, nbytes)
 
     def described(self, *, local: bool) -> tuple[Buffers, tuple[int, ...]]:
@@ -55,7 +59,7 @@ class OpenedBuffers:
     """A receiver's side of them."""
 
     def __init__(self, buffers: Buffers, files: list[int], device: torch.device) -> None:
-        self.number, self._address = buffers.number, 0
+        self.number, self._address, self.tensors = buffers.number, 0, tuple[Tensor, ...]()
         if bool(buffers.handle) != (device.type == "cuda"):
             raise WeightsError(
                 f"the sender's buffers are {'on a GPU' if buffers.handle else 'in host memory'}, "
@@ -66,10 +70,20 @@ class OpenedBuffers:
             with torch.cuda.device(device):
                 torch.zeros((), device=device)  # which makes the device this thread's
                 self._address = driver.open_shared(buffers.handle)
-                whole = _at(self._address + buffers.offset, 2 * buffers.nbytes, device)
+                whole = self._within(buffers, device)
         else:
             whole = self._mapped(buffers, files)
         self.tensors = torch.split(whole, buffers.nbytes)
+
+    def _within(self, buffers: Buffers, device: torch.device) -> Tensor:
+        """The part of the sender's allocation that is for us, if it is within it."""
+        there, needed = driver.extent(self._address)[1], 2 * buffers.nbytes
+        if not 0 <= buffers.offset <= there - needed or needed < 0:
+            self.close()
+            raise WeightsError(
+                f"the sender's buffers are said to be bytes {buffers.offset} to {buffers.offset + needed} of {there}"
+            )
+        return _at(self._address + buffers.offset, needed, device)
 
     def _mapped(self, buffers: Buffers, files: list[int]) -> Tensor:
         file = -1
@@ -77,6 +91,7 @@ class OpenedBuffers:
             if buffers.path and not re.fullmatch(r"/proc/\d+/fd/\d+", buffers.path):
                 raise ValueError(buffers.path)
             file = os.open(buffers.path, os.O_RDWR | os.O_CLOEXEC) if buffers.path else os.dup(files[0])
+            demand_sealed(file, 2 * buffers.nbytes)
             return torch.frombuffer(mmap.mmap(file, 2 * buffers.nbytes), dtype=torch.uint8)
         except (OSError, ValueError, IndexError) as error:
             raise WeightsError(

@@ -16,7 +16,7 @@ from stretto.ir.errors import WeightsError
 from stretto.runtime.pipeline import Pipeline
 from stretto.weights.boxes import Box, Shape, whole
 from stretto.weights.files import Safetensors
-from stretto.weights.held import Held, Source
+from stretto.weights.held import Held, Source, has_memory
 from stretto.weights.manifest import ITEM_BYTES, Entry
 
 Pairs = Iterable[tuple[str, Tensor]]
@@ -103,6 +103,8 @@ def _checked(pair: Any) -> tuple[str, Tensor]:
         raise WeightsError(f"{name} is a {tensor.layout} tensor of type {tensor.dtype}, which cannot be pushed")
     if tensor.is_meta:
         raise WeightsError(f"{name} is on the meta device and has no values yet; load or initialise it first")
+    if not isinstance(tensor, DTensor) and not has_memory(tensor):
+        raise WeightsError(f"{name} is a {type(tensor).__name__} without memory of its own, which cannot be pushed")
     return name, tensor
 
 

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from stretto.execute.groups import all_to_all
 from stretto.execute.team import Team
-from stretto.ir.errors import WeightsError
+from stretto.ir.errors import WeightsError, one_line
 from stretto.weights.boxes import Box, common, extent, inside, runs
-from stretto.weights.held import Held, flat
-from stretto.weights.host import copy_in_parallel, threads
+from stretto.weights.held import Held, Stored, flat, has_memory
+from stretto.weights.host import Copy, copy_in_parallel, threads
 from stretto.weights.layout import Bucket
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest
 
@@ -168,7 +168,10 @@ def spread(
             here = range(begin, min(begin + team.size, len(buckets)))
             moves = [list(moves_of(k, buckets[k], holdings)) for k in here]
             mine = [m for row in moves for m in row if m.holder.rank == m.bucket % team.size == team.rank]
-            copy_in_parallel((_local(room(move.bucket), move, reading(move)) for move in mine), pool)
+            try:
+                copy_in_parallel((_local(room(move.bucket), move, reading) for move in mine), pool)
+            except Exception as wrong:
+                reading.error = reading.error or one_line(wrong)
             others = [[m for m in row if m.holder.rank != m.bucket % team.size] for row in moves]
             if any(others) and group is not None:
                 _exchange(others, begin, reading, room, team, group, device)
@@ -213,8 +216,12 @@ def _exchange(
         torch.cuda.current_stream(device).synchronize()
 
 
-def _local(room: Tensor, move: Move, tensor: Tensor) -> tuple[Tensor, Tensor]:
+def _local(room: Tensor, move: Move, reading: "_Reading") -> Copy:
     """Where to copy to, and what; a whole tensor as its bytes, which is quicker."""
+    stored = reading.stored(move)
+    if stored is not None:
+        return room[move.offset : move.offset + stored.nbytes], stored
+    tensor = reading(move)
     if move.box is move.run and tensor.is_contiguous():
         return room[move.offset : move.offset + tensor.nbytes], flat(tensor).view(torch.uint8)
     return target(room, move), tensor
@@ -251,6 +258,10 @@ class _Reading:
         self._held, self._last = held, (-1, torch.empty(0))
         self.error = ""
 
+    def stored(self, move: Move) -> Stored | None:
+        """Where its bytes lie, if it is a whole tensor that lies in one piece."""
+        return self._held[move.holder.number].stored if move.box is move.run is move.holder.box else None
+
     def __call__(self, move: Move) -> Tensor:
         number = move.holder.number
         if self._last[0] != number:
@@ -263,7 +274,7 @@ class _Reading:
         shape = extent(held.box)
         try:
             tensor = held.read().detach()
-            if tensor.is_meta or tensor.layout != torch.strided:
+            if tensor.is_meta or tensor.layout != torch.strided or not has_memory(tensor):
                 raise WeightsError(f"is a {tensor.layout} tensor on {tensor.device}, and has no values to push")
             tensor = tensor.resolve_conj().resolve_neg()
             if tensor.dtype == wanted and tuple(tensor.shape) == shape:

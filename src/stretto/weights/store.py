@@ -1,7 +1,7 @@
 """Versions in host memory: each sender has the buckets that it will send."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -10,16 +10,14 @@ from torch import Tensor
 
 from stretto.execute.team import Team
 from stretto.ir.errors import WeightsError
-from stretto.weights.boxes import inside
 from stretto.weights.checksums import digest_of
 from stretto.weights.choose import bucket_bytes_for
-from stretto.weights.files import Safetensors
-from stretto.weights.held import Held, Source, confirm, flat, identity_of
-from stretto.weights.host import Arena, Arenas, Pinned, threads
+from stretto.weights.held import Held, Source, confirm, identity_of
+from stretto.weights.host import Arena, Arenas, threads
 from stretto.weights.layout import Bucket, lay_out
 from stretto.weights.manifest import Manifest
-from stretto.weights.push import Group, Sources
-from stretto.weights.spread import Holdings, agree, moves_of, read_bucket, spread
+from stretto.weights.push import Group
+from stretto.weights.spread import Holdings, agree, read_bucket, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +35,11 @@ class Version:
     manifest: Manifest
     buckets: list[Bucket]
     bucket_bytes: int
-    sources: Sources
+    room: Callable[[int], Tensor]
+    """Each of this sender's buckets in host memory."""
     content: Content
-    """As it was found in host memory."""
-    arena: Arena | None = None
-    """Where it lies; or, if it lies in shared memory that is not ours, what was pinned and keeps it there."""
-    pinned: Sequence[Pinned] = ()
-    files: Safetensors | None = None
-
-    def check(self) -> None:
-        """Raise if what is pushed is not what was registered."""
-        if self.files is not None:
-            self.files.check()
+    """As it was found there."""
+    arena: Arena
 
 
 class Store:
@@ -91,28 +82,17 @@ class Store:
         mine = range(self._group.rank, len(buckets), self._group.size)
         sums: dict[int, bytes] = {}
         with ExitStack() as failing, threads() as pool:  # what was taken is given back if it comes to nothing anywhere
-            arena, pinned, files = None, list[Pinned](), None
-            if isinstance(source, Safetensors) and source.in_shared_memory:
-                files, maps = source, source.maps() if self._device.type == "cuda" else []
-                pinned = self._team.jointly(lambda: [_pinned(memory, failing) for memory in maps])
-                runs = self._team.jointly(lambda: {k: _runs(k, buckets[k], holdings, held) for k in mine})
-                sources: Sources = runs.__getitem__
-                sums = self._team.jointly(lambda: {k: digest_of(_together(buckets[k], runs[k]), pool) for k in mine})
-            else:
-                sizes = {k: buckets[k].nbytes for k in mine}
-                arena, room = self._team.jointly(lambda: self._room(sizes, failing))
+            sizes = {k: buckets[k].nbytes for k in mine}
+            arena, room = self._team.jointly(lambda: self._room(sizes, failing))
 
-                def sources(bucket: int) -> list[tuple[Tensor, int]]:
-                    return [(room(bucket), 0)]
+            def arrived(bucket: int) -> None:
+                buckets[bucket].clear_gaps(room(bucket))
+                sums[bucket] = digest_of(room(bucket), pool)
 
-                def arrived(bucket: int) -> None:
-                    buckets[bucket].clear_gaps(room(bucket))
-                    sums[bucket] = digest_of(room(bucket), pool)
-
-                device = (self._group.device, self._device)
-                on = device if holdings.on_device else (self._group.host, torch.device("cpu"))
-                on = (None, on[1]) if source.everywhere else on  # nothing is exchanged
-                spread(buckets, holdings, held, room, self._team, *on, arrived)
+            device = (self._group.device, self._device)
+            on = device if holdings.on_device else (self._group.host, torch.device("cpu"))
+            on = (None, on[1]) if source.everywhere else on  # nothing is exchanged
+            spread(buckets, holdings, held, room, self._team, *on, arrived)
             self._team.jointly(lambda: confirm(source))
             if source.everywhere:
                 self._compare(sums, source, buckets, holdings, held)
@@ -122,7 +102,7 @@ class Store:
                 whole.update(said[number % self._group.size][number])
             failing.pop_all()
         content = Content(whole.hexdigest(), sums)
-        self._versions[version] = Version(manifest, buckets, bucket_bytes, sources, content, arena, pinned, files)
+        self._versions[version] = Version(manifest, buckets, bucket_bytes, room, content, arena)
 
     def differing(self, version: str, alike: Sequence[Sequence[int]]) -> tuple[int, int] | None:
         """Of tensors that should be equal, by their places in the manifest, the first two that are not; all senders ask
@@ -134,8 +114,7 @@ class Store:
             for number in range(self._group.rank, len(found.buckets), self._group.size):
                 wanted = [piece for piece in found.buckets[number].pieces if piece.entry in asked]
                 for piece in wanted:
-                    room = _together(found.buckets[number], found.sources(number))
-                    part = digest_of(room[piece.offset : piece.offset + piece.nbytes], pool)
+                    part = digest_of(found.room(number)[piece.offset : piece.offset + piece.nbytes], pool)
                     mine.append((piece.entry, piece.start, part))
         said = self._team.gather(mine, list[tuple[int, int, bytes]])
         parts = sorted(part for rank in said for part in rank)
@@ -206,10 +185,7 @@ class Store:
         if found is None:
             return
         self._dropped.add(version)
-        for pinned in found.pinned:
-            pinned.close()
-        if found.arena is not None:
-            self._arenas.give(found.arena)
+        self._arenas.give(found.arena)
 
     def close(self) -> None:
         for version in list(self._versions):
@@ -217,49 +193,6 @@ class Store:
         self._arenas.close()
 
 
-def _together(bucket: Bucket, parts: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """A bucket in one piece, with zeros between its parts."""
-    if len(parts) == 1 and len(parts[0][0]) == bucket.nbytes:
-        return parts[0][0]
-    made = torch.zeros(bucket.nbytes, dtype=torch.uint8, device="cpu")
-    for part, offset in parts:
-        made[offset : offset + len(part)] = part
-    return made
-
-
 def _each_piece(bucket: Bucket, room: Tensor) -> list[bytes]:
     with threads() as pool:
         return [digest_of(room[it.offset : it.offset + it.nbytes], pool) for it in bucket.pieces]
-
-
-def _pinned(memory: Tensor, failing: ExitStack) -> Pinned:
-    made = Pinned(memory)
-    failing.callback(made.close)
-    return made
-
-
-def _runs(number: int, bucket: Bucket, holdings: Holdings, held: Sequence[Held]) -> list[tuple[Tensor, int]]:
-    """A bucket's bytes where they lie in files, joined where they follow each other there as in the bucket."""
-    found: list[tuple[Tensor, int]] = []
-    for move in moves_of(number, bucket, holdings):
-        tensor = held[move.holder.number].read()
-        part = tensor if move.box is move.holder.box else tensor[inside(move.box, move.holder.box)]
-        found.append((flat(part).view(torch.uint8), move.offset))
-    return _joined(found)
-
-
-def _joined(parts: Iterable[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
-    joined: list[tuple[Tensor, int]] = []
-    for part, offset in parts:
-        if joined:
-            before, start = joined[-1]
-            end = before.data_ptr() + before.numel()
-            if part.data_ptr() == end and offset == start + before.numel() and _same(before, part):
-                joined[-1] = torch.as_strided(before, (before.numel() + part.numel(),), (1,)), start
-                continue
-        joined.append((part, offset))
-    return joined
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -18,9 +18,9 @@ import msgspec
 from stretto.ir.errors import WeightsError
 from stretto.weights.messages import DECODER, Beat, Hello, Message, Proof
 
-PROTOCOL = 2
+PROTOCOL = 3
 BEAT = 0.5  # seconds between two signs of life
-SILENCE = 6.0  # seconds without one, after which the other side is taken to be stopped
+SILENCE = 6.0  # seconds without one are allowed at least
 GREETING = 5.0  # seconds for a greeting
 _SMALL, _LARGE = 4096, 1 << 29  # bytes of a message before and after it
 _HEADER = struct.Struct("!Q")
@@ -48,6 +48,8 @@ class Connection:
         self._telling = threading.Lock()
         self.local = stream.family == socket.AF_UNIX
         self.limit = _SMALL
+        self.silence = SILENCE
+        """Seconds without a sign of life, after which the other side is taken to be stopped."""
         self._heard = time.monotonic()
 
     def tell(self, message: Message, files: tuple[int, ...] = (), *, seconds: float = SILENCE) -> None:
@@ -110,12 +112,11 @@ class Connection:
         data = bytearray()
         while len(data) < count:
             now = time.monotonic()
-            until = min(deadline, self._heard + SILENCE)
+            until = min(deadline, self._heard + self.silence)
             if now >= until:
-                late = (
-                    "is slow: it did not answer in time" if until == deadline else f"has been silent for {SILENCE:g} s"
-                )
-                raise Late(late)
+                if until == deadline:
+                    raise Late("is slow: it did not answer in time")
+                raise Late(f"has been silent for {self.silence:g} s")
             try:
                 self._stream.settimeout(until - now)
                 part, attached, flags, _ = self._stream.recvmsg(
@@ -129,8 +130,8 @@ class Connection:
                 files += array.array("i", what[: len(what) // 4 * 4])
             if not part:
                 raise Gone("has closed the connection")
-            if flags & socket.MSG_CTRUNC or len(files) > _FILES:
-                raise Odd("sent files that could not be taken")
+            if flags & socket.MSG_CTRUNC:
+                raise Odd("sent files that could not be opened: too many were sent, or too many are open")
             data += part
         return data
 

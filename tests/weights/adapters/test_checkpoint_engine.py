@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from pushes import begun
 from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import checkpoint_engine as adapter
 from stretto.weights.adapters.checkpoint_engine import CheckpointEngineWorkers
@@ -189,7 +190,7 @@ def push(to: CheckpointEngineWorkers, tensors: dict[str, torch.Tensor], *, secon
     offer = offered(tensors)
     try:
         assert to.open(offer, seconds=seconds) == Wanted(set())
-        to.start("wait", seconds=DEADLINE)
+        begun(to, "wait", seconds=DEADLINE)
         for number, bucket in enumerate(offer.buckets):
             slot = number % 2
             for piece in bucket.pieces:
@@ -257,7 +258,7 @@ def test_a_worker_that_never_connects_ends_with_the_deadline(endpoint: Any) -> N
     to = endpoint(lambda _: None)
     to.open(offered(model(1)), seconds=1)
     with pytest.raises(WeightsError, match=rf"{UUID} did not connect for the buffers in time"):
-        to.start("wait", seconds=0.2)
+        begun(to, "wait", seconds=0.2)
     with pytest.raises(WeightsError, match="did not connect"):
         to.load(0, 0, 0, seconds=0.2)
 
@@ -269,16 +270,16 @@ def test_an_engine_that_refuses_the_request_is_named_at_once(endpoint: Any) -> N
     to = endpoint(refuse)
     to.open(offered(model(1)), seconds=1)
     with pytest.raises(WeightsError, match=rf"{UUID}.*404: no such method"):
-        to.start("wait", seconds=1e6)
+        begun(to, "wait", seconds=1e6)
 
 
 def test_a_wait_ends_when_another_thread_abandons(endpoint: Any) -> None:
-    begun = threading.Event()
-    to = endpoint(lambda _: begun.set())
+    asked = threading.Event()
+    to = endpoint(lambda _: asked.set())
     to.open(offered(model(1)), seconds=1)
-    threading.Thread(target=lambda: begun.wait(DEADLINE) and to.abandon("another receiver failed")).start()
+    threading.Thread(target=lambda: asked.wait(DEADLINE) and to.abandon("another receiver failed")).start()
     with pytest.raises(WeightsError, match="another receiver failed"):
-        to.start("wait", seconds=1e6)
+        begun(to, "wait", seconds=1e6)
 
 
 def test_one_request_names_the_sockets_of_all_devices(endpoint: Any) -> None:
@@ -286,7 +287,7 @@ def test_one_request_names_the_sockets_of_all_devices(endpoint: Any) -> None:
     to = endpoint(asked.append, devices=[UUID, "GPU-other"])
     to.open(offered(model(1)), seconds=1)
     with pytest.raises(WeightsError, match="did not connect"):
-        to.start("wait", seconds=0.2)
+        begun(to, "wait", seconds=0.2)
     assert asked == [[(uuid, f"ipc://@checkpoint-engine-{uuid}-1.sock") for uuid in (UUID, "GPU-other")]]
     with pytest.raises(WeightsError, match=f"{UUID} is not among"):
         endpoint(None, devices=["GPU-other"])
@@ -316,7 +317,7 @@ def test_answers_are_never_unpickled(endpoint: Any, monkeypatch: pytest.MonkeyPa
     to = endpoint(worker)
     to.open(offered(model(1)), seconds=1)
     with pytest.raises(WeightsError, match="failed at the buffers"):
-        to.start("wait", seconds=DEADLINE)
+        begun(to, "wait", seconds=DEADLINE)
     to.abandon("enough")
     context.term()
 

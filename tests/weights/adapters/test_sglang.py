@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from pushes import begun
 from stretto.ir.errors import WeightsError
+from stretto.weights.adapters import Http
 from stretto.weights.adapters.sglang import SglangServer
 from stretto.weights.endpoint import Offer
 from stretto.weights.layout import lay_out
@@ -115,7 +117,7 @@ def offer() -> Iterator[Offer]:
 
 def load(to: Any, offer: Offer) -> None:
     to.open(offer, seconds=DEADLINE)
-    to.start("keep", seconds=DEADLINE)
+    begun(to, "keep", seconds=DEADLINE)
     for number in range(2):
         to.load(number, number, b"", seconds=DEADLINE)
     to.end(seconds=DEADLINE)
@@ -149,12 +151,29 @@ def test_an_update_that_failed_leaves_it_paused_and_the_next_resumes_it(
     assert sglang.calls[-1][0] == "/continue_generation"
 
 
+def test_a_push_that_comes_to_nothing_before_it_begins_leaves_it_running(
+    sglang: Sglang, endpoint: Any, offer: Offer
+) -> None:
+    endpoint.open(offer, seconds=DEADLINE)
+    endpoint.pause("keep", patience=DEADLINE, seconds=DEADLINE)
+    endpoint.abandon("another engine could not pause")
+    assert [path for path, _ in sglang.calls] == ["/pause_generation", "/continue_generation"]
+    sglang.refuses = {"load"}
+    with pytest.raises(WeightsError, match="wrong shape"):
+        load(endpoint, offer)
+    endpoint.abandon("wrong shape")
+    endpoint.open(offer, seconds=DEADLINE)
+    endpoint.pause("keep", patience=DEADLINE, seconds=DEADLINE)
+    endpoint.abandon("another engine could not pause")
+    assert sglang.calls[-1][0] == "/pause_generation"  # its weights are mixed since the push before
+
+
 @pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_ipc"])
 def test_a_refused_start_is_named(sglang: Sglang, endpoint: Any, offer: Offer, path: str) -> None:
     sglang.refuses = {path}
     endpoint.open(offer, seconds=DEADLINE)
     with pytest.raises(WeightsError, match=f"{UUID}.*{sglang.url}: POST {path} was answered with 400.*is refused"):
-        endpoint.start("abort", seconds=DEADLINE)
+        begun(endpoint, "abort", seconds=DEADLINE)
 
 
 def test_it_stays_paused_if_the_cache_cannot_be_flushed(sglang: Sglang, endpoint: Any, offer: Offer) -> None:
@@ -170,8 +189,34 @@ def test_waiting_for_requests_in_flight_is_refused_before_anything_happens(
 ) -> None:
     endpoint.open(offer, seconds=DEADLINE)
     with pytest.raises(WeightsError, match="'keep' or 'abort'"):
-        endpoint.start("wait", seconds=DEADLINE)
+        begun(endpoint, "wait", seconds=DEADLINE)
     assert sglang.calls == []
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_an_error_and_the_key_goes_nowhere(status: int) -> None:
+    came: list[tuple[str, str, str | None]] = []
+
+    class Redirecting(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            came.append((self.command, self.path, self.headers["Authorization"]))
+            self.send_response(status)
+            self.send_header("Location", f"http://127.0.0.1:{server.server_port}/elsewhere")
+            self.end_headers()
+
+        do_GET = do_POST  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        http = Http(f"http://127.0.0.1:{server.server_port}", key="secret")
+        for call in (http.get, http.post):
+            with pytest.raises(WeightsError, match=f"was answered with {status}"):
+                call("/pause", seconds=DEADLINE)
+        server.shutdown()
+    assert came == [("GET", "/pause", "Bearer secret"), ("POST", "/pause", "Bearer secret")]
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

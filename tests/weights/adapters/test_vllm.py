@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from pushes import total_of
+from pushes import begun, total_of
 from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import vllm as adapter
 from stretto.weights.adapters.vllm import Account, VllmServer, register
@@ -247,7 +247,7 @@ def push(to: Any, version: str, values: dict[str, float]) -> str:
     offer = offered(version, values)
     try:
         to.open(offer, seconds=DEADLINE)
-        to.start("keep", seconds=DEADLINE)
+        begun(to, "keep", seconds=DEADLINE)
         for number, value in enumerate(values.values()):
             buffer = offer.shared.tensors[number % 2]
             buffer.view(torch.float32).fill_(value)
@@ -392,7 +392,7 @@ def test_a_sender_that_leaves_ends_the_update(worker: Worker, address: str) -> N
     to = server.endpoint("cpu")
     offer = offered("v", NEW)
     to.open(offer, seconds=DEADLINE)
-    to.start("keep", seconds=DEADLINE)
+    begun(to, "keep", seconds=DEADLINE)
     to.close()
     assert server._asked is not None
     with pytest.raises(WeightsError, match="the push failed: the sender"):
@@ -426,6 +426,24 @@ def test_an_update_that_a_dead_sender_left_open_is_finished_first(worker: Worker
     to = server.endpoint("cpu")
     push(to, "v", NEW)
     assert values(worker.main) == NEW
+    to.close()
+
+
+def test_a_push_that_comes_to_nothing_before_it_begins_leaves_the_engine_running(worker: Worker, address: str) -> None:
+    server = VllmServer(worker.url, address=address)
+    server.init()
+    to = server.endpoint("cpu")
+    push(to, "v", NEW)
+    worker.calls.clear()
+    offer = offered("w", NEW)
+    to.open(offer, seconds=DEADLINE)
+    to.pause("keep", patience=DEADLINE, seconds=DEADLINE)
+    to.abandon("another engine could not pause")
+    offer.shared.close()
+    assert worker.calls[-1] == "/resume"
+    assert (worker.version, worker.active, to._endpoint.status().state) == ("v", False, "serving")
+    push(to, "x", {name: value + 1 for name, value in NEW.items()})
+    assert worker.version == "x"
     to.close()
 
 

@@ -8,14 +8,24 @@ from collections.abc import Callable
 from http.client import HTTPException
 from typing import Any, Protocol
 from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.endpoint import Endpoint, Offer, Wanted
 from stretto.weights.messages import Assurance, InFlight
 
 _MOST = 1 << 20  # bytes of an answer
-_OPENER = build_opener(ProxyHandler({}))  # an engine that shares our devices is never behind a proxy
+_WITHDRAWING = 10.0  # seconds
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """A redirect would carry our key to whoever it names, and make a GET of a POST."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = build_opener(ProxyHandler({}), _NoRedirects())  # an engine that shares our devices is never behind a proxy
 
 
 class Http:
@@ -96,6 +106,9 @@ class Server(Protocol):
     def resume(self, version: str, *, seconds: float) -> None:
         """All is loaded: forget what was computed with the old weights, and generate."""
 
+    def withdraw(self, *, seconds: float) -> None:
+        """Nothing was touched, and no update comes: generate as before."""
+
     def trouble(self) -> str:
         """What the server says of an update that failed, if it says anything."""
 
@@ -104,26 +117,32 @@ class Served:
     """An endpoint whose engine is paused and resumed by its server.
 
     Of the endpoints of an engine on several devices, one is served; the others just wait for it. An update that failed
-    leaves the engine paused, for its weights may be mixed: the next push that goes well resumes it.
+    once it had begun leaves the engine paused, for its weights may be mixed: the next push that goes well resumes it.
     """
 
     def __init__(self, endpoint: Endpoint, server: Server) -> None:
         self.name, self.device = endpoint.name, endpoint.device
         self._endpoint, self._server = endpoint, server
         self._version = ""
+        self._untouched = False
+        """Whether its engine is paused by us, and as it was."""
+        self._failed = False
+        """Whether an update that had begun has not ended well, so that its engine must stay paused."""
 
     def open(self, offer: Offer, *, seconds: float) -> Wanted:
         self._version = offer.manifest.version
         return self._endpoint.open(offer, seconds=seconds)
 
-    def start(self, in_flight: InFlight, *, seconds: float) -> None:
+    def pause(self, in_flight: InFlight, *, patience: float, seconds: float) -> None:
         left = seconds_left(seconds)
+        self._untouched = not self._failed
         self._named(lambda: self._server.pause(self._version, in_flight, seconds=left()))
-        try:
-            self._endpoint.start(in_flight, seconds=left())
-        except WeightsError as error:
-            trouble = self._server.trouble()
-            raise WeightsError(f"{error}; {trouble}" if trouble else str(error)) from None
+        self._troubled(lambda: self._endpoint.pause(in_flight, patience=patience, seconds=left()))
+
+    def begin(self, *, seconds: float) -> None:
+        self._untouched = False
+        self._failed = True  # until all has gone well
+        self._troubled(lambda: self._endpoint.begin(seconds=seconds))
 
     def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:
         self._endpoint.load(bucket, slot, total, seconds=seconds)
@@ -135,13 +154,27 @@ class Served:
         left = seconds_left(seconds)
         assurance = self._endpoint.commit(seconds=left())
         self._named(lambda: self._server.resume(self._version, seconds=left()))
+        self._failed = False
         return assurance
 
     def abandon(self, why: str) -> None:
-        self._endpoint.abandon(why)
+        try:
+            self._endpoint.abandon(why)
+        finally:
+            if self._untouched:
+                self._untouched = False
+                self._named(lambda: self._server.withdraw(seconds=_WITHDRAWING))
 
     def close(self) -> None:
         self._endpoint.close()
+
+    def _troubled(self, act: Callable[[], None]) -> None:
+        """With what the server says of it."""
+        try:
+            act()
+        except WeightsError as error:
+            trouble = self._server.trouble()
+            raise WeightsError(f"{error}; {trouble}" if trouble else str(error)) from None
 
     def _named(self, act: Callable[[], None]) -> None:
         try:

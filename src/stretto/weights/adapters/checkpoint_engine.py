@@ -21,6 +21,7 @@ from stretto.weights.adapters import Asked, Http
 from stretto.weights.endpoint import Offer, Wanted
 from stretto.weights.messages import Assurance, InFlight
 from stretto.weights.shared import SharedBuffers
+from stretto.wire.memory import demand_sealed
 
 log = logging.getLogger(__name__)
 _STEP = 0.1  # seconds between two looks at what else may have ended a wait
@@ -86,7 +87,10 @@ class CheckpointEngineWorkers:
         self._number += 1
         return Wanted(set())
 
-    def start(self, in_flight: InFlight, *, seconds: float) -> None:  # noqa: ARG002 (its server pauses: see Served)
+    def pause(self, in_flight: InFlight, *, patience: float, seconds: float) -> None:
+        """Its server pauses: see Served."""
+
+    def begin(self, *, seconds: float) -> None:
         offer = self._opened()
         self._socket = self._bound(self._path(self._uuid))
         if self._request is not None:
@@ -218,6 +222,7 @@ def open_host_buffers(path: str, nbytes: int, *_: object) -> Tensor:
     """Buffers in host memory, in the worker's process."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
+        demand_sealed(file, nbytes)
         return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
     finally:
         os.close(file)

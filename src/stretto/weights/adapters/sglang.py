@@ -51,6 +51,9 @@ class SglangServer(Http):
         self.post(f"/flush_cache?timeout={seconds / 2:g}", seconds=left())
         self.post("/continue_generation", seconds=left())
 
+    def withdraw(self, *, seconds: float) -> None:
+        self.post("/continue_generation", seconds=seconds)
+
     def trouble(self) -> str:
         """Its workers' endpoint says so already."""
         return ""

@@ -113,7 +113,7 @@ class WorkerReceiver:
         self._reloading: tuple[Any, Any] | None = None
         self._account = Account(engine.model)
         hooks = Hooks(
-            pause=lambda _: self._await_thread(),
+            pause=self._pause,
             begin=lambda: self._in_worker(self._begin),
             finish=lambda: self._in_worker(self._finish),
             resume=self._resume,
@@ -128,7 +128,7 @@ class WorkerReceiver:
         try:
             while not self._over:
                 self._work()
-                if self._begun and (status := self.receiver.status).state == "dirty":
+                if self._begun and (status := self.receiver.status).state == "dirty":  # it was paused before
                     raise WeightsError(f"the push failed: {status.error}")
                 if not self._begun and time.monotonic() > deadline:
                     raise WeightsError(f"no push has begun at {self.receiver.address} within {seconds:g} s")
@@ -139,6 +139,10 @@ class WorkerReceiver:
                     self._finish()
 
     # In the receiver's thread.
+
+    def _pause(self, _: InFlight) -> None:
+        self._await_thread()
+        self._begun = True
 
     def _await_thread(self) -> None:
         if not self._lent.wait(_PATIENCE):
@@ -166,7 +170,7 @@ class WorkerReceiver:
         return self._account.add([name for name, _ in tensors], taken)
 
     def _resume(self) -> None:
-        self._over = self._begun
+        self._over = True  # also if nothing has begun
 
     # In the worker's thread.
 
@@ -180,7 +184,6 @@ class WorkerReceiver:
                     future.set_exception(error)
 
     def _begin(self) -> None:
-        self._begun = True
         if self._reloading is not None:
             self._finish()  # else half-loaded layers would take the new tensors for the rest of the old
         self._reloading = self._engine.model, self._engine.model_config
@@ -300,6 +303,15 @@ class VllmServer(Http):
             self._asked.wait("vLLM", left())
             self.post("/finish_weight_update", {"weight_version": version}, seconds=left())
         self.post("/reset_prefix_cache?reset_running_requests=true", seconds=left())
+        self.post("/resume", seconds=left())
+
+    def withdraw(self, *, seconds: float) -> None:
+        left = seconds_left(seconds)
+        if self._asked is not None:
+            with contextlib.suppress(WeightsError):  # which may be why nothing comes of it, and ends the update too
+                self._asked.wait("vLLM", left())
+                served = {"weight_version": self.version(seconds=left())}
+                self.post("/finish_weight_update", served, seconds=left())
         self.post("/resume", seconds=left())
 
     def trouble(self) -> str:
