@@ -263,7 +263,8 @@ class Receiver:
     def _claim(self, connection: Connection, opening: Open, files: list[int]) -> bool:
         """One sender at a time; one that is between two pushes is sent away when another comes."""
         with self._lock:
-            if self._closed or self._waiting is not None or (self._updating is not None and self._standing.busy):
+            expected = self._waiting is not None and not self._waiting.was_left
+            if self._closed or expected or (self._updating is not None and self._standing.busy):
                 return False
             if self._updating is not None:
                 self._updating.close()

@@ -24,6 +24,7 @@ SILENCE = 6.0  # seconds without one are allowed at least
 GREETING = 5.0  # seconds for a greeting
 _SMALL, _LARGE = 4096, 1 << 29  # bytes of a message before and after it
 _HEADER = struct.Struct("!Q")
+_STEP = 3600.0  # seconds; the kernel counts no more than 24 days
 _FILES = 8
 
 
@@ -118,7 +119,7 @@ class Connection:
                     raise Late("is slow: it did not answer in time")
                 raise Late(f"has been silent for {self.silence:g} s")
             try:
-                self._stream.settimeout(until - now)
+                self._stream.settimeout(min(until - now, _STEP))
                 part, attached, flags, _ = self._stream.recvmsg(
                     min(count - len(data), 1 << 20), socket.CMSG_SPACE(_FILES * 4)
                 )
@@ -169,6 +170,16 @@ class Connection:
             raise Odd("does not know the secret")
         if serves:
             self.tell(Proof(digest(True)), seconds=GREETING)
+
+    @property
+    def was_left(self) -> bool:
+        """Whether the other side is gone, though what it has said may not have been heard."""
+        poll = select.poll()
+        try:
+            poll.register(self._stream, select.POLLRDHUP)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):
+            return True
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
