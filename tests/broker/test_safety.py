@@ -22,6 +22,7 @@ from stretto.broker.board import RING
 from stretto.broker.model import LinkModel
 from stretto.broker.serve import Broker
 from stretto.broker.wire import (
+    PROTOCOL,
     Bye,
     Failed,
     Freed,
@@ -34,12 +35,14 @@ from stretto.broker.wire import (
     Place,
     Refused,
     Taken,
-    Welcome,
     hear_broker,
     tell,
 )
+from stretto.wire.frames import framed, packed
+from stretto.wire.greeting import Hello
 
 NAMES = count()
+HELLO = Hello(PROTOCOL, bytes(32))
 RW = "reading and writing"
 VALID = [
     Join("g", 0, 2),
@@ -52,7 +55,7 @@ VALID = [
     Links("g", LinkModel(1.0)),
     Freed(bytes(64)),
     Bye(),
-    Welcome(),
+    HELLO,
     Joined("g", 0),
     Here("g", 1, 0),
     Refused("no"),
@@ -67,12 +70,12 @@ class Talker:
         self.socket.settimeout(30)
         self.socket.connect(name)
         message, file = hear_broker(self.socket)
-        assert isinstance(message, Welcome)
+        assert isinstance(message, Hello)
         os.close(file)
 
     def say(self, message: Any, files: int = 0, *, size: int = 0) -> None:
         """A message, or any bytes, and files of a size."""
-        data = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
+        data = framed(message) if isinstance(message, bytes) else packed(message)
         made = [os.memfd_create("test") for _ in range(files)]
         for file in made:
             os.ftruncate(file, size)
@@ -184,7 +187,7 @@ def settled(read: Callable[[], int], most: int) -> int:
         (b"x" * 60_000, 0, "it sent a malformed message ("),
         (b"x" * 70_000, 0, "it sent a message of more than 65536 bytes"),
         (msgspec.msgpack.encode({"type": "x" * 60_000}), 1, "it sent a malformed message (Invalid value 'xxx"),
-        (Welcome(), 0, "it sent a malformed message (Invalid value 'Welcome'"),
+        (HELLO, 0, "it sent a malformed message (Invalid value 'Hello'"),
         (Joined("g", 0), 0, "it sent a malformed message (Invalid value 'Joined'"),
         (Here("g", 0, 0), 1, "it sent a malformed message (Invalid value 'Here'"),
         (Refused("no"), 0, "it sent a malformed message (Invalid value 'Refused'"),
@@ -353,7 +356,7 @@ def test_a_stranger_that_leaves_does_not_end_it(run: Callable[..., Running]) -> 
         stranger = broker.connect()
         if word is not None:
             stranger.say(word)
-            assert not isinstance(stranger.hear_last(), Welcome)
+            assert not isinstance(stranger.hear_last(), Hello)
         stranger.socket.close()
     source, target, _ = pair = broker.pair()
     exchange(pair, 0)

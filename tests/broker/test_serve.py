@@ -24,10 +24,10 @@ from stretto.broker.wire import (
     Joined,
     Leave,
     Links,
-    MessageError,
     Place,
     hear_broker,
 )
+from stretto.wire.frames import Nonsense
 
 
 class Device:
@@ -273,7 +273,7 @@ def test_whoever_is_no_member_cannot_leave(world: Callable[[int], World]) -> Non
 
 def test_a_peer_that_is_not_there_is_refused(world: Callable[[int], World]) -> None:
     it = world(2)
-    with pytest.raises(MessageError, match="a message for rank 7 of a group of 2"):
+    with pytest.raises(Nonsense, match="a message for rank 7 of a group of 2"):
         it.place(0, 7, 0, sends=True)
     assert not it.group.channels
 

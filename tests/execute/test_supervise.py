@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 
 from stretto.execute import supervise
 from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError
+from stretto.wire.frames import packed
 
 SCRIPT = """
 import os, signal, time
@@ -217,7 +217,7 @@ def test_a_process_that_says_nothing_is_blamed_only_if_it_is_stopped(monkeypatch
         watching = Supervisor(1, timeout=60)
         watching.watch({0: end}, on_one_machine=True)
         beat = supervise._Message(0, process.pid, "at 0F0 of step 1", 1, "step 1", True)
-        other.sendall(msgspec.json.encode(beat) + b"\n")
+        other.sendall(packed(beat))
         time.sleep(1.5)
         watching.check()
         process.send_signal(signal.SIGSTOP)

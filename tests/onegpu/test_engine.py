@@ -21,12 +21,15 @@ import torch.distributed as dist
 
 from stretto.broker import driver
 from stretto.broker.board import BLOCKS, EVER, Board
-from stretto.broker.wire import Bye, Failed, Freed, Here, Join, Joined, Place, Refused, Taken, Welcome, hear_rank, tell
+from stretto.broker.wire import PROTOCOL, Bye, Failed, Freed, Here, Join, Joined, Place, Refused, Taken, hear_rank, tell
 from stretto.onegpu import engine, group
 from stretto.onegpu.allocations import Allocations
 from stretto.onegpu.engine import Engine, GroupError, Member
+from stretto.wire.frames import framed
+from stretto.wire.greeting import Hello
 
 NUMBERS = count()
+HELLO = Hello(PROTOCOL, bytes(32))
 
 
 class Impostor:
@@ -41,21 +44,21 @@ class Impostor:
         self.accepted: list[socket.socket] = []
 
     def accept(self, *words: Any) -> socket.socket:
-        """A rank is told these words, of which a Welcome or Here has a file."""
+        """A rank is told these words, of which a Hello or Here has a file."""
         connection, _ = self.server.accept()
         self.accepted.append(connection)
         for word in words:
             if isinstance(word, bytes):
-                connection.send(word)
+                connection.send(framed(word))
             else:
-                tell(connection, word, self.board.file if isinstance(word, Welcome | Here) else -1)
+                tell(connection, word, self.board.file if isinstance(word, Hello | Here) else -1)
         return connection
 
     def serve(self, first: int) -> tuple[Engine, Member, socket.socket]:
         """A rank that has joined a group of two, whose blocks begin here."""
 
         def answer() -> None:
-            connection = self.accept(Welcome())
+            connection = self.accept(HELLO)
             assert hear_rank(connection)[0] == Join("g", 0, 2)
             tell(connection, Joined("g", first))
 
@@ -90,10 +93,11 @@ def files() -> int:
     [
         ((), "it does not answer"),
         ((b"nonsense",), "it sent a malformed message (Expected `object`, got `int`)"),
-        ((Joined("g", 0),), "it does not answer"),
-        ((Here("g", 0, 0),), "it does not answer"),
+        ((Joined("g", 0),), "it sent no hello"),
+        ((Here("g", 0, 0),), "it sent no hello"),
         ((Bye(),), "it sent a malformed message (Invalid value 'Bye' - at `$.type`)"),
-        ((msgspec.msgpack.encode(Welcome()),), "it sent a Welcome with 0 files"),
+        ((msgspec.msgpack.encode(HELLO),), "it sent a Hello with 0 files"),
+        ((Hello(PROTOCOL + 1, bytes(32)),), "it sent a hello in protocol 2, and this side speaks 1"),
     ],
 )
 def test_what_does_not_greet_as_a_broker_is_none(impostor: Impostor, words: tuple[Any, ...], said: str) -> None:
@@ -116,7 +120,7 @@ def test_a_board_that_is_too_small_is_refused(impostor: Impostor) -> None:
     impostor.board.file, board = os.memfd_create("small"), impostor.board.file
     os.close(board)
     before = files()
-    thread = threading.Thread(target=lambda: impostor.accept(Welcome()).close())
+    thread = threading.Thread(target=lambda: impostor.accept(HELLO).close())
     thread.start()
     with pytest.raises(GroupError, match="cannot be used"):
         Engine(impostor.address)
@@ -136,7 +140,7 @@ def test_another_users_broker_is_not_talked_to(impostor: Impostor, monkeypatch: 
     [
         (None, "the broker of this machine's ranks died"),
         (b"nonsense", "failed: it sent a malformed message ("),
-        (Welcome(), "failed: it sent a second Welcome"),
+        (HELLO, "failed: it sent a second hello"),
         (Bye(), "failed: it sent a malformed message (Invalid value 'Bye'"),
         (Refused("it said no"), "the broker of this machine's ranks disconnected this process: it said no"),
     ],
@@ -147,9 +151,9 @@ def test_nonsense_is_the_end_of_the_broker(impostor: Impostor, word: Any, said: 
     for stray in (Taken("unknown", 0, 0), Here("unknown", 0, 0), Joined("unknown", 0), Failed("unknown", "no")):
         tell(connection, stray, impostor.board.file if isinstance(stray, Here) else -1)
     if isinstance(word, bytes):
-        connection.send(word)
+        connection.send(framed(word))
     elif word is not None:
-        tell(connection, word, impostor.board.file if isinstance(word, Welcome) else -1)
+        tell(connection, word, impostor.board.file if isinstance(word, Hello) else -1)
     else:
         connection.shutdown(socket.SHUT_RDWR)
     with rank.changed:

@@ -258,7 +258,7 @@ def test_another_protocol_is_refused_and_logged(door: Door, caplog: pytest.LogCa
         stream.sendall(said(Hello(PROTOCOL + 1, bytes(32))))
         drained(stream)
         deadline = time.monotonic() + SECONDS
-        while f"speaks protocol {PROTOCOL + 1}" not in caplog.text:
+        while f"a hello in protocol {PROTOCOL + 1}" not in caplog.text:
             assert time.monotonic() < deadline
     assert door.address in caplog.text
     door.push()
@@ -576,7 +576,7 @@ def test_a_receiver_that_does_not_know_the_secret_is_told_nothing(guarded: Door)
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=pretend, args=(server,))
         thread.start()
-        with pytest.raises(WeightsError, match="does not know the secret"):
+        with pytest.raises(WeightsError, match="sent no proof that it knows the secret"):
             status(f"tcp://127.0.0.1:{server.getsockname()[1]}", secret=SECRET)
         thread.join(SECONDS)
     assert set(_kinds(b"".join(words))) <= {"Hello", "Proof"}

@@ -6,9 +6,8 @@ import socket
 import time
 from collections import deque
 
-import msgspec
-
-from stretto.broker.wire import FromBroker, close, send
+from stretto.broker.wire import FromBroker, close
+from stretto.wire.frames import packed, send
 
 _MOST_WAITING = 65536  # messages; a client has asked for each of them
 _MOST_BYTES = 2**22
@@ -30,7 +29,7 @@ class Client:
         self._moved = 0.0  # when a message last left, while some wait
 
     def say(self, message: FromBroker, file: int = -1) -> None:
-        data = msgspec.msgpack.encode(message)
+        data = packed(message)
         if self._waiting or not self._sent(data, file):
             if not self._waiting:
                 self._moved = time.monotonic()
@@ -66,7 +65,7 @@ class Client:
     def _sent(self, data: bytes, file: int) -> bool:
         """Whether a message has left; or there is nobody to hear it, which reading will show."""
         try:
-            send(self.connection, data, file)
+            send(self.connection, data, [file] if file >= 0 else [])
         except ConnectionError:
             return True
         except OSError:  # its socket is full, or more files are on their way than the kernel allows

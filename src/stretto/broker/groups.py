@@ -9,7 +9,8 @@ from stretto.broker import driver
 from stretto.broker.board import RING
 from stretto.broker.clients import Client
 from stretto.broker.model import LinkModel
-from stretto.broker.wire import MessageError, Place, Taken, close
+from stretto.broker.wire import Place, Taken, close
+from stretto.wire.frames import Nonsense
 
 
 @dataclass(slots=True)
@@ -37,18 +38,18 @@ class Channel:
     def add(self, place: Place, file: int, *, arrived: int) -> None:
         """One side of a message, if it can be one; `arrived` messages were copied on the device before."""
         if place.number != self.next[place.sends]:
-            raise MessageError(f"message {place.number} where message {self.next[place.sends]} is next")
+            raise Nonsense(f"message {place.number} where message {self.next[place.sends]} is next")
         if place.device < 0:
             under_way = len(self.handed) + len(self.sends if place.sends else self.wants)
             size = _size(file) if place.sends else place.count
             if size != place.count:
-                raise MessageError(f"a message of {place.count} bytes in a file of {size}")
+                raise Nonsense(f"a message of {place.count} bytes in a file of {size}")
         else:
             under_way = place.number - arrived
             if place.count and (len(place.handle) != driver.HANDLE_BYTES or place.offset + place.count > place.size):
-                raise MessageError(f"a place of {place.count} bytes that is not within its allocation")
+                raise Nonsense(f"a place of {place.count} bytes that is not within its allocation")
         if under_way >= RING:
-            raise MessageError(f"more than {RING} messages at a time")
+            raise Nonsense(f"more than {RING} messages at a time")
         self.next[place.sends] += 1
         if place.sends:
             self.sends.append((place, os.dup(file) if file >= 0 else -1))
@@ -58,7 +59,7 @@ class Channel:
     def take(self, message: Taken) -> None:
         """The receiver has read a file."""
         if not self.handed or self.handed[0] != message.number:
-            raise MessageError(f"that it has read message {message.number}, which it was not given")
+            raise Nonsense(f"that it has read message {message.number}, which it was not given")
         self.handed.popleft()
 
     def is_owed(self, leaving: int) -> bool:
@@ -108,7 +109,7 @@ def _size(file: int) -> int:
     try:
         fcntl.fcntl(file, fcntl.F_GET_SEALS)  # which only files in memory have
     except OSError:
-        raise MessageError("a file that does not lie in memory") from None
+        raise Nonsense("a file that does not lie in memory") from None
     if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
-        raise MessageError("a file that is not open for reading and writing")
+        raise Nonsense("a file that is not open for reading and writing")
     return os.fstat(file).st_size

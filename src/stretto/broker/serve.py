@@ -22,6 +22,7 @@ from stretto.broker.clients import Client
 from stretto.broker.copies import Copies
 from stretto.broker.groups import Channel, Group
 from stretto.broker.wire import (
+    PROTOCOL,
     Bye,
     Failed,
     Freed,
@@ -31,14 +32,14 @@ from stretto.broker.wire import (
     Joined,
     Leave,
     Links,
-    MessageError,
     Place,
     Refused,
     Taken,
-    Welcome,
     close,
     hear_rank,
 )
+from stretto.wire.frames import Nonsense
+from stretto.wire.greeting import Greeting
 from stretto.wire.peers import peer_user
 
 _LOOKS = 16  # at the flags, for each at what ranks say
@@ -100,7 +101,7 @@ class Broker:
             return
         client = Client(connection, self._selector)
         self._clients.add(client)
-        client.say(Welcome(), self._board.file)
+        client.say(Greeting(PROTOCOL, None, serves=True).hello, self._board.file)
 
     def _has_place(self) -> bool:
         """Whether one more can be let in, for which the oldest of those that have joined nothing may have to go."""
@@ -125,7 +126,7 @@ class Broker:
                     self._act(client, message, file)
                 finally:
                     close(file)
-        except MessageError as error:
+        except Nonsense as error:
             self._disconnect(client, f"sent {error}")
         except Exception as error:
             self._disconnect(client, f"sent what the broker failed on ({type(error).__name__}: {error!s:.200})")
@@ -170,9 +171,9 @@ class Broker:
             self._leave(group, rank)
             return
         if isinstance(message, Place | Taken) and message.peer >= group.size:
-            raise MessageError(f"a message for rank {message.peer} of a group of {group.size}")
+            raise Nonsense(f"a message for rank {message.peer} of a group of {group.size}")
         if isinstance(message, Links) and message.model is not None and not message.model.is_possible:
-            raise MessageError("a link that no message can pass")
+            raise Nonsense("a link that no message can pass")
         if group.failed:
             return
         match message:
@@ -190,7 +191,7 @@ class Broker:
     def _join(self, client: Client, message: Join) -> None:
         rank, size = message.rank, message.size
         if rank >= size:
-            raise MessageError(f"a Join as rank {rank} of {size}")
+            raise Nonsense(f"a Join as rank {rank} of {size}")
         group = self._groups.get(message.group)
         if group is None:
             first = self._room_for(size)
@@ -200,9 +201,9 @@ class Broker:
             self._groups[message.group] = group = Group(message.group, size, first)
             self._taken[first : first + size**2] = b"x" * size**2
         if size != group.size:
-            raise MessageError(f"a Join as rank {rank} of {size} to a group of {group.size}")
+            raise Nonsense(f"a Join as rank {rank} of {size} to a group of {group.size}")
         if rank in group.members or client in group.members.values():
-            raise MessageError(f"a Join as rank {rank} to a group that has this rank or process already")
+            raise Nonsense(f"a Join as rank {rank} to a group that has this rank or process already")
         client.has_joined = True
         if group.failed:
             client.say(Failed(group.name, group.failed))

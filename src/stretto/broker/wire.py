@@ -1,6 +1,8 @@
-"""What ranks and their broker tell each other: small messages over Unix sockets, with files attached."""
+"""What ranks and their broker tell each other: small messages over Unix sockets, with files attached.
 
-import array
+A packet has one message, whole: so the broker, which must wait for nobody, never has half of one. The broker says hello
+first, with its board attached; who is at the other end is known by its user."""
+
 import os
 import socket
 from typing import Annotated, TypeAlias, TypeVar
@@ -11,11 +13,11 @@ from msgspec import Meta
 from stretto.broker.board import BLOCKS, EVER
 from stretto.broker.driver import HANDLE_BYTES
 from stretto.broker.model import LinkModel
-from stretto.ir.errors import StrettoError
+from stretto.wire.frames import HEADER_BYTES, Nonsense, close_files, length_of, packed, receive, send, unpacked
+from stretto.wire.greeting import Hello
 
+PROTOCOL = 1
 _LARGEST = 65536
-_MOST_FILES = 253  # that the kernel lets a message have; all of them must be received to be closed
-_CONTROL_BYTES = socket.CMSG_SPACE(_MOST_FILES * array.array("i").itemsize)
 
 Name = Annotated[str, Meta(max_length=128)]
 Reason = Annotated[str, Meta(max_length=1000)]
@@ -23,14 +25,6 @@ Handle = Annotated[bytes, Meta(max_length=HANDLE_BYTES)]
 Rank = Annotated[int, Meta(ge=0, lt=BLOCKS)]
 Number = Annotated[int, Meta(ge=0, lt=EVER)]
 Bytes = Annotated[int, Meta(ge=0, lt=2**62)]
-
-
-class MessageError(StrettoError):
-    """A message that the other side has no reason to send."""
-
-
-class Welcome(msgspec.Struct, tag=True):
-    """The broker's first word; its board is attached."""
 
 
 class Join(msgspec.Struct, tag=True):
@@ -124,19 +118,14 @@ class Refused(msgspec.Struct, tag=True):
 
 
 FromRank: TypeAlias = Join | Place | Taken | Failed | Leave | Links | Freed | Bye
-FromBroker: TypeAlias = Welcome | Joined | Here | Taken | Failed | Refused
+FromBroker: TypeAlias = Hello | Joined | Here | Taken | Failed | Refused
 _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _FROM_BROKER: msgspec.msgpack.Decoder[FromBroker] = msgspec.msgpack.Decoder(FromBroker)
 _M = TypeVar("_M", FromRank, FromBroker)
 
 
 def tell(connection: socket.socket, message: FromRank | FromBroker, file: int = -1) -> None:
-    send(connection, msgspec.msgpack.encode(message), file)
-
-
-def send(connection: socket.socket, data: bytes, file: int) -> None:
-    files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))] if file >= 0 else []
-    connection.sendmsg([data], files)
+    send(connection, packed(message), [file] if file >= 0 else [])
 
 
 def hear_rank(connection: socket.socket) -> tuple[FromRank | None, int]:
@@ -156,35 +145,28 @@ def close(file: int) -> None:
 
 def _hear(connection: socket.socket, decoder: msgspec.msgpack.Decoder[_M]) -> tuple[_M | None, int]:
     try:
-        data, attached, flags = _receive(connection)
+        data, files = _receive(connection)
     except OSError:
         return None, -1
-    files = array.array("i")
-    for _, _, content in attached:
-        files.frombytes(content[: len(content) - len(content) % files.itemsize])
     try:
         if not data:
             return None, -1
-        if flags & socket.MSG_CTRUNC:
-            raise MessageError("a file that could not be opened: too many are open")
-        if flags & socket.MSG_TRUNC:
-            raise MessageError(f"a message of more than {_LARGEST} bytes")
-        message = decoder.decode(data)
+        header, body = data[:HEADER_BYTES], data[HEADER_BYTES:]
+        if len(header) < HEADER_BYTES or length_of(header, _LARGEST) != len(body):
+            raise Nonsense("a message of another length than it says")
+        message = unpacked(body, decoder)
         if len(files) != _has_file(message):
-            raise MessageError(f"a {type(message).__name__} with {len(files)} files")
+            raise Nonsense(f"a {type(message).__name__} with {len(files)} files")
         return message, files.pop() if files else -1
-    except msgspec.DecodeError as error:
-        raise MessageError(f"a malformed message ({error!s:.200})") from None
     finally:
-        for file in files:
-            os.close(file)
+        close_files(files)
 
 
-def _receive(connection: socket.socket) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     try:
-        return connection.recvmsg(_LARGEST, _CONTROL_BYTES)[:3]
+        return receive(connection, _LARGEST)
     except ConnectionResetError:  # it has not read all that it was told, but may have said something before it left
-        return connection.recvmsg(_LARGEST, _CONTROL_BYTES)[:3]
+        return receive(connection, _LARGEST)
 
 
 def _has_file(message: FromRank | FromBroker) -> bool:
@@ -192,4 +174,4 @@ def _has_file(message: FromRank | FromBroker) -> bool:
         case Place():
             return message.sends and message.device < 0
         case _:
-            return isinstance(message, Welcome | Here)
+            return isinstance(message, Hello | Here)

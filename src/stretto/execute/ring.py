@@ -1,7 +1,6 @@
 """Makes the ring of supervisors of ranks that have met, and connections between any of them."""
 
 import contextlib
-import hmac
 import os
 import secrets
 import selectors
@@ -16,13 +15,18 @@ import msgspec
 from stretto.execute.meeting import Meeting
 from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import told
+from stretto.wire.connection import Connection, Gone
+from stretto.wire.frames import Nonsense, Reader, packed
+from stretto.wire.greeting import Greeting, Hello, Proof
 
 _JOINING = 60.0  # seconds for a neighbour to come
 _POLL = 0.2
 _HERE = "127.0.0.1"
 _BACKLOG = 128
 _STRANGERS = 64  # who may stand at a door and say nothing
-_WORD, _RANK = 32, 8  # characters
+_LARGEST = 4096  # bytes of a message
+PROTOCOL = 1
+_DECODER: msgspec.msgpack.Decoder[Hello | Proof] = msgspec.msgpack.Decoder(Hello | Proof)
 
 
 class Door(msgspec.Struct, frozen=True):
@@ -49,7 +53,7 @@ def opened_doors(meeting: Meeting) -> Iterator[tuple[socket.socket, list[Door]]]
     alone = len(set(meeting.gather(_machine()))) == 1
     with socket.create_server((_HERE if alone else "", 0), backlog=max(_BACKLOG, meeting.size)) as server:
         host = _HERE if alone else socket.gethostname()
-        mine = Door(host, server.getsockname()[1], secrets.token_hex(_WORD // 2))
+        mine = Door(host, server.getsockname()[1], secrets.token_hex(16))
         said = meeting.gather(msgspec.json.encode(mine).decode())
         yield server, [msgspec.json.decode(it, type=Door) for it in said]
 
@@ -111,13 +115,47 @@ def connected(
 
 
 def connection_to(door: Door, rank: int, other: int, *, timeout: float = _JOINING) -> socket.socket:
-    """From a rank to another one's door, where it says the word and who it is."""
+    """From a rank to another one's door, where it says who it is, and both prove that they know the word."""
     try:
         stream = socket.create_connection((door.host, door.port), timeout=timeout)
-        stream.sendall(f"{door.word}{rank:0{_RANK}}".encode())
     except OSError as error:
         raise told(f"rank {rank} cannot reach rank {other} at {door.host}:{door.port}: {error}") from None
+    connection = Connection(stream, _DECODER)
+    try:
+        connection.greet(PROTOCOL, door.word.encode(), serves=False, name=str(rank), seconds=timeout)
+    except Gone as error:
+        connection.close()
+        raise told(f"rank {rank} came to rank {other} at {door.host}:{door.port}, which {error}") from None
     return stream
+
+
+class _Guest:
+    """Somebody at the door. Nobody waits for what it says next."""
+
+    def __init__(self, stream: socket.socket, word: str) -> None:
+        stream.setblocking(False)
+        self.stream, self._reader = stream, Reader(_DECODER, _LARGEST)
+        self._greeting = Greeting(PROTOCOL, word.encode(), serves=True)
+        self._name: str | None = None
+        self._say(self._greeting.hello)
+
+    def heard(self) -> int | None:
+        """Go on with what it has said; which rank it is, once it has proved that it may come in. Raises if it may not
+        come."""
+        data = self.stream.recv(_LARGEST)
+        if not data:
+            raise Nonsense("nothing more")
+        for message in self._reader.feed(data):
+            if self._name is None:
+                self._name = self._greeting.meet(message)
+            else:
+                self._greeting.check(message)
+                self._say(self._greeting.proof())
+                return int(self._name)
+        return None
+
+    def _say(self, message: Hello | Proof) -> None:
+        self.stream.send(packed(message))  # which a new connection has room for
 
 
 def guests(
@@ -126,7 +164,7 @@ def guests(
     """Those who know the word, as they come, and who they are. Strangers are sent away, and nobody waits for them.
     `check` raises if there is no more reason to wait.
     """
-    deadline, said = time.monotonic() + timeout, dict[socket.socket, bytes]()
+    deadline, there = time.monotonic() + timeout, dict[socket.socket, _Guest]()
     server.setblocking(False)
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
@@ -134,32 +172,29 @@ def guests(
             while (left := deadline - time.monotonic()) > 0:
                 check()
                 for key, _ in selector.select(min(left, _POLL)):
-                    if key.fileobj is server:
-                        with contextlib.suppress(OSError):
-                            stream, _ = server.accept()
-                            stream.setblocking(False)
-                            selector.register(stream, selectors.EVENT_READ)
-                            said[stream] = b""
+                    stream: socket.socket = key.fileobj  # type: ignore[assignment]
+                    if stream is server:
+                        with contextlib.suppress(OSError), contextlib.ExitStack() as failing:
+                            came = failing.enter_context(server.accept()[0])
+                            there[came] = _Guest(came, word)
+                            selector.register(came, selectors.EVENT_READ)
+                            failing.pop_all()
                         continue
-                    stream = key.fileobj  # type: ignore[assignment]
-                    data = b""
-                    with contextlib.suppress(OSError):
-                        data = stream.recv(_WORD + _RANK - len(said[stream]))
-                    said[stream] += data
-                    if data and len(said[stream]) < _WORD + _RANK:
+                    try:
+                        rank = there[stream].heard()
+                    except (OSError, ValueError):  # a stranger
+                        selector.unregister(stream)
+                        there.pop(stream).stream.close()
                         continue
-                    selector.unregister(stream)
-                    text = said.pop(stream)
-                    if hmac.compare_digest(text[:_WORD], word.encode()) and len(text) == _WORD + _RANK:
+                    if rank is not None:
+                        selector.unregister(stream)
+                        del there[stream]
                         stream.setblocking(True)
-                        yield int(text[_WORD:]), stream
-                    else:
-                        stream.close()
-                while len(said) > _STRANGERS:
-                    stream = next(iter(said))
+                        yield rank, stream
+                while len(there) > _STRANGERS:
+                    stream = next(iter(there))
                     selector.unregister(stream)
-                    said.pop(stream)
-                    stream.close()
+                    there.pop(stream).stream.close()
         finally:
-            for stream in said:
+            for stream in there:
                 stream.close()

@@ -17,10 +17,11 @@ import msgspec
 from stretto.execute.lanes import Awaited
 from stretto.execute.termination import TELLING, Termination
 from stretto.ir.errors import PipelineError, named, one_line, told
+from stretto.wire.connection import SILENCE
+from stretto.wire.frames import Nonsense, Reader, packed
 
 _COMING = 60.0  # seconds that a rank may wait for its neighbours
 BEAT = 0.2  # seconds between two heartbeats
-SILENCE = 6.0  # seconds without one, after which a rank is taken to be stopped
 _POLL = 0.1
 _LATE = 1.0  # seconds without a turn of ours, after which it was us who stood still
 _GRACE = 3.0  # seconds in which the reason of something that was seen to fail is expected
@@ -28,7 +29,7 @@ _NOBODY = -1
 
 
 class _Message(msgspec.Struct, omit_defaults=True):
-    """One line of the ring's wire."""
+    """What goes round the ring."""
 
     rank: int
     process: int = 0
@@ -47,6 +48,10 @@ class _Message(msgspec.Struct, omit_defaults=True):
     about: int = _NOBODY
     """Which rank that is about."""
     bye: bool = False
+
+
+_DECODER = msgspec.msgpack.Decoder(_Message)
+_LARGEST = 1 << 20  # bytes of a message
 
 
 class Supervisor:
@@ -250,15 +255,15 @@ class Supervisor:
         self._tell(_Message(self.rank, os.getpid(), self._where(), turn, label, busy, now - self._stirred))
 
     def _tell(self, message: _Message) -> None:
-        line = msgspec.json.encode(message) + b"\n"
+        data = packed(message)
         with self._telling:
             for connection in list(self._peers.values()):
                 with contextlib.suppress(OSError):
-                    connection.sendall(line)
+                    connection.sendall(data)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_ones:
-            left = dict.fromkeys(self._peers, b"")
+            readers = {peer: Reader(_DECODER, _LARGEST) for peer in self._peers}
             for peer, connection in self._peers.items():
                 open_ones.enter_context(connection)
                 selector.register(connection, selectors.EVENT_READ, peer)
@@ -283,9 +288,12 @@ class Supervisor:
                         selector.unregister(key.fileobj)
                         self._lost(peer)
                         continue
-                    *lines, left[peer] = (left[peer] + data).split(b"\n")
-                    for line in lines:
-                        self._hear(peer, msgspec.json.decode(line, type=_Message))
+                    try:
+                        for message in readers[peer].feed(data):
+                            self._hear(peer, message)
+                    except Nonsense as error:
+                        selector.unregister(key.fileobj)
+                        self.fail(f"rank {peer} sent {error}", peer)
                 self._judge()
                 self._termination.press()
         self._closing = True

@@ -21,6 +21,7 @@ from stretto.broker import driver
 from stretto.broker.board import BLOCKS, EVER, RING, Board
 from stretto.broker.model import LinkModel
 from stretto.broker.wire import (
+    PROTOCOL,
     Bye,
     Failed,
     Freed,
@@ -31,17 +32,17 @@ from stretto.broker.wire import (
     Joined,
     Leave,
     Links,
-    MessageError,
     Place,
     Refused,
     Taken,
-    Welcome,
     close,
     hear_broker,
     tell,
 )
 from stretto.onegpu import memory
 from stretto.onegpu.allocations import Allocations
+from stretto.wire.frames import Nonsense
+from stretto.wire.greeting import Greeting, Hello
 from stretto.wire.peers import peer_user
 
 _WINDOW = 64  # messages on the host that a channel's sender may be ahead of its receiver
@@ -375,7 +376,7 @@ class Engine:
                     member.post_later(message.peer, sends=isinstance(message, Taken))
                 message, file = hear_broker(self._connection)
             self._lose(f"{_BROKER} died")
-        except MessageError as error:
+        except Nonsense as error:
             self._lose(f"{_BROKER} failed: it sent {error}")
         except Exception as error:
             self._lose(f"{_BROKER} failed: what it sent could not be read ({error})")
@@ -387,8 +388,8 @@ class Engine:
             match message:
                 case Refused():
                     self._lose(f"{_BROKER} disconnected this process: {message.why}", let_go=False)  # it has done so
-                case Welcome():
-                    raise MessageError("a second Welcome")
+                case Hello():
+                    raise Nonsense("a second hello")
                 case Joined() | Failed() if message.group in self._answers:
                     self._answers[message.group] = message
                 case Failed() if message.group in self._members:
@@ -435,13 +436,14 @@ def _connect(address: str) -> tuple[socket.socket, Board]:
         connection.settimeout(_GREETING)
         message, file = hear_broker(connection)
         connection.settimeout(None)
-        if not isinstance(message, Welcome):
+        if message is None:
             raise ConnectionError("it does not answer")
+        Greeting(PROTOCOL, None, serves=False).meet(message)
         return connection, Board(file)
     except (OSError, ValueError) as error:
         connection.close()
         close(file)
-        sent = "it sent " if isinstance(error, MessageError) else ""
+        sent = "it sent " if isinstance(error, Nonsense) else ""
         raise GroupError(f"{_BROKER} cannot be used: {sent}{error}") from None
 
 

@@ -1,7 +1,6 @@
 """A receiver's part in an update: from one state to the next, as its sender says. An error before the first write
 leaves it serving what it did; one after it, dirty."""
 
-import contextlib
 import logging
 import secrets
 import threading
@@ -42,7 +41,9 @@ from stretto.weights.messages import (
     Unknown,
 )
 from stretto.weights.shared import OpenedBuffers
-from stretto.weights.wire import BEAT, SILENCE, Connection, Gone, Late, close_files, loudness
+from stretto.weights.wire import Connection, Gone, Late, loudness
+from stretto.wire.connection import SILENCE
+from stretto.wire.frames import close_files
 
 log = logging.getLogger(__name__)
 _EVER = 1e9  # seconds: signs of life bound the wait
@@ -131,9 +132,7 @@ class Conversation:
         self._pool = threads()
 
     def hold(self, opening: Open, files: list[int]) -> None:
-        over = threading.Event()
-        beats = threading.Thread(target=self._beat, args=(over,), name="stretto beats", daemon=True)
-        beats.start()
+        self._connection.keep_beating(lambda: self._standing.answering)  # as long as the sender waits for an answer
         try:
             message: Message = opening
             while True:
@@ -146,10 +145,8 @@ class Conversation:
             self.fail(f"the sender {error}")
         finally:
             self._standing.answering = self._standing.opened = False
-            over.set()
             self._loading = None
             self._pool.shutdown()
-            beats.join()
             if self._buffers is not None:
                 self._buffers.close()
 
@@ -164,13 +161,6 @@ class Conversation:
             if time.monotonic() - begun < self._patience:
                 raise
             raise Late(f"lives, but has not gone on for {self._patience:g} s") from error
-
-    def _beat(self, over: threading.Event) -> None:
-        """Signs of life, as long as the sender waits for an answer."""
-        while not over.wait(BEAT):
-            with contextlib.suppress(Gone):
-                if self._standing.answering:
-                    self._connection.beat()
 
     def _answer(self, message: Message, files: list[int]) -> None:
         try:

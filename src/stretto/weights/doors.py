@@ -12,7 +12,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from stretto.ir.errors import WeightsError
-from stretto.weights.wire import GREETING, Connection, Gone
+from stretto.weights.wire import Connection, Gone
+from stretto.wire.connection import GREETING
 from stretto.wire.peers import is_trusted, peer_user
 
 _BACKLOG = 64
@@ -62,7 +63,7 @@ def connect(address: str, secret: bytes | None = None, *, seconds: float = GREET
             stream = socket.create_connection(where.host, timeout=seconds)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(stream)
-        connection.greet(secret, serves=False)
+        connection.meet(secret, serves=False)
     except BaseException as error:
         if stream is not None:
             stream.close()

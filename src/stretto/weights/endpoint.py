@@ -1,6 +1,5 @@
 """A receiver as a sender sees it: what every kind of receiver can be asked, and how ours are asked over a socket."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -32,7 +31,9 @@ from stretto.weights.messages import (
     Unknown,
 )
 from stretto.weights.shared import SharedBuffers
-from stretto.weights.wire import BEAT, SILENCE, Connection, Gone, Late, close_files
+from stretto.weights.wire import Connection, Gone, Late
+from stretto.wire.connection import SILENCE
+from stretto.wire.frames import close_files
 
 T = TypeVar("T", bound=Message)
 _HEARING = 1.0  # seconds for a receiver to take the word that nothing comes of it
@@ -99,7 +100,6 @@ class Remote:
     def __init__(self, address: str, secret: bytes | None = None) -> None:
         self.name, self._secret = address, secret
         self._connection: Connection = connect(address, secret)
-        self._over = threading.Event()
         try:
             self.told = self.status()
         except WeightsError:
@@ -107,7 +107,7 @@ class Remote:
             raise
         self.device = self.told.device
         self._known: str = ""
-        threading.Thread(target=self._beat, name="stretto beats", daemon=True).start()
+        self._connection.keep_beating()
 
     def status(self, *, seconds: float = 5.0) -> Told:
         return self._ask(Ask(), Told, seconds)
@@ -130,6 +130,7 @@ class Remote:
         except Gone:  # between two pushes another sender was let in, and this connection was closed
             before, self._connection = self._connection, connect(self.name, self._secret)
             before.close()
+            self._connection.keep_beating()
             return self._open(offer, seconds)
 
     def _open(self, offer: Offer, seconds: float) -> Wanted:
@@ -176,15 +177,7 @@ class Remote:
             raise
 
     def close(self) -> None:
-        self._over.set()
         self._connection.close()
-
-    def _beat(self) -> None:
-        while not self._over.wait(BEAT):
-            try:
-                self._connection.beat()
-            except Gone:
-                continue  # another connection may take its place
 
     def _ask(self, message: Message, kind: type[T], seconds: float) -> T:
         answer = self._answer(message, seconds)

@@ -5,6 +5,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stretto.weights.manifest import Manifest
+from stretto.wire.connection import Beat
+from stretto.wire.greeting import Hello, Proof
 
 State: TypeAlias = Literal["serving", "paused", "loading", "loaded", "dirty"]
 InFlight: TypeAlias = Literal["wait", "abort", "keep"]
@@ -16,21 +18,6 @@ Assurance: TypeAlias = Literal["verified", "delivered", "unaccounted"]
   tensor. What it has made of them, fused or quantised, is not looked at.
 - unaccounted: its loader did not say that it took every tensor, or it knows no sums.
 """
-
-
-class Hello(msgspec.Struct, tag=True):
-    protocol: int
-    nonce: bytes
-
-
-class Proof(msgspec.Struct, tag=True):
-    """That one knows the secret: a keyed hash of both nonces."""
-
-    digest: bytes
-
-
-class Beat(msgspec.Struct, tag=True):
-    """A sign of life."""
 
 
 class Ask(msgspec.Struct, tag=True):

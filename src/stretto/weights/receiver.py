@@ -25,7 +25,8 @@ from stretto.weights.loading import Handing, Load, Loading, Writing
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest
 from stretto.weights.messages import Abandon, Ask, Failed, Open, Told
 from stretto.weights.shared import device_name, resolved
-from stretto.weights.wire import Connection, Gone, close_files, loudness
+from stretto.weights.wire import Connection, Gone, loudness
+from stretto.wire.frames import close_files
 from stretto.wire.peers import is_trusted, peer_user
 
 log = logging.getLogger(__name__)
@@ -227,7 +228,7 @@ class Receiver:
         """Answer questions, until the other side wants to update or leaves."""
         handed_on = greeted = seated = False
         try:
-            connection.greet(self._secret, serves=True)
+            connection.meet(self._secret, serves=True)
             greeted = True
             with self._lock:
                 self._strangers = [it for it in self._strangers if it is not connection]

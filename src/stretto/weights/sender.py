@@ -35,7 +35,7 @@ from stretto.weights.sources import as_source
 from stretto.weights.speeds import measure, slowest
 from stretto.weights.staging import Staging, free_bytes
 from stretto.weights.store import Store, Version
-from stretto.weights.wire import SILENCE
+from stretto.wire.connection import SILENCE
 
 S = TypeVar("S")
 T = TypeVar("T")
