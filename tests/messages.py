@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -275,13 +276,11 @@ def refused_by_one(mesh: Any) -> str:
     """A collective that one rank was refused must not be taken for the next."""
     device, rank = mesh.device_type, dist.get_rank()
     works = []
+    room = torch.full((4,), 7.0, device=device)
     try:
-        room = torch.full((4,), 7.0, device=device)
-        works.append(dist.broadcast(room if rank == 0 else torch.zeros(8, device=device)[::2], 0, async_op=True))
-    except ValueError:
-        pass
-    room = torch.full((4,), 8.0, device=device) if rank == 0 else torch.zeros(4, device=device)
-    try:
+        with suppress(ValueError):
+            works.append(dist.broadcast(room if rank == 0 else torch.zeros(8, device=device)[::2], 0, async_op=True))
+        room = torch.full((4,), 8.0, device=device) if rank == 0 else torch.zeros(4, device=device)
         dist.broadcast(room, 0)
         while True:
             dist.barrier()
