@@ -48,12 +48,18 @@ def job(rank: int, backend: str, how: str, folder: Path, victim: int, at: int) -
         for place in range(len(counted._passes.tasks) + len(ENDS)):
             wrong += [f"{blamed} {place}: {it}" for it in _raised(rank, mesh, folder, blamed, place)]
             gc.collect()
-            open_now = len(os.listdir("/proc/self/fd"))
-            files = files or open_now
-            if open_now > files + 12:  # supervisors of the last two seconds
-                wrong.append(f"{blamed} {place}: {open_now} files are open, and {files} were")
+            files = files or _open_files()
+    deadline = time.monotonic() + SECONDS
+    while _open_files() > files and time.monotonic() < deadline:  # supervisors stay for seconds, to tell of a failure
+        time.sleep(0.1)
+    if (left := _open_files()) > files:
+        wrong.append(f"{left} files are open, and {files} were")
     dist.destroy_process_group()
     return wrong
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def _pipeline(mesh: Any, name: str = "dualpipe", microbatches: int = 4) -> tuple[stretto.Pipeline, Tensor]:

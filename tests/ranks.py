@@ -9,7 +9,6 @@ import signal
 import tempfile
 import time
 import traceback
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,29 +95,12 @@ def _serve(rank: int, jobs: Any, results: Any, backend: str, device: str) -> Non
         torch.cuda.set_device(0)
 
     torch.set_num_threads(1)
-    _note_pipelines()
     while True:
         job, _, count, meeting, arguments = jobs.get()
         try:
             results.put((rank, False, _together(job, rank, count, meeting, arguments, backend, device)))
         except BaseException:
             results.put((rank, True, traceback.format_exc()))
-
-
-_pipelines: list[weakref.ref[Any]] = []
-
-
-def _note_pipelines() -> None:
-    """Know of all that jobs make."""
-    from stretto.runtime.pipeline import Pipeline
-
-    make = Pipeline.__init__
-
-    def noting(pipe: Any, *given: Any, **named: Any) -> None:
-        make(pipe, *given, **named)
-        _pipelines.append(weakref.ref(pipe))
-
-    Pipeline.__init__ = noting  # type: ignore[method-assign]
 
 
 def _together(
@@ -131,11 +113,7 @@ def _together(
     dist.barrier()  # a rank that is done at once must not leave while another is still connecting
     try:
         mesh = init_device_mesh(device, (count,), mesh_dim_names=("pp",))
-        result = job(mesh["pp"], *arguments)
-        while _pipelines:  # that were left open: hundreds of supervisors would leave no time for the next job
-            if (pipe := _pipelines.pop()()) is not None:
-                pipe.close()
-        return result
+        return job(mesh["pp"], *arguments)
     finally:
         gc.collect()  # pipelines of which a step failed: their groups end when both ends let go of them
         dist.destroy_process_group()

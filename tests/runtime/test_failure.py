@@ -162,6 +162,12 @@ def test_a_pipeline_that_was_closed_says_so_at_once(ranks: Ranks) -> None:
         assert seconds < 1
 
 
+def test_pipelines_that_are_let_go_of_leave_no_threads(ranks: Ranks) -> None:
+    for sums, threads in ranks.run(failure_jobs.left_open, 2):
+        assert sums > 0
+        assert threads == []
+
+
 def test_a_rank_that_does_not_come_is_named_and_may_come_later(ranks: Ranks) -> None:
     first, second = ranks.run(failure_jobs.late, 2)
     assert first == ("rank 0 has waited 1.5 s (timeout) for rank 1 to come", second[1])

@@ -18,7 +18,7 @@ from stretto.execute.record import Recorder
 from stretto.ir.errors import PipelineError, WeightsError
 from stretto.weights import Hooks, PushError, Receiver, Sender, status
 from stretto.weights.doors import Door, connect
-from stretto.weights.messages import Begin, Begun, Failed, Filled, Pause, Paused, Ready
+from stretto.weights.messages import Begin, Begun, Buffers, Failed, Filled, Pause, Paused, Ready
 from stretto.weights.shared import SharedBuffers
 from weights.test_wire import after_opening, opening
 
@@ -472,6 +472,28 @@ def test_memory_that_could_be_cut_is_not_used(folder: Path, how: str, tmp_path: 
         answer = connection.hear(seconds=SECONDS)[0]
         assert isinstance(answer, Failed)
         assert "cannot open the sender's buffers (a file " in answer.why
+        connection.close()
+        shared.close()
+
+
+def test_buffers_that_could_not_be_opened_leave_no_closed_ones_behind(folder: Path) -> None:
+    with Receiver(f"unix://{folder}/r", into={"w": torch.zeros(100)}) as receiver:
+        receiver.start()
+        connection = connect(str(receiver.address))
+        shared = SharedBuffers(512, torch.device("cpu"))
+        buffers, files = shared.described(local=True)
+        answers = []
+        for there, attached in ((buffers, files), (Buffers(buffers.number + 1, 512), ()), (buffers, files)):
+            connection.tell(opening(buffers=there), attached)
+            answers.append(connection.hear(seconds=SECONDS)[0])
+        assert [type(answer) for answer in answers] == [Ready, Failed, Ready]
+        for word, said in ((Pause("wait", 60), Paused()), (Begin(), Begun())):
+            connection.tell(word)
+            assert connection.hear(seconds=SECONDS)[0] == said
+        connection.tell(Filled(0, 0, b"not its sum"))
+        answer = connection.hear(seconds=SECONDS)[0]
+        assert isinstance(answer, Failed)
+        assert "bucket 0 (w) arrived changed" in answer.why
         connection.close()
         shared.close()
 

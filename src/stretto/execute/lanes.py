@@ -74,14 +74,16 @@ class Ticket:
 
 
 class HostLane:
-    """Waits for works one after the other, in the order in which they were started."""
+    """Waits for works one after the other, in the order in which they were started. Its thread ends when it is closed,
+    or when nobody has it any more."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Ticket | None] = SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=self._wait, name=f"stretto {name}", daemon=True)
+        self._thread = threading.Thread(target=_wait, args=(self._queue,), name=f"stretto {name}", daemon=True)
+        _threads[self._thread] = self._queue
         self._thread.start()
-        _lanes.add(self)
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def follow(self, work: Work, held: object = None) -> Ticket:
         """A ticket for this work, which keeps `held` alive until it has ended."""
@@ -101,25 +103,29 @@ class HostLane:
         """Wait for the thread to end, that long at most."""
         self._thread.join(seconds)
 
-    def _wait(self) -> None:
-        while (ticket := self._queue.get()) is not None:
-            try:
-                ticket.work.wait()
-            except BaseException as error:
-                ticket.settle(error)
-            else:
-                ticket.settle(None)
-            del ticket
+
+_threads: dict[threading.Thread, "SimpleQueue[Ticket | None]"] = {}
+"""Those that wait, and what for."""
 
 
-_lanes: "weakref.WeakSet[HostLane]" = weakref.WeakSet()
+def _wait(queue: "SimpleQueue[Ticket | None]") -> None:
+    while (ticket := queue.get()) is not None:
+        try:
+            ticket.work.wait()
+        except BaseException as error:
+            ticket.settle(error)
+        else:
+            ticket.settle(None)
+        del ticket
+    _threads.pop(threading.current_thread(), None)
 
 
 @atexit.register
 def _end_lanes() -> None:
     """A thread that comes back from a wait inside a process group while Python ends would take the process down."""
-    for lane in list(_lanes):
-        lane.close()
+    there = dict(_threads)
+    for queue in there.values():
+        queue.put(None)
     deadline = time.monotonic() + _LAST_WAIT
-    for lane in list(_lanes):
-        lane.join(max(0.0, deadline - time.monotonic()))
+    for thread in there:
+        thread.join(max(0.0, deadline - time.monotonic()))

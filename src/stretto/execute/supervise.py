@@ -82,7 +82,7 @@ class Supervisor:
         self._heard: dict[int, float] = {}
         self._left: dict[int, _Message] = {}
         self._looked = self._stirred = time.monotonic()  # when we last looked, and last knew of a rank that was busy
-        self._closing, self._until = False, float("inf")
+        self._closing, self._until, self._unused = False, float("inf"), False
         self._on_one_machine = False
         self._lock, self._telling = threading.Lock(), threading.Lock()
 
@@ -231,6 +231,10 @@ class Supervisor:
         """After a failure: leave the ring as soon as all others can have heard of it."""
         self._until = time.monotonic() + TELLING
 
+    def leave(self) -> None:
+        """Close it soon, from the thread that watches: nobody has any use for it, and who says so may be anywhere."""
+        self._unused = True
+
     def close(self) -> None:
         """Leave the ring in peace."""
         atexit.unregister(self.close)
@@ -272,6 +276,8 @@ class Supervisor:
             selector.register(self._termination.bell, selectors.EVENT_READ)
             beat = 0.0
             while not self._closing and time.monotonic() < self._until:
+                if self._unused:
+                    self.close()
                 if time.monotonic() >= beat:
                     self._beat()
                     beat = time.monotonic() + BEAT

@@ -1,5 +1,6 @@
 """Ranks that work together: they watch each other, and communicate on connections and groups of their own."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -48,6 +49,7 @@ class Team:
         elif wrong is not None:
             raise wrong
         self.supervisor = supervised(self.meeting, timeout=timeout, turns=turns)
+        weakref.finalize(self, self.supervisor.leave).atexit = False  # of a pipeline that was let go of and not closed
         self._lane = HostLane("collectives")
         self.groups: Groups | None = None
         if self.meeting is not None and group is not None:

@@ -247,6 +247,7 @@ class Conversation:
             self._loading = None  # which has views of the old ones
             if self._buffers is not None:
                 self._buffers.close()
+                self._buffers = None
             self._buffers = OpenedBuffers(message.buffers, files, self._device)
         laid = message.digest, message.bucket_bytes, message.split, self._buffers.number
         if self._loading is None or self._laid != laid or not self._loading.holds():
