@@ -16,13 +16,13 @@ from torch import Tensor
 
 from pushes import until
 from stretto.ir.errors import WeightsError
-from stretto.weights import endpoint
 from stretto.weights.conversation import Hooks
 from stretto.weights.manifest import Entry
 from stretto.weights.messages import Commit
 from stretto.weights.receiver import Receiver
 from stretto.weights.sender import Sender
 from stretto.weights.wire import Connection
+from stretto.wire import connection
 
 SECONDS = 20.0
 MODEL = {f"t{k}": torch.arange(k, k + 60.0) for k in range(6)}  # each a bucket of its own
@@ -166,7 +166,7 @@ def test_senseless_receivers_are_refused(folder: Path) -> None:
 def test_those_that_are_stuck_are_told_too_and_another_sender_repairs_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "BEAT", 0.001)  # as many as a minute has, so that they would fill the socket
+    monkeypatch.setattr(connection, "BEAT", 0.001)  # as many as a minute has, so that they would fill the socket
     released = threading.Event()
 
     def stuck(tensors: Any) -> list[str]:
