@@ -1,10 +1,11 @@
 """Tensors as bytes: which of them a message can move, and their way into a file and out of it."""
 
-import ctypes
 import os
 
 import torch
 from torch import Tensor
+
+from stretto.wire.memory import memory_at
 
 
 def demand_source(tensor: Tensor) -> None:
@@ -32,22 +33,16 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def write(file: int, tensor: Tensor) -> None:
-    rest = _bytes(tensor)
+    rest = memory_at(tensor.data_ptr(), tensor.nbytes)
     while rest:
         rest = rest[os.write(file, rest) :]
 
 
 def read(file: int, tensor: Tensor) -> None:
     """Not by a mapping: where the file is shorter than it was, reading one ends the process."""
-    content, start = _bytes(tensor), 0
+    content, start = memory_at(tensor.data_ptr(), tensor.nbytes), 0
     while start < len(content):
         count = os.preadv(file, [content[start:]], start)
         if not count:
             raise OSError(f"its file ends after {start} of {len(content)} bytes")
         start += count
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    if not tensor.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

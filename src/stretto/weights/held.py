@@ -1,6 +1,5 @@
 """What a rank holds of a version: parts of tensors, each read when it is needed."""
 
-import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from stretto.weights.boxes import Box, whole
 from stretto.weights.manifest import Entry
+from stretto.wire.memory import memory_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,7 @@ def has_memory(tensor: Tensor) -> bool:
 def view_of(memory: Tensor) -> memoryview:
     """Host memory in one piece, as bytes. A tensor that gives itself to numpy can never be resized again, and it may be
     the user's."""
-    if not memory.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_uint8 * memory.nbytes).from_address(memory.data_ptr())).cast("B")
+    return memory_at(memory.data_ptr(), memory.nbytes)
 
 
 def confirm(source: Source) -> None:

@@ -1,10 +1,16 @@
-"""Files in memory that processes share, of a size that none of them can change: to read memory beyond the end of its
-file ends a process."""
+"""Memory as bytes; and files in memory that processes share, of a size that none of them can change: to read memory
+beyond the end of its file ends a process."""
 
+import ctypes
 import fcntl
 import os
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """So many bytes of this process, whoever they belong to; they must stay there as long as this is used."""
+    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
 
 
 def sealed_file(name: str, nbytes: int) -> int:
