@@ -4,9 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -17,19 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.execute.record import Recorder
 from stretto.execute.team import Team
-from stretto.ir.errors import PipelineError, WeightsError, named, one_line, told
+from stretto.ir.errors import PipelineError, WeightsError, named
 from stretto.program.update import Mode
 from stretto.timeline import Timeline
 from stretto.weights.choose import Choice, Speeds, busy, choose
 from stretto.weights.doors import read_secret
-from stretto.weights.endpoint import Endpoint, Offer
+from stretto.weights.endpoint import Endpoint, Offer, Wanted
+from stretto.weights.fleet import Fleet
 from stretto.weights.held import Held
 from stretto.weights.host import uncollected
 from stretto.weights.manifest import is_text
 from stretto.weights.messages import Assurance, InFlight, Told
 from stretto.weights.push import Group, Lanes, Progress, Push
 from stretto.weights.remotes import Remotes, status
-from stretto.weights.report import PushError, Report, Step
+from stretto.weights.report import Report, Step
 from stretto.weights.shared import device_name, resolved
 from stretto.weights.sources import as_source
 from stretto.weights.speeds import measure, slowest
@@ -37,12 +36,9 @@ from stretto.weights.staging import Staging, free_bytes
 from stretto.weights.store import Store, Version
 from stretto.wire.connection import SILENCE
 
-S = TypeVar("S")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-_OPENING = 30.0  # seconds for a receiver to look at a manifest
-_LOADING = 8.0  # seconds for it to load a bucket, so that nobody waits longer than 10 s for one that is stuck
-_AHEAD = 3  # buckets that are under way before a receiver gets the next
+_LOADING = 8.0  # seconds for a receiver to load a bucket, so that nobody waits longer than 10 s for one that is stuck
 
 
 class _Took(msgspec.Struct, frozen=True):
@@ -50,14 +46,6 @@ class _Took(msgspec.Struct, frozen=True):
 
     moving: float
     seconds: dict[str, float]
-
-
-class _Committed(msgspec.Struct, frozen=True):
-    """What came of the last word to a receiver."""
-
-    name: str
-    assurance: Assurance | None
-    error: str = ""
 
 
 class Sender:
@@ -160,11 +148,25 @@ class Sender:
             split, content = self._store.split, found.content.digest
             silence = max(SILENCE, self._bucket_timeout)  # who holds Python's lock is judged as one that is slow
             offer = Offer(found.manifest, found.buckets, found.bucket_bytes, split, shared, content, silence)
-            with _abandoning(mine, version):
-                wanted = self._team.jointly(lambda: _each(mine, lambda it: it.open(offer, seconds=_OPENING)))
-                self._demand_equal(found, {it.name: wants.alike for it, wants in zip(mine, wanted, strict=True)})
-                endpoints = [(it, wants.skips) for it, wants in zip(mine, wanted, strict=True)]
-                return self._run(found, choice, endpoints, in_flight, record, progress)
+            fleet = Fleet(self._team, mine, timeout=self._timeout, bucket_timeout=self._bucket_timeout)
+            with fleet.abandoning(version):
+                wanted = fleet.open(offer)
+                endpoints = list(zip(mine, wanted, strict=True))
+                self._demand_equal(found, {it.name: wants.alike for it, wants in endpoints})
+                push = self._prepared(found, choice, endpoints)
+                began = time.perf_counter()
+                try:
+                    fleet.pause(in_flight, wanted, len(found.buckets))
+                    fleet.begin()
+                    recorder = Recorder(len(push.tasks)) if record else None
+                    moving = self._move(push, version, recorder, progress)
+                    fleet.end()
+                    serving = fleet.commit(version)
+                    seconds = time.perf_counter() - began
+                    took, timeline = self._took(push, choice, recorder, moving)
+                finally:
+                    push.forget()
+            return self._report(found, choice, seconds, took, serving, timeline)
 
     def _demand_equal(self, found: Version, alike: dict[str, list[list[int]]]) -> None:
         """Refuse to give one live tensor, which has several names, several values."""
@@ -206,19 +208,12 @@ class Sender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(
-        self,
-        found: Version,
-        choice: Choice,
-        endpoints: list[tuple[Endpoint, set[int]]],
-        in_flight: InFlight,
-        record: bool,
-        progress: Progress | None,
-    ) -> Report:
-        everything, mine = set(range(len(found.buckets))), [it for it, _ in endpoints]
-        wanted = set[int]().union(*(everything - skips for _, skips in endpoints))
+    def _prepared(self, found: Version, choice: Choice, endpoints: Sequence[tuple[Endpoint, Wanted]]) -> Push:
+        """What is to be moved, to whom any of it goes."""
+        everything = set(range(len(found.buckets)))
+        wanted = set[int]().union(*(everything - wants.skips for _, wants in endpoints))
         everybodys = self._team.gather(sorted(wanted), list[int])
-        push = Push(
+        return Push(
             choice.program,
             self._team.supervisor,
             self._lanes,
@@ -228,27 +223,29 @@ class Sender:
             found.room,
             found.content.buckets,
             [set(it) for it in everybodys],
-            endpoints,
+            [(endpoint, wants.skips) for endpoint, wants in endpoints],
             timeout=self._bucket_timeout,
         )
+
+    def _move(self, push: Push, version: str, recorder: Recorder | None, progress: Progress | None) -> float:
+        """All buckets, to all receivers; how long it took."""
         began = time.perf_counter()
-        try:
-            # Two rounds: one that cannot pause leaves the others as they were.
-            self._team.jointly(lambda: _each(endpoints, lambda it: self._pause(it, in_flight, len(found.buckets))))
-            self._team.jointly(lambda: _each(mine, lambda it: it.begin(seconds=self._timeout)))
-            recorder = Recorder(len(push.tasks)) if record else None
-            moved = time.perf_counter()
-            with self._team.supervisor.guarding(f"the push of {found.manifest.version}"):
-                push.run(recorder, progress)
-            self._team.supervisor.answer()
-            moving = time.perf_counter() - moved
-            self._team.jointly(push.check)
-            self._team.jointly(lambda: _each(mine, lambda it: it.end(seconds=self._timeout)))
-            receivers = self._commit(found.manifest.version, mine)
-            seconds = time.perf_counter() - began
-            took, timeline = self._took(push, choice, recorder, moving)
-        finally:
-            push.forget()
+        with self._team.supervisor.guarding(f"the push of {version}"):
+            push.run(recorder, progress)
+        self._team.supervisor.answer()
+        moving = time.perf_counter() - began
+        self._team.jointly(push.check)
+        return moving
+
+    def _report(
+        self,
+        found: Version,
+        choice: Choice,
+        seconds: float,
+        took: _Took,
+        serving: dict[str, Assurance],
+        timeline: Timeline | None,
+    ) -> Report:
         foreseen = busy(choice.predicted)
         return Report(
             found.manifest.version,
@@ -260,36 +257,9 @@ class Sender:
             seconds,
             Step(choice.predicted.makespan, took.moving),
             {name: Step(foreseen[name], it) for name, it in took.seconds.items() if name in foreseen},
-            receivers,
+            serving,
             timeline,
         )
-
-    def _pause(self, asked: tuple[Endpoint, set[int]], in_flight: InFlight, buckets: int) -> None:
-        """It may have to wait for others that pause, begin and end, and for the buckets between two of its own."""
-        endpoint, skips = asked
-        away = (len(list(run)) for skipped, run in groupby(range(buckets), skips.__contains__) if skipped)
-        patience = self._timeout + (max(away, default=0) + _AHEAD) * self._bucket_timeout
-        endpoint.pause(in_flight, patience=patience, seconds=self._timeout)
-
-    def _commit(self, version: str, mine: Sequence[Endpoint]) -> dict[str, Assurance]:
-        """All serve the new version, or an error says who does."""
-
-        def commit(endpoint: Endpoint) -> _Committed:
-            try:
-                return _Committed(endpoint.name, endpoint.commit(seconds=self._timeout))
-            except Exception as error:
-                return _Committed(endpoint.name, None, one_line(error))
-
-        here = _each(mine, commit)
-        try:
-            said = [it for rank in self._team.gather(here, list[_Committed]) for it in rank]
-        except PipelineError as error:
-            serve = ", ".join(it.name for it in here if it.assurance is not None)
-            raise told(f"{error}, at the end of a push: {serve or 'nobody'} serves {version}, others may") from error
-        serving = {it.name: it.assurance for it in said if it.assurance is not None}
-        if len(serving) < len(said):
-            raise PushError(version, serving, {it.name: it.error for it in said if it.assurance is None})
-        return serving
 
     def _took(
         self, push: Push, choice: Choice, recorder: Recorder | None, moving: float
@@ -383,25 +353,3 @@ def _checked(held: Held) -> Held:
     if not is_text(held.entry.name):
         raise WeightsError(f"a tensor needs a name (got {held.entry.name!r:.80})")
     return held
-
-
-@contextlib.contextmanager
-def _abandoning(endpoints: Sequence[Endpoint], version: str) -> Iterator[None]:
-    """All are told if nothing comes of it."""
-    try:
-        yield
-    except BaseException as error:
-        why = f"the push of {version} failed: {one_line(error)}"
-
-        def abandon(endpoint: Endpoint) -> None:
-            with contextlib.suppress(WeightsError):  # it has told why, or cannot be told
-                endpoint.abandon(why)
-
-        _each(endpoints, abandon)
-        raise
-
-
-def _each(asked: Sequence[S], ask: Callable[[S], T]) -> list[T]:
-    """Ask all at the same time."""
-    with ThreadPoolExecutor(max(1, len(asked))) as pool:
-        return list(pool.map(ask, asked))
