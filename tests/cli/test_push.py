@@ -122,7 +122,7 @@ def test_a_folder_names_the_version_however_it_is_spelled(checkpoint: Path) -> N
         ),
         (["--in-flight", "drop"], "--in-flight is one of wait, abort, keep (got 'drop')"),
         (["--mode", "four"], "--mode is one of serial, two, three (got 'four')"),
-        (["--bucket", "0"], "--bucket is a number of MiB above 0 (got 0)"),
+        (["--bucket", "0"], "--bucket is a number of MiB from 0.001 to 1000000 (got 0)"),
         (["--dry-run", "--devices", "0"], "--devices is a number of senders from 1 to 4096 (got 0)"),
         (["--to", "unix:///x", "-o", "a.foo"], "-o draws .svg, .png or .trace.json (got a.foo)"),
         (["--to", "unix:///x", "-o", "/no/a.svg"], "cannot write /no/a.svg: no directory to write into"),

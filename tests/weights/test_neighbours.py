@@ -18,6 +18,7 @@ from stretto.execute.record import Recorder
 from stretto.ir.errors import PipelineError, WeightsError
 from stretto.weights import Hooks, PushError, Receiver, Sender, status
 from stretto.weights.doors import Door, connect
+from stretto.weights.endpoint import Wanted
 from stretto.weights.messages import Begin, Begun, Buffers, Failed, Filled, Pause, Paused, Ready
 from stretto.weights.shared import SharedBuffers
 from weights.test_wire import after_opening, opening
@@ -551,6 +552,53 @@ def test_names_of_versions_and_addresses_are_text(engine: Any, odd: str) -> None
             sender.register(odd, {"w": torch.ones(100)})
         with pytest.raises(WeightsError, match="is no address"):
             sender.push("v", [one.address, odd])
+        sender.push("v", [one.address])
+
+
+class Odd:
+    """An endpoint that takes nothing, and fails where it is told to."""
+
+    name, device = "odd", "cpu"
+
+    def __init__(self, where: str) -> None:
+        self._where, self.told = where, list[str]()
+
+    def __getattr__(self, what: str) -> Any:
+        def act(*_: object, **__: object) -> Any:
+            self.told.append(what)
+            if what == self._where:
+                raise RuntimeError("boom")
+            return {"open": Wanted(set()), "commit": "great" if self._where == "" else "delivered"}.get(what)
+
+        if what.startswith("_"):
+            raise AttributeError(what)
+        return act
+
+
+@pytest.mark.parametrize("where", ["open", "pause", "begin", "load", "end", "commit", "abandon"])
+def test_errors_of_endpoints_name_them_and_the_sender_goes_on(engine: Any, where: str) -> None:
+    one, odd = engine(), Odd(where)
+    with registered() as sender:
+        if where == "abandon":
+            stuck = engine(pause=no("it will not stop"))
+            with pytest.raises(WeightsError, match="it will not stop"):
+                sender.push("v", [stuck.address, odd])
+        else:
+            with pytest.raises(WeightsError, match=r"odd(:| does not:) RuntimeError: boom|odd does not: odd"):
+                sender.push("v", [one.address, odd])
+        assert odd.told[-1] == "abandon"
+        assert sender.push("v", [one.address]).receivers == {one.address: "verified"}
+
+
+def test_what_is_no_endpoint_is_refused_before_anything_happens(engine: Any) -> None:
+    one = engine()
+    with registered() as sender:
+        for wrong in (3, object(), None):
+            with pytest.raises(WeightsError, match="is no address, and no endpoint: it has no name, device, open"):
+                sender.push("v", [one.address, wrong])
+        with pytest.raises(PushError, match="odd does not: its commit returned 'great', which is no assurance"):
+            sender.push("v", [Odd("")])
+        assert one.calls == []
         sender.push("v", [one.address])
 
 

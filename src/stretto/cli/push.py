@@ -98,7 +98,7 @@ def push(
     if mode is not None and mode not in MODES:
         raise WeightsError(f"--mode is one of {', '.join(MODES)} (got {mode!r:.40})")
     if bucket is not None and not 0.001 <= bucket <= 1e6:
-        raise WeightsError(f"--bucket is a number of MiB above 0 (got {bucket:g})")
+        raise WeightsError(f"--bucket is a number of MiB from 0.001 to 1000000 (got {bucket:g})")
     addresses = [it for given in to or [] for it in given.split(",") if it]
     files = Safetensors(checkpoint)
     name = version or checkpoint.resolve().name

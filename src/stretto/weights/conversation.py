@@ -143,6 +143,8 @@ class Conversation:
         except Gone as error:
             log.log(loudness(error), "the sender %s", error)
             self.fail(f"the sender {error}")
+            if self._ending is not None:
+                raise self._ending from None
         finally:
             self._standing.answering = self._standing.opened = False
             self._loading = None
@@ -163,6 +165,7 @@ class Conversation:
             raise Late(f"lives, but has not gone on for {self._patience:g} s") from error
 
     def _answer(self, message: Message, files: list[int]) -> None:
+        answer: Message | None
         try:
             match message:
                 case Open():
@@ -180,7 +183,7 @@ class Conversation:
                     answer = self._commit()
                 case Abandon():
                     self.fail(message.why)
-                    return
+                    answer = None
                 case Ask():
                     answer = self._standing.told
                 case _:
@@ -194,7 +197,8 @@ class Conversation:
         finally:
             close_files(files)
         try:
-            self._connection.tell(answer)
+            if answer is not None:
+                self._connection.tell(answer)
         finally:
             if self._ending is not None:
                 raise self._ending

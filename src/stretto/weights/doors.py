@@ -50,7 +50,7 @@ def connect(address: str, secret: bytes | None = None, *, seconds: float = GREET
     path = where.path
     if path is None and not secret:
         _ = where.host
-        raise WeightsError(f"{address} needs a secret: tcp is open to others (both sides read it from a file)")
+        raise WeightsError(f"{address} needs a secret: both sides read one (secret_file=, --secret-file)")
     stream: socket.socket | None = None
     try:
         if path:
@@ -127,7 +127,7 @@ class Door:
 def _tcp(where: Address, secret: bytes | None) -> socket.socket:
     host = where.host
     if not secret:
-        raise WeightsError(f"{where} needs a secret: tcp is open to others (both sides read it from a file)")
+        raise WeightsError(f"{where} needs a secret: both sides read one (secret_file=, --secret-file)")
     family = socket.AF_INET6 if ":" in host[0] else socket.AF_INET
     return socket.create_server(host, family=family, backlog=_BACKLOG)
 

@@ -1,10 +1,11 @@
 """A receiver as a sender sees it: what every kind of receiver can be asked, and how ours are asked over a socket."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from stretto.ir.errors import WeightsError
+from stretto.ir.errors import WeightsError, named
 from stretto.weights.doors import connect
 from stretto.weights.layout import Bucket
 from stretto.weights.manifest import Manifest
@@ -92,6 +93,21 @@ class Endpoint(Protocol):
         """It is told that nothing comes of it."""
 
     def close(self) -> None: ...
+
+
+MEMBERS = ("name", "device", "open", "pause", "begin", "load", "end", "commit", "abandon", "close")
+"""What an endpoint has."""
+
+
+@contextlib.contextmanager
+def naming(endpoint: Endpoint) -> Iterator[None]:
+    """Errors that an endpoint did not foresee say whose they are."""
+    try:
+        yield
+    except WeightsError:
+        raise
+    except Exception as error:
+        raise WeightsError(f"{endpoint.name}: {named(error)}") from error
 
 
 class Remote:

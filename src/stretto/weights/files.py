@@ -22,7 +22,7 @@ from torch import Tensor
 from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import whole
 from stretto.weights.held import Held, view_of
-from stretto.weights.manifest import ITEM_BYTES, Entry
+from stretto.weights.manifest import ITEM_BYTES, Entry, is_possible
 
 DTYPES = {
     "BOOL": "bool",
@@ -131,8 +131,10 @@ class _File:
             dtype = DTYPES.get(tensor.dtype)
             if dtype is None:
                 raise WeightsError(f"{path}: {name} has type {tensor.dtype!r:.40}, which cannot be pushed")
+            if not is_possible(tensor.shape):
+                raise WeightsError(f"{path}: {name} is {dtype}{list(tensor.shape)}, which no tensor can be")
             size = prod(tensor.shape) * ITEM_BYTES[dtype]
-            if any(length < 0 for length in tensor.shape) or last - first != size:
+            if last - first != size:
                 raise WeightsError(
                     f"{path}: {name} is {dtype}{list(tensor.shape)}, {size} bytes, but has bytes {first} to {last}"
                 )

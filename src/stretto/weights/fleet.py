@@ -4,15 +4,16 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 
 from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError, WeightsError, one_line, told
-from stretto.weights.endpoint import Endpoint, Offer, Wanted
+from stretto.weights.endpoint import Endpoint, Offer, Wanted, naming
 from stretto.weights.messages import Assurance, InFlight
 from stretto.weights.report import PushError
+from stretto.weights.wire import Gone
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -26,6 +27,8 @@ class _Committed(msgspec.Struct, frozen=True):
     name: str
     assurance: Assurance | None
     error: str = ""
+    lost: bool = False
+    """Whether it did not answer, so that nobody knows."""
 
 
 class Fleet:
@@ -44,7 +47,7 @@ class Fleet:
             why = f"the push of {version} failed: {one_line(error)}"
 
             def abandon(endpoint: Endpoint) -> None:
-                with contextlib.suppress(WeightsError):  # it has told why, or cannot be told
+                with contextlib.suppress(Exception):  # it has told why, or cannot be told
                     endpoint.abandon(why)
 
             _each(self._endpoints, abandon)
@@ -52,7 +55,7 @@ class Fleet:
 
     def open(self, offer: Offer) -> list[Wanted]:
         """Offer a version; nothing has happened yet."""
-        return self._team.jointly(lambda: _each(self._endpoints, lambda it: it.open(offer, seconds=_OPENING)))
+        return self._jointly(lambda it: it.open(offer, seconds=_OPENING))
 
     def pause(self, in_flight: InFlight, wanted: Sequence[Wanted], buckets: int) -> None:
         """They stop serving. A receiver may then have to wait for others that pause, begin and end, and for the buckets
@@ -63,25 +66,31 @@ class Fleet:
             runs = groupby(range(buckets), wants.skips.__contains__)
             away = max((len(list(run)) for is_skipped, run in runs if is_skipped), default=0)
             patience = self._timeout + (away + _AHEAD) * self._bucket_timeout
-            endpoint.pause(in_flight, patience=patience, seconds=self._timeout)
+            with naming(endpoint):
+                endpoint.pause(in_flight, patience=patience, seconds=self._timeout)
 
         self._team.jointly(lambda: _each(list(zip(self._endpoints, wanted, strict=True)), pause))
 
     def begin(self) -> None:
         """A round of its own after `pause`, so that one that cannot pause leaves the others as they were."""
-        self._team.jointly(lambda: _each(self._endpoints, lambda it: it.begin(seconds=self._timeout)))
+        self._jointly(lambda it: it.begin(seconds=self._timeout))
 
     def end(self) -> None:
-        self._team.jointly(lambda: _each(self._endpoints, lambda it: it.end(seconds=self._timeout)))
+        self._jointly(lambda it: it.end(seconds=self._timeout))
 
     def commit(self, version: str) -> dict[str, Assurance]:
         """All serve the new version, or an error says who does."""
 
         def commit(endpoint: Endpoint) -> _Committed:
             try:
-                return _Committed(endpoint.name, endpoint.commit(seconds=self._timeout))
-            except Exception as error:
-                return _Committed(endpoint.name, None, one_line(error))
+                with naming(endpoint):
+                    assurance = endpoint.commit(seconds=self._timeout)
+                    if assurance not in get_args(Assurance):
+                        raise WeightsError(f"its commit returned {assurance!r:.40}, which is no assurance")
+            except WeightsError as error:
+                why = one_line(error).removeprefix(endpoint.name).lstrip(": ")
+                return _Committed(endpoint.name, None, why, lost=isinstance(error, Gone))
+            return _Committed(endpoint.name, assurance)
 
         here = _each(self._endpoints, commit)
         try:
@@ -91,8 +100,18 @@ class Fleet:
             raise told(f"{error}, at the end of a push: {serve or 'nobody'} serves {version}, others may") from error
         serving = {it.name: it.assurance for it in said if it.assurance is not None}
         if len(serving) < len(said):
-            raise PushError(version, serving, {it.name: it.error for it in said if it.assurance is None})
+            failed, lost = (
+                {it.name: it.error for it in said if it.error and it.lost == lost} for lost in (False, True)
+            )
+            raise PushError(version, serving, failed, lost)
         return serving
+
+    def _jointly(self, ask: Callable[[Endpoint], T]) -> list[T]:
+        def named_ask(endpoint: Endpoint) -> T:
+            with naming(endpoint):
+                return ask(endpoint)
+
+        return self._team.jointly(lambda: _each(self._endpoints, named_ask))
 
 
 def _each(asked: Sequence[S], ask: Callable[[S], T]) -> list[T]:

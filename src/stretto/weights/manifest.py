@@ -1,7 +1,7 @@
 """What a version of a model consists of: tensors by name, in model order."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
 
@@ -77,8 +77,8 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         for entry in self.entries:
             if entry.dtype not in ITEM_BYTES:
                 raise WeightsError(f"{entry.name} has type {entry.dtype!r:.40}, which cannot be pushed")
-            if entry.shape and min(entry.shape) < 0:
-                raise WeightsError(f"{entry.name} has shape {entry.shape}")
+            if not is_possible(entry.shape):
+                raise WeightsError(f"{entry.name} has shape {entry.shape}, which no tensor can have")
         if max(self.sizes) > _LARGEST:
             raise WeightsError(f"{self.entries[self.sizes.index(max(self.sizes))].name} is larger than any memory")
         if len({entry.name for entry in self.entries}) < len(self.entries):
@@ -93,6 +93,11 @@ def is_text(name: object) -> bool:
         return isinstance(name, str) and bool(name.encode())
     except UnicodeEncodeError:
         return False
+
+
+def is_possible(shape: Sequence[int]) -> bool:
+    """Whether a tensor can have it: PyTorch counts strides in 64 bits, also of one that has no elements."""
+    return all(size >= 0 for size in shape) and prod(max(1, size) for size in shape) < 1 << 63
 
 
 def differences(wanted: Iterable[Entry], manifest: Manifest) -> list[str]:

@@ -24,7 +24,7 @@ from stretto.program.program import Program
 from stretto.program.task import Kind, Task
 from stretto.weights.checksums import SUM_BYTES
 from stretto.weights.choose import Speeds
-from stretto.weights.endpoint import Endpoint
+from stretto.weights.endpoint import Endpoint, naming
 from stretto.weights.layout import Bucket
 from stretto.weights.staging import Staging
 from stretto.weights.wire import Late
@@ -243,6 +243,10 @@ class Push:
         elif group.rank in takers:
             _wait(device.recv([tensor], source, 0))
 
+    def _load(self, endpoint: Endpoint, bucket: int, slot: int, total: bytes) -> None:
+        with naming(endpoint):
+            endpoint.load(bucket, slot, total, seconds=self._timeout)
+
     def _reload(self, bucket: int) -> None:
         if bucket not in self._wanted[self._group.rank]:
             return
@@ -250,7 +254,7 @@ class Push:
         try:
             asked = [endpoint for endpoint, skips in self._endpoints if bucket not in skips]
             total = self._sums[bucket]
-            begun = [self._asking.submit(it.load, bucket, slot, total, seconds=self._timeout) for it in asked]
+            begun = [self._asking.submit(self._load, it, bucket, slot, total) for it in asked]
             futures.wait(begun)  # all of them, or one would still be listened to when it is told to stop
             for it in begun:
                 it.result()

@@ -62,15 +62,20 @@ class Report:
 class PushError(WeightsError):
     """A push that failed at its very end, when some of its receivers may serve the new version."""
 
-    def __init__(self, version: str, serving: Mapping[str, Assurance], failed: Mapping[str, str]) -> None:
+    def __init__(
+        self, version: str, serving: Mapping[str, Assurance], failed: Mapping[str, str], unknown: Mapping[str, str]
+    ) -> None:
         self.version = version
         self.serving = dict(serving)
         """Receivers that serve it, and how sure that is."""
         self.failed = dict(failed)
         """Those that do not, and why."""
+        self.unknown = dict(unknown)
+        """Those that did not answer any more, and may serve it or not; their status tells."""
         there = f"{', '.join(serving) or 'nobody'} {'serve' if len(serving) > 1 else 'serves'} it"
-        away = "; ".join(f"{name} does not: {why}" for name, why in failed.items())
-        super().__init__(f"the push of {version} failed at its end: {there}; {away}; push it again")
+        away = [f"{name} does not: {why}" for name, why in failed.items()]
+        lost = [f"{name} may or may not: it {why}" for name, why in unknown.items()]
+        super().__init__(f"the push of {version} failed at its end: {'; '.join([there, *away, *lost])}; push it again")
 
 
 def counted(count: int, what: str) -> str:

@@ -20,11 +20,11 @@ from stretto.program.update import Mode
 from stretto.timeline import Timeline
 from stretto.weights.choose import Choice, Speeds, busy, choose
 from stretto.weights.doors import read_secret
-from stretto.weights.endpoint import Endpoint, Offer, Wanted
+from stretto.weights.endpoint import MEMBERS, Endpoint, Offer, Wanted
 from stretto.weights.fleet import Fleet
 from stretto.weights.held import Held
 from stretto.weights.host import uncollected
-from stretto.weights.manifest import is_text
+from stretto.weights.manifest import is_possible, is_text
 from stretto.weights.messages import Assurance, InFlight, Told
 from stretto.weights.push import Group, Lanes, Progress, Push
 from stretto.weights.remotes import Remotes, status
@@ -303,6 +303,9 @@ class Sender:
         for address in receivers:
             if isinstance(address, str) and not is_text(address):
                 raise WeightsError(f"{address!r:.100} is no address")
+            missing = [it for it in MEMBERS if not isinstance(address, str) and not hasattr(address, it)]
+            if missing:
+                raise WeightsError(f"{address!r:.100} is no address, and no endpoint: it has no {', '.join(missing)}")
         if in_flight not in get_args(InFlight):
             raise WeightsError(f"in_flight is one of {', '.join(get_args(InFlight))} (got {in_flight!r:.40})")
         return self._store.get(version)
@@ -352,4 +355,6 @@ def _named(version: str, source: T) -> T:
 def _checked(held: Held) -> Held:
     if not is_text(held.entry.name):
         raise WeightsError(f"a tensor needs a name (got {held.entry.name!r:.80})")
+    if not is_possible(held.entry.shape):
+        raise WeightsError(f"{held.entry.name} has shape {held.entry.shape}, which no tensor can have")
     return held

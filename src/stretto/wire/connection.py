@@ -5,6 +5,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -170,15 +171,9 @@ class Connection(Generic[M]):
     def keep_beating(self, when: Callable[[], bool] = lambda: True) -> None:
         """Give signs of life from a thread of its own, as long as there is reason to, until it is closed."""
 
-        def run() -> None:
-            while not self._over.wait(BEAT):
-                if when():
-                    try:
-                        self.beat()
-                    except Gone:
-                        return
-
-        threading.Thread(target=run, name="stretto beats", daemon=True).start()
+        threading.Thread(
+            target=_beats, args=(weakref.ref(self), self._over, when), name="stretto beats", daemon=True
+        ).start()
 
     @property
     def was_left(self) -> bool:
@@ -195,3 +190,14 @@ class Connection(Generic[M]):
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
         self._stream.close()
+
+
+def _beats(connection: "weakref.ref[Connection[Any]]", over: threading.Event, when: Callable[[], bool]) -> None:
+    """A connection that was let go of and not closed gives no more signs of life."""
+    while not over.wait(BEAT) and (there := connection()) is not None:
+        if when():
+            try:
+                there.beat()
+            except Gone:
+                return
+        del there

@@ -5,12 +5,11 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from http.client import HTTPException
 from typing import Any, Protocol
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from stretto.ir.errors import WeightsError
+from stretto.ir.errors import WeightsError, one_line
 from stretto.weights.endpoint import Endpoint, Offer, Wanted
 from stretto.weights.messages import Assurance, InFlight
 
@@ -52,46 +51,58 @@ class Http:
 
     def _call(self, method: str, path: str, data: bytes | None, seconds: float) -> Any:
         """The answer, read as JSON if it is. Servers that answer 200 may still say that it was no success."""
-        request = Request(self.url + path, data=data, method=method, headers=self._headers)
-        try:
-            with _OPENER.open(request, timeout=max(0.01, seconds)) as response:
-                text = response.read(_MOST).decode(errors="replace")
-        except HTTPError as error:
-            with error:
-                text = error.read(_MOST).decode(errors="replace").strip()
-            raise WeightsError(f"{self.url}: {method} {path} was answered with {error.code}: {text:.500}") from None
-        except TimeoutError:
-            raise WeightsError(f"{self.url}: {method} {path} was not answered for {seconds:g} s") from None
-        except (URLError, OSError, HTTPException) as error:
-            why = getattr(error, "reason", None) or error
-            raise WeightsError(f"{self.url}: {method} {path} failed: {why}") from None
+        asked = Asked(lambda: self._answer(method, path, data, seconds))
+        if not asked.over(seconds):  # a server that sends a byte now and then would never be late otherwise
+            raise WeightsError(f"{self.url}: {method} {path} was not answered for {seconds:g} s")
+        if asked.error is not None:
+            late = isinstance(getattr(asked.error, "reason", asked.error), TimeoutError)
+            why = f"was not answered for {seconds:g} s" if late else f"failed: {one_line(asked.error)}"
+            raise WeightsError(f"{self.url}: {method} {path} {why}") from None
+        code, text = asked.result
+        if code is not None:
+            raise WeightsError(f"{self.url}: {method} {path} was answered with {code}: {text.strip():.500}")
         told: Any = text
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             told = json.loads(text)
         if isinstance(told, dict) and told.get("success") is False:
             raise WeightsError(f"{self.url}: {method} {path} was no success: {text:.500}")
         return told
 
+    def _answer(self, method: str, path: str, data: bytes | None, seconds: float) -> tuple[int | None, str]:
+        """What it says, with a code if that says that it is an error."""
+        request = Request(self.url + path, data=data, method=method, headers=self._headers)
+        try:
+            with _OPENER.open(request, timeout=max(0.01, seconds)) as response:
+                return None, response.read(_MOST).decode(errors="replace")
+        except HTTPError as error:
+            with error:
+                return error.code, error.read(_MOST).decode(errors="replace")
+
 
 class Asked:
-    """A call that returns only when an update is over, in a thread of its own."""
+    """A call that may take long, in a thread of its own."""
 
-    def __init__(self, call: Callable[[], object]) -> None:
+    def __init__(self, call: Callable[[], Any]) -> None:
         self.error: BaseException | None = None
+        self.result: Any = None
         self._over = threading.Event()
         threading.Thread(target=self._run, args=(call,), name="stretto request", daemon=True).start()
 
-    def _run(self, call: Callable[[], object]) -> None:
+    def _run(self, call: Callable[[], Any]) -> None:
         try:
-            call()
+            self.result = call()
         except BaseException as error:
             self.error = error
         finally:
             self._over.set()
 
+    def over(self, seconds: float) -> bool:
+        """Whether it has returned, after that long at most."""
+        return self._over.wait(max(0.0, seconds))
+
     def wait(self, who: str, seconds: float) -> None:
         """Until it has returned; raises what it has raised."""
-        if not self._over.wait(max(0.0, seconds)):
+        if not self.over(seconds):
             raise WeightsError(f"{who} did not return from the update in time")
         if self.error is not None:
             raise WeightsError(f"{who} says: {self.error}") from self.error
