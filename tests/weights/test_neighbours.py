@@ -1,5 +1,6 @@
 """No neighbour's trouble: what one receiver or sender does, or fails to do, is not paid for by the others."""
 
+import gc
 import os
 import resource
 import subprocess
@@ -17,9 +18,12 @@ from pushes import until
 from stretto.execute.record import Recorder
 from stretto.ir.errors import PipelineError, WeightsError
 from stretto.weights import Hooks, PushError, Receiver, Sender, status
+from stretto.weights.boxes import whole
 from stretto.weights.doors import Door, connect
 from stretto.weights.endpoint import Wanted
-from stretto.weights.messages import Begin, Begun, Buffers, Failed, Filled, Pause, Paused, Ready
+from stretto.weights.held import Held
+from stretto.weights.manifest import Entry
+from stretto.weights.messages import Abandon, Begin, Begun, Buffers, Failed, Filled, Pause, Paused, Ready
 from stretto.weights.shared import SharedBuffers
 from weights.test_wire import after_opening, opening
 
@@ -165,6 +169,17 @@ def test_an_error_at_the_end_says_who_serves_what(engine: Any) -> None:
     assert "\n" not in str(said)
     assert fine.receiver.ensure_serving() == "v"
     assert lost.receiver.status.state == "dirty"
+
+
+def test_of_one_that_does_not_answer_at_the_end_nothing_is_claimed(engine: Any) -> None:
+    over = threading.Event()
+    slow, fine = engine(resume=lambda: over.wait(SECONDS)), engine()
+    with registered(timeout=1) as sender, pytest.raises(PushError, match="may or may not: it is slow") as error:
+        sender.push("v", [slow.address, fine.address])
+    over.set()
+    assert (error.value.serving, error.value.failed) == ({fine.address: "verified"}, {})
+    assert list(error.value.unknown) == [slow.address]
+    until(lambda: slow.receiver.status.version == "v", SECONDS)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no clock"), PipelineError("rank 1 died")])
@@ -360,6 +375,45 @@ def test_what_would_end_a_program_does_so_once_the_sender_knows(folder: Path) ->
     receiver.close()
 
 
+@pytest.mark.parametrize("how", ["abandoned", "left"])
+def test_what_a_resume_raises_reaches_the_caller_at_once(folder: Path, how: str) -> None:
+    def leave() -> None:
+        sys.exit(4)
+
+    receiver, ended = Receiver(f"unix://{folder}/r", into={"w": torch.zeros(100)}, hooks=Hooks(resume=leave)), []
+
+    def serve() -> None:
+        try:
+            receiver.serve()
+        except SystemExit as error:
+            ended.append(error.code)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    connection = connect(str(receiver.address))
+    assert after_opening(connection, Pause("wait", 60)) == [Paused()]
+    if how == "abandoned":
+        connection.tell(Abandon("no more"))
+    else:
+        connection.close()
+    thread.join(SECONDS)
+    assert ended == [4]
+    connection.close()
+    receiver.close()
+
+
+def test_a_sender_that_is_let_go_of_leaves_no_threads_and_no_files(engine: Any) -> None:
+    one = engine()
+    with registered() as sender:
+        sender.push("v", [one.address])
+    until(lambda: not any("beats" in it.name for it in threading.enumerate()), SECONDS)
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(4):
+        registered().push("v", [one.address])
+    gc.collect()
+    until(lambda: threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= files, SECONDS)
+
+
 # Doors.
 
 
@@ -520,6 +574,18 @@ def test_one_receiver_under_two_names_is_an_error(engine: Any, folder: Path) -> 
         sender.push("v", [one.address])
 
 
+class Many:
+    """A source of a tensor of that shape, which nobody has made."""
+
+    everywhere = False
+
+    def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
+        self._entry = Entry("w", dtype, shape)
+
+    def held(self) -> list[Held]:
+        return [Held(self._entry, whole(self._entry.shape), lambda: torch.zeros(0))]
+
+
 def _fake() -> torch.Tensor:
     with FakeTensorMode():
         return torch.ones(100)
@@ -527,6 +593,8 @@ def _fake() -> torch.Tensor:
 
 ODD: dict[str, tuple[Any, str]] = {
     "half a character": ({"w\ud800": torch.ones(1)}, "a tensor needs a name"),
+    "a shape that no tensor has": (Many("float32", (0, 2**63)), "w has shape .*, which no tensor can have"),
+    "a shape that no message has": (Many("float32", (0, 2**80)), "w has shape .*, which no tensor can have"),
     "no name": ({"": torch.ones(1)}, "a tensor needs a name"),
     "a fake tensor": ({"w": _fake()}, "w is a FakeTensor without memory of its own, which cannot be pushed"),
     "too large": ({"w": torch.ones(1, dtype=torch.uint8).expand(1 << 47)}, "bytes"),

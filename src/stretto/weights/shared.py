@@ -3,6 +3,7 @@
 import mmap
 import os
 import re
+import weakref
 from itertools import count
 from typing import Any
 
@@ -34,6 +35,7 @@ class SharedBuffers:
             except BaseException:
                 os.close(self._file)
                 raise
+            self._closing = weakref.finalize(self, os.close, self._file)
         self.tensors = torch.split(self.whole, nbytes)
 
     def described(self, *, local: bool) -> tuple[Buffers, tuple[int, ...]]:
@@ -51,7 +53,7 @@ class SharedBuffers:
         self.tensors = ()
         del self.whole
         if self._file >= 0:
-            os.close(self._file)
+            self._closing()
             self._file = -1
 
 

@@ -171,6 +171,7 @@ class Connection(Generic[M]):
     def keep_beating(self, when: Callable[[], bool] = lambda: True) -> None:
         """Give signs of life from a thread of its own, as long as there is reason to, until it is closed."""
 
+        weakref.finalize(self, self._stream.close).atexit = False
         threading.Thread(
             target=_beats, args=(weakref.ref(self), self._over, when), name="stretto beats", daemon=True
         ).start()

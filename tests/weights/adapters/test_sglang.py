@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -217,6 +218,44 @@ def test_a_redirect_is_an_error_and_the_key_goes_nowhere(status: int) -> None:
                 call("/pause", seconds=DEADLINE)
         server.shutdown()
     assert came == [("GET", "/pause", "Bearer secret"), ("POST", "/pause", "Bearer secret")]
+
+
+@pytest.mark.parametrize("how", ["drips", "mute body", "nested"])
+def test_odd_answers_are_told_in_one_line_and_in_time(how: str) -> None:
+    class Odd(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(503 if how == "mute body" else 200)
+            self.send_header("Content-Length", "100000")
+            self.end_headers()
+            for _ in range(100 if how == "drips" else 0):
+                self.wfile.write(b".")
+                time.sleep(0.3)
+            if how == "nested":
+                self.wfile.write(b"[" * 100_000)
+            over.wait(DEADLINE)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    over = threading.Event()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Odd) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        http, began = Http(f"http://127.0.0.1:{server.server_port}"), time.monotonic()
+        if how == "nested":
+            assert http.get("/health", seconds=DEADLINE) == "[" * 100_000
+        else:
+            with pytest.raises(WeightsError, match=r"GET /health was not answered for 1 s"):
+                http.get("/health", seconds=1)
+            assert time.monotonic() - began < 5
+        over.set()
+        server.shutdown()
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://[::1", "http://127.0.0.1:9/\n"])
+def test_an_address_that_is_none_is_told(url: str) -> None:
+    with pytest.raises(WeightsError, match="GET /health failed: "):
+        Http(url).get("/health", seconds=1)
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
