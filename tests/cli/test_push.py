@@ -118,7 +118,7 @@ def test_a_folder_names_the_version_however_it_is_spelled(checkpoint: Path) -> N
         (["--to", "unix:///nowhere/r"], "unix:///nowhere/r cannot be reached: No such file or directory"),
         (
             ["--to", "tcp://127.0.0.1:1"],
-            "tcp://127.0.0.1:1 needs a secret: tcp is open to others (both sides read it from a file)",
+            "tcp://127.0.0.1:1 needs a secret: both sides read one (secret_file=, --secret-file)",
         ),
         (["--in-flight", "drop"], "--in-flight is one of wait, abort, keep (got 'drop')"),
         (["--mode", "four"], "--mode is one of serial, two, three (got 'four')"),
