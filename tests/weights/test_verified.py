@@ -24,6 +24,7 @@ from stretto.weights.live import shared, unfit
 from stretto.weights.manifest import Entry
 from stretto.weights.receiver import Receiver
 from stretto.weights.remotes import status
+from stretto.weights.rows import first_change
 from stretto.weights.sender import Sender
 
 
@@ -285,12 +286,12 @@ def test_a_tensor_that_is_replaced_while_it_is_loaded_is_found(
 ) -> None:
     live = {"w": torch.zeros(4, 4)}
 
-    def swapping(tensors: list[Tensor]) -> Tensor:
+    def swapping(before: Tensor, after: Tensor) -> int | None:
         live["w"] = live["w"].t() if live["w"].is_contiguous() else live["w"]
-        return torch.cat([it.reshape(-1) for it in tensors])
+        return first_change(before, after)
 
     with Engine(folder, live) as engine:
-        monkeypatch.setattr(loading, "joined", swapping)
+        monkeypatch.setattr(loading, "first_change", swapping)
         with pytest.raises(WeightsError, match="w was replaced after it was loaded"):
             push(sender, engine, {"w": WEIGHT})
         assert engine.receiver.status.state == "dirty"

@@ -38,17 +38,16 @@ def digest_of(data: Tensor, pool: ThreadPoolExecutor) -> bytes:
     found = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=SUM_BYTES)
     left = data.view(torch.int8)
     while len(left) > ROW:
-        left = _products(left, pool).view(torch.int8).view(-1)
+        left = row_sums(left, pool).view(torch.int8).view(-1)
     found.update(left.to("cpu", copy=True).numpy().tobytes())  # numpy forbids memory that it sees to be resized
     return found.digest()
 
 
-def _products(data: Tensor, pool: ThreadPoolExecutor) -> Tensor:
-    """Of each row with the matrix."""
+def row_sums(data: Tensor, pool: ThreadPoolExecutor) -> Tensor:
+    """The products of each row of 8-bit integers with the matrix."""
     whole, product = len(data) // ROW, _product(data.device)
-    parts = [data[: whole * ROW].view(whole, ROW)]
-    if not data.is_cuda:
-        parts = list(torch.split(parts[0], _PART))
+    rows = data[: whole * ROW].view(whole, ROW)
+    parts = [it for it in ([rows] if data.is_cuda else torch.split(rows, _PART)) if len(it)]
     if rest := len(data) % ROW:
         parts.append(functional.pad(data[-rest:], (0, ROW - rest))[None])
     threaded = not data.is_cuda and torch.get_num_threads() == 1
@@ -59,7 +58,8 @@ def _products(data: Tensor, pool: ThreadPoolExecutor) -> Tensor:
 def matrix(device: torch.device) -> Tensor:
     """The same everywhere and always: another one would be another protocol."""
     numbers = hashlib.shake_256(b"stretto weights").digest(ROW * COLUMNS)
-    return torch.from_numpy(np.frombuffer(numbers, np.int8).copy()).view(ROW, COLUMNS).to(device)
+    found = torch.from_numpy(np.frombuffer(numbers, np.int8).copy()).view(ROW, COLUMNS).to(device)
+    return found.T.contiguous().T if found.is_cuda else found  # by columns a GPU multiplies 8 times as fast
 
 
 @cache

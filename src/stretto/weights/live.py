@@ -1,7 +1,7 @@
 """Live tensors of an engine: how they lie in memory, and which of them are one and the same."""
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from math import gcd
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from stretto.weights.boxes import Box
-from stretto.weights.held import flat
 
 _MANY = 32  # tensors that are compared each with each
 _WORK = 1_000_000  # steps in which it must be found out whether two tensors overlap
@@ -52,10 +51,41 @@ def _seen(layout: MemoryLayout) -> MemoryLayout:
     return MemoryLayout(layout.address, layout.dtype, layout.shape, steps)
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """The same memory as integers, so that equal means equal to the bit; every type can be copied and joined then."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(_INTEGERS[real.itemsize])
+def plain(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same memory as integers, so that equal means equal to the bit; every type can be copied and joined then.
+    All are of one type and shape; in one piece, they become longer integers if they can, which are fewer.
+    """
+    found = [torch.view_as_real(it) if it.is_complex() else it for it in tensors]
+    size = found[0].itemsize
+    if all(it.is_contiguous() for it in found):
+        found = [it if it.dim() == 1 else it.view(-1) for it in found]
+        if size < 4 and not any(it.nbytes % 4 or it.storage_offset() * size % 4 for it in found):
+            size = 4
+    return tuple(it.view(_INTEGERS[size]) for it in found)
+
+
+_TYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+
+class Layouts:
+    """How tensors lie, to be compared with how they lie later: quickly, since there can be many."""
+
+    def __init__(self, tensors: Collection[Tensor]) -> None:
+        self._looked = self._look(tensors)
+        # Only of what is not in one piece can there be views that are to be read as negative or conjugate.
+        self._odd = [n for n, it in enumerate(tensors) if it.is_complex() or it.numel() < 2 or not it.is_contiguous()]
+        self._layouts = self._of_odd(tensors)
+
+    def hold(self, tensors: Collection[Tensor]) -> bool:
+        return self._look(tensors) == self._looked and self._of_odd(tensors) == self._layouts
+
+    @staticmethod
+    def _look(tensors: Collection[Tensor]) -> list[list[Any]]:
+        return [list(map(look, tensors)) for look in (Tensor.data_ptr, Tensor.size, _TYPE, Tensor.is_contiguous)]
+
+    def _of_odd(self, tensors: Collection[Tensor]) -> list[MemoryLayout]:
+        every = list(tensors)
+        return [layout_of(every[number]) for number in self._odd]
 
 
 def unfit(name: str, tensor: Any) -> str:
@@ -148,11 +178,6 @@ def _array(room: mmap.mmap, first: int, layout: MemoryLayout) -> NDArray[Any]:
     item = layout.dtype.itemsize
     strides = [item * stride for stride in layout.strides]
     return np.ndarray(layout.shape, f"V{item}", room, layout.address - first, strides)
-
-
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """All in one, as they are now; one alone stays where it is."""
-    return flat(tensors[0]) if len(tensors) == 1 else torch.cat([it.reshape(-1) for it in tensors])
 
 
 def grouped(sizes: Iterable[int], most: int) -> Iterator[slice]:

@@ -1,6 +1,7 @@
 """What a receiver does with a bucket: hand whole tensors to a loader, or write into live tensors in place."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,16 +12,17 @@ from torch import Tensor
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.boxes import common, extent, inside, runs, slices_box
-from stretto.weights.checksums import digest_of
+from stretto.weights.host import uncollected
 from stretto.weights.layout import Bucket, Piece
-from stretto.weights.live import grouped, joined, layout_of, plain, shared, unfit
+from stretto.weights.live import Layouts, grouped, layout_of, plain, shared, unfit
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest, differences
 from stretto.weights.messages import Assurance
+from stretto.weights.rows import Rows, first_change, is_readable
 
 Load = Callable[[Sequence[tuple[str, Tensor]]], Iterable[str] | None]
 """Takes tensors by name; says which of the names it has taken care of, or None if it cannot say."""
 log = logging.getLogger(__name__)
-_GROUP = 32 << 20  # bytes that are read again at a time, on a device twice that
+_GROUP = 32 << 20  # bytes of which a copy is made to read them again, where they cannot be read in place
 
 
 class Loading(Protocol):
@@ -133,19 +135,20 @@ class Writing:
         places = {entry.name: place for place, entry in enumerate(manifest.entries)}
         self.alike = [there for names in alike if (there := [places[name] for name in names if name in places])]
         self._given, self._layouts = into, {name: layout_of(tensor) for name, tensor in into.items()}
+        self._names, self._all = list(into), Layouts(into.values())
         self._into = {name: tensor.detach() for name, tensor in into.items() if name in given}
         self.buckets = buckets
         self._slices, self._manifest = slices, manifest
         self._copies: dict[tuple[int, int], list[_Copies]] = {}
-        self._done: dict[int, list[tuple[_Copies, bytes]]] = {}  # of each bucket, what was written, and its digest
+        self._done: dict[int, list[tuple[_Copies, Tensor]]] = {}  # of each bucket, what was written, and its sums
         self.skips = [k for k, bucket in enumerate(buckets) if not any(map(self._wants, bucket.pieces))]
 
     def holds(self) -> bool:
         """Whether the live tensors are where they were: an engine may have put others in their place, or may see the
         same memory in another way."""
         try:
-            return {name: layout_of(tensor) for name, tensor in self._given.items()} == self._layouts
-        except (AttributeError, RuntimeError):
+            return list(self._given) == self._names and self._all.hold(self._given.values())
+        except (TypeError, RuntimeError):
             return False  # what is there is no plain tensor any more, and is refused by name
 
     def _wants(self, piece: Piece) -> bool:
@@ -166,33 +169,32 @@ class Writing:
     def load(self, number: int, buffer: Tensor, pool: ThreadPoolExecutor) -> None:
         key = number, buffer.data_ptr()
         if key not in self._copies:
-            self._copies[key] = list(self._prepared(number, buffer))
+            with uncollected():
+                self._copies[key] = list(self._prepared(number, buffer))
         copies = self._copies[key]
         for some in copies:
             torch._foreach_copy_(some.targets, some.sources, non_blocking=True)
-        self._done[number] = []
-        for some in copies:
-            live = joined(some.targets)
-            if not torch.equal(live, joined(some.sources)):
-                raise WeightsError(f"{some.odd()} does not hold what was written into it")
-            self._done[number].append((some, digest_of(live.view(torch.uint8), pool)))
+        self._done[number] = [(some, some.written.sums(pool)) for some in copies]
+        for some, found in self._done[number]:
+            row = first_change(some.given.sums(pool), found)
+            if row is not None:
+                raise WeightsError(f"{some.odd(row)} does not hold what was written into it")
 
     def _prepared(self, number: int, buffer: Tensor) -> Iterator["_Copies"]:
         """The copies of a bucket, in groups of one type that are small enough to be compared at once."""
-        found: dict[torch.dtype, list[tuple[str, Tensor, Tensor]]] = {}
+        found: dict[tuple[torch.dtype, bool], list[tuple[str, Tensor, Tensor]]] = {}
         views = _Views(buffer)
         for piece in self.buckets[number].pieces:
             entry = self._manifest.entries[piece.entry]
             if entry.name in self._into and piece.nbytes:
                 for into, source in self._parts(piece, entry, views):
-                    target, source = plain(into), plain(source)
-                    if target.is_contiguous() and source.is_contiguous():
-                        target, source = target.view(-1), source.view(-1)
-                    found.setdefault(target.dtype, []).append((entry.name, target, source))
-        for pairs in found.values():
-            for some in grouped((target.nbytes for _, target, _ in pairs), _GROUP):
+                    target, source = plain(into, source)
+                    in_place = is_readable(target) and is_readable(source)
+                    found.setdefault((target.dtype, in_place), []).append((entry.name, target, source))
+        for (_, in_place), pairs in found.items():
+            for some in grouped((target.nbytes for _, target, _ in pairs), sys.maxsize if in_place else _GROUP):
                 names, targets, sources = map(list, zip(*pairs[some], strict=True))
-                yield _Copies(names, targets, sources)
+                yield _Copies(names, targets, sources, *(Rows(it, in_place=in_place) for it in (targets, sources)))
 
     def _parts(self, piece: Piece, entry: Entry, views: "_Views") -> Iterator[tuple[Tensor, Tensor]]:
         """Parts of a live tensor, and what is to be copied into them."""
@@ -225,9 +227,12 @@ class Writing:
     def changed(self, pool: ThreadPoolExecutor) -> str:
         if not self.holds():
             return f"{next(filter(self._is_another, self._layouts), 'a tensor')} was replaced"
-        for some, digest in (written for bucket in self._done.values() for written in bucket):
-            if digest_of(joined(some.targets).view(torch.uint8), pool) != digest:
-                return f"{'one of ' if len(some.names) > 1 else ''}{_listed(some.names, ', ')} changed"
+        written = [it for bucket in self._done.values() for it in bucket]
+        found = [some.written.sums(pool) for some, _ in written]  # all, before a device is waited for
+        for (some, before), now in zip(written, found, strict=True):
+            row = first_change(before, now)
+            if row is not None:
+                return f"{some.at(row)} changed"
         return ""
 
     def _is_another(self, name: str) -> bool:
@@ -242,11 +247,19 @@ class _Copies:
     names: list[str]
     targets: list[Tensor]
     sources: list[Tensor]
+    written: Rows
+    given: Rows
 
-    def odd(self) -> str:
-        """The first tensor that is not what it should be."""
-        pairs = zip(self.names, self.targets, self.sources, strict=True)
-        return next((name for name, target, source in pairs if not torch.equal(target, source)), self.names[0])
+    def odd(self, row: int) -> str:
+        """The tensor that makes this row of sums be odd, while what was given is still there."""
+        places = self.written.at(row)
+        differ = (it for it in places if not torch.equal(self.targets[it], self.sources[it]))
+        return self.names[next(differ, places[0])]
+
+    def at(self, row: int) -> str:
+        """Who has bytes in a row, in words."""
+        names = [self.names[place] for place in self.written.at(row)]
+        return f"{'one of ' if len(names) > 1 else ''}{_listed(names, ', ')}"
 
 
 class _Views:

@@ -24,6 +24,7 @@ from stretto.weights.layout import lay_out
 from stretto.weights.loading import Handing, Load, Loading, Writing
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest
 from stretto.weights.messages import Abandon, Ask, Failed, Open, Told
+from stretto.weights.rows import reads_in_place
 from stretto.weights.shared import device_name, resolved
 from stretto.weights.wire import Connection, Gone, loudness
 from stretto.wire.frames import close_files
@@ -93,6 +94,8 @@ class Receiver:
         if self.device.type == "cuda":  # what is called for the first time takes its time
             with threads() as pool:
                 digest_of(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device), pool)
+            if into is not None:
+                reads_in_place(self.device)
         self._door = Door(address, self._secret)
         self._lock = threading.Lock()
         self._standing = Standing(version, device_name(self.device))
