@@ -14,8 +14,9 @@ from torch import Tensor
 import pushes
 from pushes import same, tensors_of, until
 from ranks import Ranks
+from stretto.ir.errors import WeightsError
 from stretto.weights.choose import busy
-from stretto.weights.conversation import Hooks
+from stretto.weights.conversation import Conversation, Hooks
 from stretto.weights.messages import Filled, Message
 from stretto.weights.push import Lanes
 from stretto.weights.receiver import Receiver
@@ -207,9 +208,10 @@ class Stream:
     """Of a device: what is queued on it has ended a little later, and somebody waits for that."""
 
     def __init__(self) -> None:
-        self.awaited = 0
+        self.awaited = self.queued = 0
 
-    def record_event(self) -> Any:
+    def record_event(self, _: Any = None) -> Any:
+        self.queued += 1
         reached = threading.Event()
         threading.Timer(0.01, reached.set).start()
 
@@ -218,6 +220,45 @@ class Stream:
             self.awaited += 1
 
         return SimpleNamespace(synchronize=synchronize)
+
+
+class TimedEvent(SimpleNamespace):
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, _: Any) -> float:
+        return 1000.0
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_device_copies_the_first_buckets_while_receivers_are_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
+    spec = [("float32", (60,))] * 7
+    live, stream = empty([("float32", (60 + wrong,))] * 7), Stream()
+    begun, opens = [], Conversation._open
+
+    def opened(conversation: Conversation, *given: Any) -> Message:
+        begun.append(stream.queued)
+        return opens(conversation, *given)
+
+    monkeypatch.setattr(Conversation, "_open", opened)
+    with Receiver(f"unix://{folder}/r", into=live) as receiver, Sender(device="cpu", bucket_bytes=256) as sender:
+        receiver.start()
+        sender._lanes.close()
+        sender._lanes = Lanes(sender.device, streams={"h2d": stream})
+        sender.register("v", tensors_of(spec, 1))
+        with pytest.raises(WeightsError, match="does not fit") if wrong else nullcontext():
+            report = sender.push("v", [str(receiver.address)])
+        assert begun == [6]  # two copies, each between two events and followed by one
+        if wrong:  # they are not left to themselves
+            assert stream.awaited == 2
+            return
+    assert all(same(live[name], it) for name, it in tensors_of(spec, 1).items())
+    assert stream.queued == 6 + 5  # none is made twice
+    assert report.steps["h2d"].actual > 2  # those ahead count
 
 
 def test_copies_that_a_device_has_yet_to_make_are_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from stretto.weights.checksums import COLUMNS, ROW
 
 ROWS = 64  # that are multiplied together
-_PART = 8192  # of a row's bytes, which are multiplied by others than the rest
+_PART = 16384  # of a row's bytes, which are multiplied by others than the rest
 _STEP = 256
 
 
@@ -42,5 +42,5 @@ def multiply(places: Tensor, lengths: Tensor, whole: int, matrix: Tensor) -> Ten
     begin at a multiple of 16."""
     found = matrix.new_zeros((len(places), COLUMNS), dtype=lengths.dtype)
     grid = -(-len(places) // ROWS), ROW // _PART
-    _multiply[grid](places, lengths, matrix, found, len(places), whole, ROWS, _PART, _STEP, COLUMNS, num_stages=3)
+    _multiply[grid](places, lengths, matrix, found, len(places), whole, ROWS, _PART, _STEP, COLUMNS, num_stages=4)
     return found

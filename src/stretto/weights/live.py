@@ -4,6 +4,7 @@ import mmap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from math import gcd
+from operator import eq
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,23 +66,29 @@ def plain(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 _TYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_NEAR = 256  # tensors
 
 
 class Layouts:
     """How tensors lie, to be compared with how they lie later: quickly, since there can be many."""
 
     def __init__(self, tensors: Collection[Tensor]) -> None:
-        self._looked = self._look(tensors)
+        self._count = len(tensors)
+        self._looked = list(self._look(tensors))
         # Only of what is not in one piece can there be views that are to be read as negative or conjugate.
         self._odd = [n for n, it in enumerate(tensors) if it.is_complex() or it.numel() < 2 or not it.is_contiguous()]
         self._layouts = self._of_odd(tensors)
 
     def hold(self, tensors: Collection[Tensor]) -> bool:
-        return self._look(tensors) == self._looked and self._of_odd(tensors) == self._layouts
+        same = all(map(eq, self._look(tensors), self._looked))
+        return same and len(tensors) == self._count and self._of_odd(tensors) == self._layouts
 
     @staticmethod
-    def _look(tensors: Collection[Tensor]) -> list[list[Any]]:
-        return [list(map(look, tensors)) for look in (Tensor.data_ptr, Tensor.size, _TYPE, Tensor.is_contiguous)]
+    def _look(tensors: Collection[Tensor]) -> Iterator[list[list[Any]]]:
+        """At some at a time, which are still near when the next is asked of them."""
+        every, looks = list(tensors), (Tensor.data_ptr, Tensor.size, _TYPE, Tensor.is_contiguous)
+        for at in range(0, len(every), _NEAR):
+            yield [list(map(look, every[at : at + _NEAR])) for look in looks]
 
     def _of_odd(self, tensors: Collection[Tensor]) -> list[MemoryLayout]:
         every = list(tensors)

@@ -147,7 +147,8 @@ class Writing:
         """Whether the live tensors are where they were: an engine may have put others in their place, or may see the
         same memory in another way."""
         try:
-            return list(self._given) == self._names and self._all.hold(self._given.values())
+            with uncollected():
+                return list(self._given) == self._names and self._all.hold(self._given.values())
         except (TypeError, RuntimeError):
             return False  # what is there is no plain tensor any more, and is refused by name
 
@@ -229,11 +230,10 @@ class Writing:
             return f"{next(filter(self._is_another, self._layouts), 'a tensor')} was replaced"
         written = [it for bucket in self._done.values() for it in bucket]
         found = [some.written.sums(pool) for some, _ in written]  # all, before a device is waited for
-        for (some, before), now in zip(written, found, strict=True):
-            row = first_change(before, now)
-            if row is not None:
-                return f"{some.at(row)} changed"
-        return ""
+        if not written or torch.equal(torch.cat(found), torch.cat([sums for _, sums in written])):
+            return ""
+        rows = ((some, first_change(before, now)) for (some, before), now in zip(written, found, strict=True))
+        return next(f"{some.at(row)} changed" for some, row in rows if row is not None)
 
     def _is_another(self, name: str) -> bool:
         there = self._given.get(name)

@@ -1,5 +1,6 @@
 """One push: what each task of its program is, as work of three lanes."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -93,31 +94,51 @@ class Push:
         buckets: Sequence[Bucket],
         room: Callable[[int], Tensor],
         sums: Mapping[int, bytes],
-        wanted: Sequence[set[int]],
-        endpoints: Sequence[tuple[Endpoint, set[int]]],
         *,
         timeout: float,
     ) -> None:
-        """`room` and `sums` are of this sender's buckets in host memory; `wanted` are the buckets that each sender's
-        receivers need; `endpoints` are this sender's receivers, and what each of them skips."""
+        """`room` and `sums` are of this sender's buckets in host memory."""
         self._program, self._supervisor, self._lanes, self._group = program, supervisor, lanes, group
-        self._staging, self._buckets, self._room = staging, buckets, room
-        self._wanted, self._endpoints, self._timeout = wanted, endpoints, timeout
+        self._staging, self._buckets, self._room, self._timeout = staging, buckets, room, timeout
         self._walk = Walk(program, supervisor)
         self.tasks = self._walk.tasks
         self._here = {place: number for number, place in enumerate(self._walk.places)}
-        self._anyones = set[int]().union(*wanted)
+        self._wanted: Sequence[set[int]] = []
+        self._anyones = set(range(len(buckets)))
+        self._endpoints: Sequence[tuple[Endpoint, set[int]]] = []
         self._tickets: dict[int, Ticket] = {}
         self._started: Tickets = []
         self._sums = dict(sums)
         self._copies: dict[int, torch.cuda.Event] = {}
+        self._ahead: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
         self._stopped = threading.Event()
-        self._asking = ThreadPoolExecutor(max(1, len(endpoints)), "stretto asks")
         self.failure = ""
         """Why it stopped, if it is a receiver of this sender that failed."""
 
+    def copy_ahead(self) -> None:
+        """Begin to copy what needs nothing else first, while receivers are still asked; nobody reads it yet. Only a
+        device does that by itself."""
+        if (stream := self._lanes.streams["h2d"]) is None:
+            return
+        with torch.cuda.stream(stream):
+            for at, task in enumerate(self.tasks):
+                if task.kind is Kind.H2D and not self._program.needs(self._walk.places[at]):
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                    stream.record_event(begin)
+                    self._copy(task.microbatch)
+                    stream.record_event(end)
+                    self._ahead[task.microbatch] = begin, end
+        self.check()
+
+    def aim(self, wanted: Sequence[set[int]], endpoints: Sequence[tuple[Endpoint, set[int]]]) -> None:
+        """`wanted` are the buckets that each sender's receivers need; `endpoints` are this sender's receivers, and what
+        each of them skips."""
+        self._wanted, self._endpoints = wanted, endpoints
+        self._anyones = set[int]().union(*wanted)
+
     def run(self, recorder: Recorder | None, progress: Progress | None) -> None:
         runs = self._walk.compile(self._task)
+        self._asking = ThreadPoolExecutor(max(1, len(self._endpoints)), "stretto asks")
         try:
             self._walk.run(runs, recorder, self._started)
             for at, task in enumerate(self._walk.tasks):
@@ -129,7 +150,10 @@ class Push:
             self._asking.shutdown(wait=False)
 
     def forget(self) -> None:
-        """Let go of all that it held, which a circle of references would keep."""
+        """Let go of all that it held, which a circle of references would keep, and of what is still copied."""
+        with contextlib.suppress(Exception):  # of a device that does not copy any more
+            for copy in self._copies.values():
+                copy.synchronize()
         self._tickets.clear()
         self._started.clear()
 
@@ -154,7 +178,12 @@ class Push:
         for at, task in enumerate(self._walk.tasks):
             ticket = self._tickets[at]
             assert isinstance(ticket.work, Deferred)
-            found[task.lane.name] += ticket.end - ticket.work.begin
+            if task.kind is Kind.H2D and task.microbatch in self._ahead:  # before its ticket was drawn
+                begin, end = self._ahead[task.microbatch]
+                end.synchronize()
+                found["h2d"] += begin.elapsed_time(end) / 1e3
+            else:
+                found[task.lane.name] += ticket.end - ticket.work.begin
         return found
 
     def _task(self, at: int, task: Task) -> Run:
@@ -185,7 +214,7 @@ class Push:
         self._stopped.set()
 
     def _copy(self, bucket: int) -> None:
-        if bucket not in self._anyones:
+        if bucket not in self._anyones or bucket in self._copies:
             return
         try:
             into = self._h2d_buffer(bucket)[: self._buckets[bucket].nbytes]

@@ -150,12 +150,15 @@ class Sender:
             offer = Offer(found.manifest, found.buckets, found.bucket_bytes, split, shared, content, silence)
             fleet = Fleet(self._team, mine, timeout=self._timeout, bucket_timeout=self._bucket_timeout)
             with fleet.abandoning(version):
-                wanted = fleet.open(offer)
-                endpoints = list(zip(mine, wanted, strict=True))
-                self._demand_equal(found, {it.name: wants.alike for it, wants in endpoints})
-                push = self._prepared(found, choice, endpoints)
-                began = time.perf_counter()
+                push = self._prepared(found, choice)
                 try:
+                    if not record:  # a picture shows all copies
+                        self._team.jointly(push.copy_ahead)
+                    wanted = fleet.open(offer)
+                    endpoints = list(zip(mine, wanted, strict=True))
+                    self._demand_equal(found, {it.name: wants.alike for it, wants in endpoints})
+                    push.aim(self._wanted(found, wanted), [(it, wants.skips) for it, wants in endpoints])
+                    began = time.perf_counter()
                     fleet.pause(in_flight, wanted, len(found.buckets))
                     fleet.begin()
                     recorder = Recorder(len(push.tasks)) if record else None
@@ -208,11 +211,13 @@ class Sender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepared(self, found: Version, choice: Choice, endpoints: Sequence[tuple[Endpoint, Wanted]]) -> Push:
-        """What is to be moved, to whom any of it goes."""
+    def _wanted(self, found: Version, here: Sequence[Wanted]) -> list[set[int]]:
+        """The buckets that each sender's receivers need."""
         everything = set(range(len(found.buckets)))
-        wanted = set[int]().union(*(everything - wants.skips for _, wants in endpoints))
-        everybodys = self._team.gather(sorted(wanted), list[int])
+        wanted = set[int]().union(*(everything - wants.skips for wants in here))
+        return [set(it) for it in self._team.gather(sorted(wanted), list[int])]
+
+    def _prepared(self, found: Version, choice: Choice) -> Push:
         return Push(
             choice.program,
             self._team.supervisor,
@@ -222,8 +227,6 @@ class Sender:
             found.buckets,
             found.room,
             found.content.buckets,
-            [set(it) for it in everybodys],
-            [(endpoint, wants.skips) for endpoint, wants in endpoints],
             timeout=self._bucket_timeout,
         )
 
