@@ -30,7 +30,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             total += tl.dot(rows, tl.load(matrix + byte[:, None] * COLUMNS + column[None, :]), out_dtype=tl.int32)
     else:
         length = tl.load(lengths + row, mask=is_there, other=0)
-        for at in range(begin, begin + PART, STEP):
+        for at in range(begin, tl.minimum(begin + PART, tl.max(length)), STEP):
             byte = at + tl.arange(0, STEP)
             rows = tl.load(start[:, None] + byte[None, :], mask=byte[None, :] < length[:, None], other=0)
             total += tl.dot(rows, tl.load(matrix + byte[:, None] * COLUMNS + column[None, :]), out_dtype=tl.int32)

@@ -66,6 +66,7 @@ def plain(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 _TYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_IN_ONE_PIECE = Tensor.is_contiguous
 _NEAR = 256  # tensors
 
 
@@ -74,7 +75,11 @@ class Layouts:
 
     def __init__(self, tensors: Collection[Tensor]) -> None:
         self._count = len(tensors)
-        self._looked = list(self._look(tensors))
+        shapes: dict[torch.Size, torch.Size] = {}  # few, which are near then too
+        self._looked = [
+            (addresses, [shapes.setdefault(it, it) for it in sizes], rest)
+            for addresses, sizes, rest in self._look(tensors)
+        ]
         # Only of what is not in one piece can there be views that are to be read as negative or conjugate.
         self._odd = [n for n, it in enumerate(tensors) if it.is_complex() or it.numel() < 2 or not it.is_contiguous()]
         self._layouts = self._of_odd(tensors)
@@ -84,11 +89,13 @@ class Layouts:
         return same and len(tensors) == self._count and self._of_odd(tensors) == self._layouts
 
     @staticmethod
-    def _look(tensors: Collection[Tensor]) -> Iterator[list[list[Any]]]:
+    def _look(tensors: Collection[Tensor]) -> Iterator[tuple[bytes, list[torch.Size], list[list[Any]]]]:
         """At some at a time, which are still near when the next is asked of them."""
-        every, looks = list(tensors), (Tensor.data_ptr, Tensor.size, _TYPE, Tensor.is_contiguous)
+        every = list(tensors)
         for at in range(0, len(every), _NEAR):
-            yield [list(map(look, every[at : at + _NEAR])) for look in looks]
+            some = every[at : at + _NEAR]
+            addresses = np.fromiter(map(Tensor.data_ptr, some), np.uint64, len(some)).tobytes()
+            yield addresses, list(map(Tensor.size, some)), [list(map(look, some)) for look in (_TYPE, _IN_ONE_PIECE)]
 
     def _of_odd(self, tensors: Collection[Tensor]) -> list[MemoryLayout]:
         every = list(tensors)

@@ -218,6 +218,8 @@ class Writing:
 
     def missing(self) -> list[str]:
         left = set(range(len(self.buckets))) - self._done.keys() - set(self.skips)
+        if not left:
+            return []
         names = {self._manifest.entries[p.entry].name for k in left for p in self.buckets[k].pieces}
         return [name for name in self._into if name in names]
 

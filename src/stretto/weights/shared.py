@@ -16,6 +16,7 @@ from stretto.weights.messages import Buffers
 from stretto.wire.memory import demand_sealed, sealed_file
 
 _numbers = count()
+_ONE_MACHINE = "sender and receiver must be on one machine"
 
 
 class SharedBuffers:
@@ -71,7 +72,10 @@ class OpenedBuffers:
         if buffers.handle:
             with torch.cuda.device(device):
                 torch.zeros((), device=device)  # which makes the device this thread's
-                self._address = driver.open_shared(buffers.handle)
+                try:
+                    self._address = driver.open_shared(buffers.handle)
+                except (driver.DriverError, ValueError) as error:
+                    raise WeightsError(f"cannot open the sender's buffers ({error}); {_ONE_MACHINE}") from None
                 whole = self._within(buffers, device)
         else:
             whole = self._mapped(buffers, files)
@@ -96,9 +100,7 @@ class OpenedBuffers:
             demand_sealed(file, 2 * buffers.nbytes)
             return torch.frombuffer(mmap.mmap(file, 2 * buffers.nbytes), dtype=torch.uint8)
         except (OSError, ValueError, IndexError) as error:
-            raise WeightsError(
-                f"cannot open the sender's buffers ({error}); sender and receiver must be on one machine"
-            ) from None
+            raise WeightsError(f"cannot open the sender's buffers ({error}); {_ONE_MACHINE}") from None
         finally:
             if file >= 0:
                 os.close(file)
