@@ -256,6 +256,7 @@ class Conversation:
         laid = message.digest, message.bucket_bytes, message.split, self._buffers.number
         if self._loading is None or self._laid != laid or not self._loading.holds():
             self._loading, self._laid = self._made(self._manifest, message), laid
+            self._loading.prepare(self._buffers.tensors)
         self._opening = message
         return Ready(self._loading.skips, self._loading.alike)
 

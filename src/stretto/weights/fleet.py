@@ -17,7 +17,7 @@ from stretto.weights.wire import Gone
 
 S = TypeVar("S")
 T = TypeVar("T")
-_OPENING = 30.0  # seconds for a receiver to look at a manifest
+_OPENING = 120.0  # seconds for a receiver to look at a manifest and to prepare; it still serves meanwhile
 _AHEAD = 3  # buckets that are under way before a receiver gets the next
 
 

@@ -37,6 +37,9 @@ class Loading(Protocol):
     def holds(self) -> bool:
         """Whether it can be used again, and need not be made anew."""
 
+    def prepare(self, buffers: Sequence[Tensor]) -> None:
+        """What takes its time when it is done first, before anybody pauses: buckets come in these buffers in turn."""
+
     def begin(self) -> None:
         """All is to be loaded again."""
 
@@ -70,6 +73,9 @@ class Handing:
 
     def holds(self) -> bool:
         return True
+
+    def prepare(self, buffers: Sequence[Tensor]) -> None:
+        pass
 
     def begin(self) -> None:
         self._left, self._came = {entry.name for entry in self._manifest.entries}, set()
@@ -163,16 +169,24 @@ class Writing:
         parts = runs(entry.shape, piece.start // item, (piece.start + piece.nbytes) // item)
         return any(common(part, box) is not None for _, part in parts)
 
+    def prepare(self, buffers: Sequence[Tensor]) -> None:
+        with uncollected():
+            for number in range(len(self.buckets)):
+                self._copies_of(number, buffers[number % len(buffers)])
+
+    @torch.no_grad()
+    def _copies_of(self, number: int, buffer: Tensor) -> "list[_Copies]":
+        key = number, buffer.data_ptr()
+        if key not in self._copies:
+            self._copies[key] = list(self._prepared(number, buffer))
+        return self._copies[key]
+
     def begin(self) -> None:
         self._done = {}
 
     @torch.no_grad()
     def load(self, number: int, buffer: Tensor, pool: ThreadPoolExecutor) -> None:
-        key = number, buffer.data_ptr()
-        if key not in self._copies:
-            with uncollected():
-                self._copies[key] = list(self._prepared(number, buffer))
-        copies = self._copies[key]
+        copies = self._copies_of(number, buffer)
         for some in copies:
             torch._foreach_copy_(some.targets, some.sources, non_blocking=True)
         self._done[number] = [(some, some.written.sums(pool)) for some in copies]
