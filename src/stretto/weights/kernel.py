@@ -11,7 +11,7 @@ _PART = 16384  # of a row's bytes, which are multiplied by others than the rest
 _STEP = 256
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count", "whole"])  # type: ignore[untyped-decorator]  # or it is compiled several times
 def _multiply(  # type: ignore[no-untyped-def]
     places, lengths, matrix, found, count, whole,
     ROWS: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,

@@ -242,10 +242,12 @@ class Writing:
 
     @torch.no_grad()
     def changed(self, pool: ThreadPoolExecutor) -> str:
+        written = [it for bucket in self._done.values() for it in bucket]
+        in_place = all(some.written.in_place for some, _ in written)
+        found = [some.written.sums(pool) for some, _ in written] if in_place else []  # a GPU is at it meanwhile
         if not self.holds():
             return f"{next(filter(self._is_another, self._layouts), 'a tensor')} was replaced"
-        written = [it for bucket in self._done.values() for it in bucket]
-        found = [some.written.sums(pool) for some, _ in written]  # all, before a device is waited for
+        found = found or [some.written.sums(pool) for some, _ in written]
         if not written or torch.equal(torch.cat(found), torch.cat([sums for _, sums in written])):
             return ""
         rows = ((some, first_change(before, now)) for (some, before), now in zip(written, found, strict=True))

@@ -27,7 +27,7 @@ class Rows:
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, in_place: bool) -> None:
-        self._tensors = tensors
+        self._tensors, self.in_place = tensors, in_place
         self._sizes = np.array([it.nbytes for it in tensors])
         self._table: tuple[Tensor, Tensor, int] | None = None
         if in_place:
