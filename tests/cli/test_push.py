@@ -127,6 +127,10 @@ def test_a_folder_names_the_version_however_it_is_spelled(checkpoint: Path) -> N
         (["--to", "unix:///x", "-o", "a.foo"], "-o draws .svg, .png or .trace.json (got a.foo)"),
         (["--to", "unix:///x", "-o", "/no/a.svg"], "cannot write /no/a.svg: no directory to write into"),
         (["--dry-run", "--json"], "--dry-run prints for people; leave --json out"),
+        (
+            ["--to", "unix:///x", "-d", "2"],
+            "--devices is for --dry-run; torchrun --nproc-per-node starts as many senders as you like",
+        ),
         (["--to", "unix:///x", "--device", "tpu"], "--device is cpu or cuda (got 'tpu')"),
     ],
 )

@@ -246,6 +246,27 @@ def test_a_receiver_that_cannot_be_is_refused(folder: Path, options: dict[str, A
         Receiver(f"unix://{folder}/x", **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device": "tpu"}, r"weights are pushed on cpu or cuda \(got tpu\)"),
+        ({"bucket_bytes": 100}, r"bucket_bytes is a multiple of 256 \(got 100\)"),
+        ({"bucket_bytes": 0}, r"bucket_bytes is a multiple of 256 \(got 0\)"),
+        ({"bucket_bytes": 1e6}, r"bucket_bytes is a multiple of 256 \(got 1000000.0\)"),
+        ({"timeout": 0}, "timeout is a number of seconds above 0"),
+    ],
+)
+def test_a_sender_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(WeightsError, match=said):
+        Sender(**{"device": "cpu", **options})
+
+
+def test_the_package_shows_what_it_has() -> None:
+    import stretto.weights
+
+    assert {"Sender", "Receiver", "PushError", "status"} <= set(dir(stretto.weights))
+
+
 def test_what_a_push_is_asked_for_must_make_sense(taking: Any) -> None:
     with Sender(device="cpu") as sender:
         sender.register("v", {"w": torch.zeros(1)})

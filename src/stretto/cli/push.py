@@ -113,6 +113,8 @@ def push(
         if not _rank():
             _foresee(files, name, _ranks() if devices is None else devices, mode, device, options, output)
         return
+    if devices is not None:
+        raise WeightsError("--devices is for --dry-run; torchrun --nproc-per-node starts as many senders as you like")
     if not addresses:
         raise WeightsError("say where to push to: --to unix:///path (or --dry-run)")
     with _senders(device, backend) as (rank, mesh, where), _bar(shown=rank == 0 and not json) as bar:

@@ -29,6 +29,10 @@ _ROOMS = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Most need PyTorch, and are imported when they are asked for."""
     if name == "WeightsError":

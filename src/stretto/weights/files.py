@@ -156,7 +156,7 @@ class _File:
         """Where the data begins, and the tensors in it."""
         path, nbytes = self.path, self.identity.nbytes
         if nbytes < _LENGTH:
-            raise WeightsError(f"{path} is cut short: it has {nbytes} bytes, not even a header")
+            raise WeightsError(f"{path} is no safetensors file, or cut short: it has {nbytes} bytes, not even a header")
         length = int.from_bytes(self._bytes(0, _LENGTH), "little")
         if length > _LONGEST:
             raise WeightsError(f"{path} is no safetensors file: its header would have {length:,} bytes")

@@ -44,6 +44,11 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
+def demand_bucket_bytes(count: object) -> None:
+    if not isinstance(count, int) or count < ALIGNMENT or count % ALIGNMENT:
+        raise WeightsError(f"bucket_bytes is a multiple of {ALIGNMENT} (got {count!r:.40})")
+
+
 def lay_out(manifest: Manifest, bucket_bytes: int, *, split: bool = False) -> list[Bucket]:
     """Fill buckets in model order, every tensor at a multiple of 256 bytes.
 
@@ -54,8 +59,7 @@ def lay_out(manifest: Manifest, bucket_bytes: int, *, split: bool = False) -> li
     >>> [[(it.entry, it.start, it.nbytes, it.offset) for it in bucket.pieces] for bucket in lay_out(model, 1024)]
     [[(0, 0, 300, 0), (1, 0, 10, 512)], [(2, 0, 600, 0)]]
     """
-    if bucket_bytes < ALIGNMENT or bucket_bytes % ALIGNMENT:
-        raise WeightsError(f"a bucket has a multiple of {ALIGNMENT} bytes (got {bucket_bytes})")
+    demand_bucket_bytes(bucket_bytes)
     if manifest.nbytes // bucket_bytes > _MOST:
         raise WeightsError(f"{manifest.nbytes:,} bytes are more than {_MOST:,} buckets of {bucket_bytes:,}")
     buckets: list[Bucket] = []

@@ -24,6 +24,7 @@ from stretto.weights.endpoint import MEMBERS, Endpoint, Offer, Wanted
 from stretto.weights.fleet import Fleet
 from stretto.weights.held import Held
 from stretto.weights.host import uncollected
+from stretto.weights.layout import demand_bucket_bytes
 from stretto.weights.manifest import is_possible, is_text
 from stretto.weights.messages import Assurance, InFlight, Told
 from stretto.weights.push import Group, Lanes, Progress, Push
@@ -86,8 +87,8 @@ class Sender:
         for name, seconds in (("timeout", timeout), ("bucket_timeout", self._bucket_timeout)):
             if not seconds > 0:
                 raise WeightsError(f"{name} is a number of seconds above 0 (got {seconds})")
-        if bucket_bytes is not None and not isinstance(bucket_bytes, int):
-            raise WeightsError(f"bucket_bytes is a number of bytes (got {bucket_bytes!r:.40})")
+        if bucket_bytes is not None:
+            demand_bucket_bytes(bucket_bytes)
         group = mesh.get_group() if mesh is not None else dist.group.WORLD if dist.is_initialized() else None
         given = device if device is not None else mesh.device_type if mesh is not None else None
         self.device = resolved(given)

@@ -137,9 +137,12 @@ def device_name(device: torch.device) -> str:
 
 def resolved(device: torch.device | str | None) -> torch.device:
     """A device with its number; without one given, the GPU if there is one."""
-    made = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        made = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except (RuntimeError, TypeError):
+        made = torch.device("meta")  # no device at all
     if made.type not in ("cpu", "cuda"):
-        raise WeightsError(f"weights are pushed on cpu or cuda (got {made})")
+        raise WeightsError(f"weights are pushed on cpu or cuda (got {device!s:.40})")
     if made.type == "cuda" and not torch.cuda.is_available():
         raise WeightsError(f"no GPU is found for {made}")
     return torch.device("cuda", torch.cuda.current_device()) if made.type == "cuda" and made.index is None else made

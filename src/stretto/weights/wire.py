@@ -39,4 +39,4 @@ class Connection(connection.Connection[Message]):
 
 def loudness(error: Exception) -> int:
     """Whoever does not keep to the protocol is worth a warning; whoever leaves is not."""
-    return logging.INFO if isinstance(error, Gone) and not isinstance(error, Odd) else logging.WARNING
+    return logging.DEBUG if isinstance(error, Gone) and not isinstance(error, Odd) else logging.WARNING
