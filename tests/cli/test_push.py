@@ -141,6 +141,22 @@ def test_bad_input_is_one_line(checkpoint: Path, arguments: list[str], said: str
     assert done.stdout == ""
 
 
+def test_a_push_that_fails_is_no_bad_input(checkpoint: Path, tmp_path: Path) -> None:
+    def load(_: object) -> None:
+        raise ValueError("no room")
+
+    (tmp_path / "door").mkdir(mode=0o700)
+    with Receiver(f"unix://{tmp_path}/door/r", load, device="cpu") as receiver:
+        receiver.start()
+        done = stretto(str(checkpoint), "--to", str(receiver.address), "--device", "cpu", "--json")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "ValueError: no room" in done.stderr
+    told = msgspec.json.decode(done.stdout)
+    assert "no room" in told["error"]
+    assert told["serving"] == {}
+
+
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"no header")
     done = stretto(str(tmp_path / "x.safetensors"), "--dry-run")

@@ -146,3 +146,16 @@ def test_seconds_and_times_without_a_unit_have_no_common_scale(tmp_path: Path) -
     timelines = {str(unit): stretto.simulate(plan, Costs(unit=unit)) for unit in ("s", None)}
     with pytest.raises(stretto.StrettoError, match="cannot be drawn on one scale"):
         stretto.draw_comparison(timelines, tmp_path / "figure.svg")
+
+
+def test_paths_are_text_too_and_other_kinds_are_refused(dualpipe: stretto.Timeline, tmp_path: Path) -> None:
+    stretto.draw_figure(dualpipe, str(tmp_path / "a.svg"))
+    assert (tmp_path / "a.svg").exists()
+    with pytest.raises(stretto.StrettoError, match=r"a figure is an .svg or a .png \(got .*a.pdf\)"):
+        stretto.draw_figure(dualpipe, str(tmp_path / "a.pdf"))
+
+
+def test_a_weight_update_is_not_called_idle() -> None:
+    timeline = stretto.simulate(stretto.weight_update(devices=2, buckets=4))
+    with pytest.raises(stretto.StrettoError, match="a weight update computes nothing"):
+        timeline.summary()

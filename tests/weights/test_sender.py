@@ -239,6 +239,7 @@ def test_a_tiny_push_does_not_spoil_what_is_foreseen_of_the_next(taking: Any) ->
         ({"load": print, "expects": [("w", "int8", ())]}, r"expects are Entry\(name, dtype, shape\)"),
         ({}, "either load, a function, or into, tensors by name"),
         ({"load": print, "device": "xpu"}, "weights are pushed on cpu or cuda"),
+        ({"load": print, "hooks": {"pause": print}}, r"hooks are Hooks\(pause=…, resume=…\)"),
     ],
 )
 def test_a_receiver_that_cannot_be_is_refused(folder: Path, options: dict[str, Any], said: str) -> None:
@@ -274,6 +275,8 @@ def test_what_a_push_is_asked_for_must_make_sense(taking: Any) -> None:
             sender.push("v", taking[0])
         with pytest.raises(WeightsError, match=r"in_flight is one of wait, abort, keep \(got 'drop'\)"):
             sender.push("v", [taking[0]], in_flight="drop")  # type: ignore[arg-type]
+        with pytest.raises(WeightsError, match="progress is a function"):
+            sender.push("v", [taking[0]], progress=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["host memory", "the buffer"])

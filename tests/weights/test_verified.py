@@ -278,6 +278,7 @@ def test_a_tensor_that_does_not_hold_what_was_written_is_found(
                 push(sender, engine, given)
         assert engine.receiver.status.state == "dirty"
         assert engine.receiver.status.assurance is None
+        assert engine.receiver.status.content == ""  # it holds no version's values
         assert push(sender, engine, given) == "verified"
 
 

@@ -45,7 +45,7 @@ def stretto(
 ) -> None:
     """Plan, check, simulate and compare pipeline schedules and weight updates; push weights. Start with: stretto show
 
-    Exit code 0: fine. 1: a checked schedule has violations. 2: bad input, one line on stderr says why.
+    Exit code 0: fine. 1: a checked schedule has violations, or a push failed. 2: bad input. One line says why.
     """
     if context.invoked_subcommand is None:
         out.print(context.get_help())
@@ -59,6 +59,7 @@ def main() -> None:
         code = app(standalone_mode=False)
     except StrettoError as error:
         code = _fail(str(error))
+        code = getattr(error, "code", code)
     except _BadCommandLine as error:
         code = _fail(f"{getattr(error, 'format_message', error.__str__)()} (see stretto --help)")
     except MemoryError:

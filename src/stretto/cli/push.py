@@ -33,8 +33,14 @@ def _one_voice() -> "Iterator[None]":
     except WeightsError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_SPEAKING)  # torchrun ends all ranks as soon as one has failed, and that one is to have spoken
-            raise typer.Exit(2) from error
+            raise typer.Exit(error.code if isinstance(error, FailedPushError) else 2) from error
         raise
+
+
+class FailedPushError(WeightsError):
+    """Not the input was wrong: receivers were asked, and the push failed."""
+
+    code = 1
 
 
 @_one_voice()
@@ -64,7 +70,7 @@ def push(
         str | None, typer.Option(help="Between senders: gloo, nccl or onegpu; by the device if not given.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would happen, and how long it takes.")
+        bool, typer.Option("--dry-run", help="Only say what would happen, and how long it takes; asks no receiver.")
     ] = False,
     devices: Annotated[
         int | None, typer.Option("--devices", "-d", help="Senders, for --dry-run; as many as torchrun starts, or 1.")
@@ -78,6 +84,9 @@ def push(
 
     Every receiver is paused, takes all tensors, and serves the new version once all have them. If anything
     fails, one line says what and where; receivers that had begun are dirty until the next push.
+
+    Exit code 0: all serve it. 1: the push failed, one line on stderr says why. 2: bad input; nobody was paused.
+    With --json, a push that failed prints its error, and who serves the version if anybody does.
 
     One sender for each device: start them with torchrun next to the engines. Without it there is one.
 
@@ -126,14 +135,19 @@ def push(
             nbytes = sum(it.entry.nbytes for it in files.held())
             bar("registering", 0, nbytes)
             sender.register(name, files)
-            report = sender.push(
-                name,
-                addresses,
-                in_flight=cast("InFlight", in_flight),
-                mode=mode,
-                record=output is not None,
-                progress=lambda done, total: bar("pushing", nbytes * done // total, nbytes),
-            )
+            try:
+                report = sender.push(
+                    name,
+                    addresses,
+                    in_flight=cast("InFlight", in_flight),
+                    mode=mode,
+                    record=output is not None,
+                    progress=lambda done, total: bar("pushing", nbytes * done // total, nbytes),
+                )
+            except WeightsError as error:
+                if json and rank == 0:
+                    _tell_failure(name, error)
+                raise FailedPushError(str(error)) from error
         if rank == 0:
             _tell(report, output, json=json)
 
@@ -203,6 +217,12 @@ def _bar(*, shown: bool) -> "Iterator[Any]":
             progress.update(tasks[what], completed=done)
 
         yield told
+
+
+def _tell_failure(version: str, error: WeightsError) -> None:
+    whos = {name: getattr(error, name, {}) for name in ("serving", "failed", "unknown")}
+    told = {"version": version, "error": str(error), **whos}
+    out.print(msgspec.json.format(msgspec.json.encode(told)).decode())
 
 
 def _tell(report: "Report", output: Path | None, *, json: bool) -> None:

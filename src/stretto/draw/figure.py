@@ -41,7 +41,7 @@ _THIN = 0.2  # of a row in a figure with one for each lane
 _WIDTH = (6.0, 24.0)
 
 
-def draw_figure(timeline: Timeline, path: Path, *, number_up_flow: bool = False, lanes: bool = False) -> None:
+def draw_figure(timeline: Timeline, path: str | Path, *, number_up_flow: bool = False, lanes: bool = False) -> None:
     """Write an SVG or PNG, by the path's ending.
 
     Cells carry their microbatch where there is room for it; a plan too large for that shows colours
@@ -49,6 +49,9 @@ def draw_figure(timeline: Timeline, path: Path, *, number_up_flow: bool = False,
     each device has a row for computation, one for communication and one for what is offloaded. A weight
     update has a row for each buffer.
     """
+    path = Path(path)
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise StrettoError(f"a figure is an .svg or a .png (got {path})")
     if timeline.makespan <= 0:
         raise StrettoError("there is nothing to draw: nothing takes any time")
     if timeline.program.is_update:

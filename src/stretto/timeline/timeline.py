@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from stretto.costs import Costs, Unit
+from stretto.ir.errors import StrettoError
 from stretto.program.graph import queue_edges
 from stretto.program.program import Program
 from stretto.program.task import COPIES, Task
@@ -75,6 +76,10 @@ class Timeline:
     def summary(self, costs: Costs | None = None) -> Summary:
         """The figures that matter; pass costs with bytes in them to have peak bytes."""
         program, makespan = self.program, self.makespan
+        if program.is_update:
+            raise StrettoError(
+                "a weight update computes nothing, so it has no bubbles; its report has each step's time"
+            )
         task = np.flatnonzero(program.compute)
         order, bounds = grouped(program.device[task], program.devices)
         task = task[order]

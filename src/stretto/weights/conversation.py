@@ -96,8 +96,8 @@ class Standing:
     def set(self, state: State, *, error: str = "") -> None:
         with self._lock:
             self._told.state, self._told.error = state, error
-            if state == "dirty":
-                self._told.assurance = None
+            if state == "dirty":  # it may hold anything
+                self._told.assurance, self._told.content = None, ""
 
     def serve(self, version: str, content: str, assurance: Assurance) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ from stretto.ir.errors import PipelineError, WeightsError, one_line, told
 from stretto.weights.endpoint import Endpoint, Offer, Wanted, naming
 from stretto.weights.messages import Assurance, InFlight
 from stretto.weights.report import PushError
-from stretto.weights.wire import Gone
+from stretto.weights.wire import Gone, Late
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Fleet:
 
     def open(self, offer: Offer) -> list[Wanted]:
         """Offer a version; nothing has happened yet."""
-        return self._jointly(lambda it: it.open(offer, seconds=_OPENING))
+        return self._jointly("", lambda it: it.open(offer, seconds=_OPENING))
 
     def pause(self, in_flight: InFlight, wanted: Sequence[Wanted], buckets: int) -> None:
         """They stop serving. A receiver may then have to wait for others that pause, begin and end, and for the buckets
@@ -66,24 +66,24 @@ class Fleet:
             runs = groupby(range(buckets), wants.skips.__contains__)
             away = max((len(list(run)) for is_skipped, run in runs if is_skipped), default=0)
             patience = self._timeout + (away + _AHEAD) * self._bucket_timeout
-            with naming(endpoint):
+            with self._limited(endpoint, "pause"):
                 endpoint.pause(in_flight, patience=patience, seconds=self._timeout)
 
         self._team.jointly(lambda: _each(list(zip(self._endpoints, wanted, strict=True)), pause))
 
     def begin(self) -> None:
         """A round of its own after `pause`, so that one that cannot pause leaves the others as they were."""
-        self._jointly(lambda it: it.begin(seconds=self._timeout))
+        self._jointly("begin", lambda it: it.begin(seconds=self._timeout))
 
     def end(self) -> None:
-        self._jointly(lambda it: it.end(seconds=self._timeout))
+        self._jointly("finish", lambda it: it.end(seconds=self._timeout))
 
     def commit(self, version: str) -> dict[str, Assurance]:
         """All serve the new version, or an error says who does."""
 
         def commit(endpoint: Endpoint) -> _Committed:
             try:
-                with naming(endpoint):
+                with self._limited(endpoint, "resume"):
                     assurance = endpoint.commit(seconds=self._timeout)
                     if assurance not in get_args(Assurance):
                         raise WeightsError(f"its commit returned {assurance!r:.40}, which is no assurance")
@@ -106,12 +106,21 @@ class Fleet:
             raise PushError(version, serving, failed, lost)
         return serving
 
-    def _jointly(self, ask: Callable[[Endpoint], T]) -> list[T]:
+    def _jointly(self, step: str, ask: Callable[[Endpoint], T]) -> list[T]:
         def named_ask(endpoint: Endpoint) -> T:
-            with naming(endpoint):
+            with self._limited(endpoint, step):
                 return ask(endpoint)
 
         return self._team.jointly(lambda: _each(self._endpoints, named_ask))
+
+    @contextlib.contextmanager
+    def _limited(self, endpoint: Endpoint, step: str) -> Iterator[None]:
+        """Who takes too long is told of by the step and by how long it may take."""
+        try:
+            with naming(endpoint):
+                yield
+        except Late as error:
+            raise Late(f"{error} ({step}; timeout={self._timeout:g})" if step else str(error)) from error
 
 
 def _each(asked: Sequence[S], ask: Callable[[S], T]) -> list[T]:

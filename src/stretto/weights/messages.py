@@ -29,11 +29,13 @@ class Told(msgspec.Struct, tag=True):
 
     state: State
     version: str
+    """The last that it had whole."""
     error: str
+    """Why its last update failed."""
     device: str
     """A GPU's UUID, or "cpu"."""
     content: str = ""
-    """The digest of all values of the version; nothing before the first push."""
+    """The digest of all values of the version; nothing before the first push, and while dirty."""
     assurance: Assurance | None = None
     """Of the version; None before the first push, and while dirty."""
     identity: str = ""

@@ -82,6 +82,8 @@ class Receiver:
                 raise WeightsError(f"expects are Entry(name, dtype, shape) (got {entry!r:.60})")
             if entry.dtype not in ITEM_BYTES:
                 raise WeightsError(f"{entry.name} is expected as {entry.dtype!r:.40}; types are named as in 'bfloat16'")
+        if not isinstance(hooks, Hooks):
+            raise WeightsError(f"hooks are Hooks(pause=…, resume=…) from stretto.weights (got {hooks!r:.60})")
         unknown = [name for name in slices or {} if name not in (into or {})]
         if unknown:
             raise WeightsError(f"a slice of {unknown[0]} is asked for, which is not among the tensors of into")

@@ -140,7 +140,7 @@ class Sender:
         generations under way; with `record`, the first rank's report has the measured timeline.
         """
         with self._alone(), self._breaking(), uncollected():
-            found = self._team.jointly(lambda: self._asked(version, receivers, in_flight))
+            found = self._team.jointly(lambda: self._asked(version, receivers, in_flight, progress))
             what = [version, found.content.digest, str(mode), in_flight, str(record)]
             mine = self._remotes.endpoints(what, receivers)
             choice = self._choice(found, mode)
@@ -301,7 +301,9 @@ class Sender:
         finally:
             self._one.release()
 
-    def _asked(self, version: str, receivers: Sequence[str | Endpoint], in_flight: str) -> Version:
+    def _asked(
+        self, version: str, receivers: Sequence[str | Endpoint], in_flight: str, progress: Progress | None
+    ) -> Version:
         if isinstance(receivers, str):
             raise WeightsError(f"receivers are a list: push(…, [{receivers!r}])")
         for address in receivers:
@@ -312,6 +314,8 @@ class Sender:
                 raise WeightsError(f"{address!r:.100} is no address, and no endpoint: it has no {', '.join(missing)}")
         if in_flight not in get_args(InFlight):
             raise WeightsError(f"in_flight is one of {', '.join(get_args(InFlight))} (got {in_flight!r:.40})")
+        if progress is not None and not callable(progress):
+            raise WeightsError(f"progress is a function of buckets loaded and their number (got {progress!r:.40})")
         return self._store.get(version)
 
     @contextlib.contextmanager
