@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.ir.errors import WeightsError
+from stretto.weights import files
 from stretto.weights.boxes import whole
 from stretto.weights.files import DTYPES, INDEX, Safetensors
 from stretto.weights.manifest import ITEM_BYTES
@@ -208,6 +210,33 @@ def test_a_file_that_is_replaced_later_is_an_error_and_one_that_is_deleted_is_no
     path.write_bytes(as_file({"a": torch.zeros(3)}))
     with pytest.raises(WeightsError, match="has changed since"):
         part.read()
+
+
+def test_a_file_that_is_written_to_all_the_time_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, over = tmp_path / "a", threading.Event()
+    path.write_bytes(as_file({"a": torch.ones(3)}))
+
+    def write() -> None:
+        with path.open("r+b") as file:
+            while not over.wait(0.002):
+                os.pwrite(file.fileno(), b"x", path.stat().st_size - 1)
+
+    monkeypatch.setattr(files, "_SETTLING", 0.3)
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        with pytest.raises(WeightsError, match="a is being written to"):
+            Safetensors(path)
+    finally:
+        over.set()
+        writer.join()
+
+
+def test_an_index_that_leads_nowhere_is_not_taken_for_none(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(as_file({"a": torch.ones(3)}))
+    (tmp_path / INDEX).symlink_to(tmp_path / INDEX)
+    with pytest.raises(WeightsError, match="is no index of safetensors files"):
+        Safetensors(tmp_path)
 
 
 def test_a_file_is_left_as_it_is(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -232,6 +233,31 @@ def test_a_child_that_ends_leaves_its_parents_receiver_alone(folder: Path) -> No
     command = [sys.executable, "-W", "ignore", "-c", FORKED, f"unix://{folder}/r"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "verified\n", "")
+
+
+WORKERS = """
+import os, signal, sys, time, torch
+from stretto.weights import Receiver
+receiver = Receiver(sys.argv[1], into={"w": torch.zeros(3)}).start()
+child = os.fork()
+if child == 0:  # a worker of the engine, which lives on
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_child_that_lives_on_does_not_keep_a_dead_ones_door(folder: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", WORKERS, f"unix://{folder}/r"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        child = int(engine.stdout.readline())
+        try:
+            assert engine.wait(60) == -signal.SIGKILL
+            Receiver(f"unix://{folder}/r", into={"w": torch.zeros(3)}).close()
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 ENGINE = """

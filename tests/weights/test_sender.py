@@ -14,10 +14,12 @@ import pushes
 from ranks import Ranks
 from stretto.ir.errors import WeightsError
 from stretto.weights import files
+from stretto.weights import sender as senders
 from stretto.weights.push import Push
 from stretto.weights.receiver import Receiver
 from stretto.weights.remotes import status
 from stretto.weights.sender import Sender
+from stretto.weights.wire import Connection, Late
 
 
 class Taking:
@@ -260,6 +262,42 @@ def test_a_receiver_that_cannot_be_is_refused(folder: Path, options: dict[str, A
 def test_a_sender_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(WeightsError, match=said):
         Sender(**{"device": "cpu", **options})
+
+
+def test_a_sender_that_cannot_see_how_much_memory_there_is_goes_on(
+    taking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    with Sender(device="cpu") as sender:
+        with monkeypatch.context() as patch:
+            patch.setattr(senders, "free_bytes", none)
+            with pytest.raises(WeightsError, match="Too many open files"):
+                sender.register("v", {"w": torch.zeros(1)})
+        sender.register("v", {"w": torch.zeros(1)})
+        sender.push("v", [taking[0]])
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(
+    taking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, hear = [True], Connection.hear
+
+    def hears(connection: Connection, *, seconds: float) -> Any:
+        if late and seconds == 5.0 and connection in kept:
+            late.clear()
+            raise Late("is slow: it did not answer in time")
+        return hear(connection, seconds=seconds)
+
+    with Sender(device="cpu") as sender:
+        sender.register("v", {"w": torch.zeros(1)})
+        sender.push("v", [taking[0]])
+        kept = [it._connection for it in sender._remotes._remotes.values()]
+        monkeypatch.setattr(Connection, "hear", hears)
+        with pytest.raises(WeightsError, match="is slow"):
+            sender.push("v", [taking[0]])
+        sender.push("v", [taking[0]])
 
 
 def test_the_package_shows_what_it_has() -> None:

@@ -259,6 +259,83 @@ def test_tied_tensors_of_several_senders_are_compared(ranks: Ranks, folder: Path
         assert engine.paused == 1
 
 
+class Face(torch.Tensor):
+    """As quantised tensors are: one type outside, another one in memory."""
+
+    inner: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Face":
+        made: Face = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*(it.inner.float() if isinstance(it, Face) else it for it in args), **(kwargs or {}))
+
+
+def test_a_tensor_around_another_one_is_refused(folder: Path, sender: Sender) -> None:
+    """What is written into it would be written into a copy, and be read again there."""
+    with Engine(folder, {"w": Face(torch.zeros(4, dtype=torch.float16))}) as engine:
+        with pytest.raises(WeightsError, match="w is not plain memory"):
+            push(sender, engine, {"w": torch.ones(4)})
+        assert engine.paused == 0
+
+
+def test_a_tensor_that_becomes_negative_is_refused(folder: Path, sender: Sender) -> None:
+    """Everything else of it is as it was."""
+    live = {"w": torch.nn.Parameter(torch.zeros(4), requires_grad=False)}
+    with Engine(folder, live) as engine:
+        assert push(sender, engine, {"w": torch.ones(4)}) == "verified"
+        live["w"].data = torch._neg_view(live["w"].data)
+        with pytest.raises(WeightsError, match="w is not plain memory"):
+            push(sender, engine, {"w": torch.ones(4)})
+        assert engine.paused == 1
+
+
+def cut(tensor: Tensor) -> None:
+    """Less memory, at the same address."""
+    storage, before = tensor.untyped_storage(), tensor.data_ptr()
+    half = storage.nbytes() // 2
+    for number in range(3000):
+        storage.resize_(half - 64 * (number % 1000))
+        if tensor.data_ptr() == before:
+            return
+    pytest.skip("the allocator gives other memory every time")
+
+
+def test_a_tensor_whose_memory_was_cut_where_it_lies_is_refused(folder: Path) -> None:
+    for _ in range(3):  # so that no more memory is taken from the system
+        torch.zeros(1 << 20)
+    live, _ = {"w": torch.zeros(1 << 16)}, torch.zeros(1 << 14)
+    with Engine(folder, live) as engine, Sender(device="cpu") as sender:
+        assert push(sender, engine, {"w": torch.ones(1 << 16)}) == "verified"
+        cut(live["w"])
+        with pytest.raises(WeightsError, match="w has no memory of its size any more"):
+            push(sender, engine, {"w": torch.ones(1 << 16)})
+        assert engine.paused == 1
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_tensor_whose_memory_is_cut_while_others_are_loaded_is_not_written(
+    folder: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, load = {name: torch.zeros(60) for name in ("a", "b")}, loading.Writing.load
+
+    def disturbed(writing: Any, number: int, *given: Any) -> None:
+        if number == 1:
+            live["b"].untyped_storage().resize_(size)
+        load(writing, number, *given)
+
+    monkeypatch.setattr(loading.Writing, "load", disturbed)
+    with Engine(folder, live) as engine, Sender(device="cpu", bucket_bytes=256) as sender:
+        with pytest.raises(WeightsError, match=r"bucket 1 \(b\): b was replaced, or its memory cut"):
+            push(sender, engine, {name: torch.ones(60) for name in live})
+        assert engine.receiver.status.state == "dirty"
+
+
 # What they hold afterwards.
 
 

@@ -296,6 +296,24 @@ def test_messages_out_of_turn_are_refused_and_change_nothing(door: Door, word: M
     door.push()
 
 
+def test_what_was_opened_before_is_not_taken_for_what_is_not_known(door: Door) -> None:
+    connection = connect(door.address, door.secret)
+    shared = SharedBuffers(512, torch.device("cpu"))
+    try:
+        after_opening(connection)
+        connection.tell(Abandon("no"))
+        buffers, files = shared.described(local=connection.local)
+        other = msgspec.structs.replace(opening(buffers=buffers), digest="another", manifest=None)
+        connection.tell(other, files)
+        assert isinstance(connection.hear(seconds=SECONDS)[0], Unknown)
+        connection.tell(Pause("wait", 60))
+        assert connection.hear(seconds=SECONDS)[0] == Failed("nothing was opened", dirty=False)
+    finally:
+        connection.close()
+        shared.close()
+    door.push()
+
+
 def test_nonsense_in_the_middle_of_an_update_is_no_end_of_the_receiver(door: Door) -> None:
     connection = connect(door.address, door.secret)
     try:

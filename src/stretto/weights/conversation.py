@@ -238,7 +238,7 @@ class Conversation:
 
     def _open(self, message: Open, files: list[int]) -> Message:
         self._expect("serving", "dirty")
-        self._standing.opened, self._patience = True, _DECIDING
+        self._standing.opened, self._patience, self._opening = True, _DECIDING, None
         self._connection.silence = min(max(SILENCE, message.silence), _LONGEST)
         if message.bucket_bytes > message.buffers.nbytes:
             raise WeightsError(
@@ -261,7 +261,7 @@ class Conversation:
         return Ready(self._loading.skips, self._loading.alike)
 
     def _pause(self, message: Pause) -> Message:
-        if self._loading is None or not self._standing.opened:
+        if self._loading is None or self._opening is None or not self._standing.opened:
             raise WeightsError("nothing was opened")
         self._expect("serving", "dirty")
         self._before, self._touched = self._standing.told.state, False

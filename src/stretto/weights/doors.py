@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from stretto.ir.errors import WeightsError
 from stretto.weights.wire import Connection, Gone
 from stretto.wire.connection import GREETING
+from stretto.wire.forks import keep_from_children
 from stretto.wire.peers import is_trusted, peer_user
 
 _BACKLOG = 64
@@ -109,6 +110,7 @@ class Door:
                     self._file = _identity(self._path)
         except OSError as error:
             raise WeightsError(f"cannot listen at {address}: {error.strerror or error}") from None
+        keep_from_children(self._server)
 
     def accept(self) -> socket.socket:
         return self._server.accept()[0]

@@ -133,6 +133,7 @@ class Remote:
         try:
             self.status()
         except Late:
+            self.close()  # its answer may still come, and would be taken for that to another question
             raise
         except WeightsError:
             return False

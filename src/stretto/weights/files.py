@@ -51,6 +51,7 @@ _LENGTH = 8  # bytes that say how long the header is
 _LONGEST = 100_000_000  # bytes of a header, as in the safetensors library
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _TICK = 20_000_000  # nanoseconds, within which a file may be written twice with one time
+_SETTLING = 5.0  # seconds for a file not to be written to
 
 
 class _Stored(msgspec.Struct):
@@ -261,7 +262,7 @@ class Safetensors:
 def _folder(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     """The files of a folder, and where its index says that each tensor is."""
     index = folder / INDEX
-    if not index.exists():
+    if not os.path.lexists(index):  # a link that leads nowhere is one that cannot be read
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise WeightsError(f"there is no safetensors file in {folder}")
@@ -296,6 +297,10 @@ def _demand_each_once(text: bytes | bytearray) -> None:
 def _opened(path: Path) -> tuple[int, _Identity]:
     """A file that nobody writes to this very moment: what is written after this has another time."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    deadline = time.monotonic() + _SETTLING
     while 0 <= time.time_ns() - os.fstat(file).st_ctime_ns < _TICK:
+        if time.monotonic() > deadline:
+            os.close(file)
+            raise WeightsError(f"{path} is being written to: it has changed for {_SETTLING:g} s")
         time.sleep(_TICK / 1e9)
     return file, _Identity.of(os.fstat(file))

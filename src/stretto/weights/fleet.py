@@ -9,7 +9,7 @@ from typing import TypeVar, get_args
 import msgspec
 
 from stretto.execute.team import Team
-from stretto.ir.errors import PipelineError, WeightsError, one_line, told
+from stretto.ir.errors import PipelineError, WeightsError, named, one_line, told
 from stretto.weights.endpoint import Endpoint, Offer, Wanted, naming
 from stretto.weights.messages import Assurance, InFlight
 from stretto.weights.report import PushError
@@ -44,7 +44,7 @@ class Fleet:
         try:
             yield
         except BaseException as error:
-            why = f"the push of {version} failed: {one_line(error)}"
+            why = f"the push of {version} failed: {one_line(error) or named(error)}"
 
             def abandon(endpoint: Endpoint) -> None:
                 with contextlib.suppress(Exception):  # it has told why, or cannot be told

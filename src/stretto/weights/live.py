@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from stretto.weights.boxes import Box
+from stretto.weights.held import has_memory
 
 _MANY = 32  # tensors that are compared each with each
 _WORK = 1_000_000  # steps in which it must be found out whether two tensors overlap
@@ -80,11 +81,18 @@ class Layouts:
             (addresses, [shapes.setdefault(it, it) for it in sizes], rest)
             for addresses, sizes, rest in self._look(tensors)
         ]
-        # Only of what is not in one piece can there be views that are to be read as negative or conjugate.
-        self._odd = [n for n, it in enumerate(tensors) if it.is_complex() or it.numel() < 2 or not it.is_contiguous()]
+        self._odd = [n for n, it in enumerate(tensors) if it.is_complex() or not it.is_contiguous()]
         self._layouts = self._of_odd(tensors)
+        self._storages = list({it.data_ptr(): it for it in (tensor.untyped_storage() for tensor in tensors)}.values())
+        self._sizes = [it.nbytes() for it in self._storages]
 
     def hold(self, tensors: Collection[Tensor]) -> bool:
+        """Whether each lies as it did, in memory that is still there."""
+        sizes = [it.nbytes() for it in self._storages]
+        return sizes == self._sizes and not any(map(Tensor.is_neg, tensors)) and self.are_same(tensors)
+
+    def are_same(self, tensors: Collection[Tensor]) -> bool:
+        """Whether each lies as it did; how it is to be read, and whether its memory was cut, is not looked at."""
         same = all(map(eq, self._look(tensors), self._looked))
         return same and len(tensors) == self._count and self._of_odd(tensors) == self._layouts
 
@@ -108,17 +116,31 @@ def unfit(name: str, tensor: Any) -> str:
         return f"{name} is a {type(tensor).__name__}, not a tensor"
     if isinstance(tensor, DTensor):
         return f"{name} is a DTensor; give its local tensor, and slices of what is pushed"
-    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+    lazily = is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg()
+    if not lazily and tensor.numel() and 0 <= _stored(tensor) < _needed(tensor):
+        return f"{name} has no memory of its size any more"
+    if lazily or not has_memory(tensor):
         return f"{name} is not plain memory, and cannot be written in place"
     layout = layout_of(tensor)
-    if tensor.numel() and tensor.untyped_storage().nbytes() < layout.end - layout.address:
-        return f"{name} has no memory of its size any more"
     reach = 0  # of elements along dimensions with smaller strides
     for stride, size in sorted(zip(layout.strides, layout.shape, strict=True)):
         if size > 1 and stride <= reach and tensor.numel():
             return f"{name} is expanded or overlaps itself (strides {layout.strides}): it cannot hold what is pushed"
         reach += stride * max(0, size - 1)
     return ""
+
+
+def _needed(tensor: Tensor) -> int:
+    steps = (stride * (size - 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.itemsize * (int(tensor.storage_offset()) + 1 + sum(steps))
+
+
+def _stored(tensor: Tensor) -> int:
+    """Bytes of the memory that it is in; below 0 if there is none of its own."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except RuntimeError:
+        return -1
 
 
 def shared(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> tuple[list[str], list[list[str]]]:

@@ -146,16 +146,20 @@ class Writing:
         self.buckets = buckets
         self._slices, self._manifest = slices, manifest
         self._copies: dict[tuple[int, int], list[_Copies]] = {}
+        self._parts_of: dict[int, tuple[list[str], Layouts]] = {}
         self._done: dict[int, list[tuple[_Copies, Tensor]]] = {}  # of each bucket, what was written, and its sums
         self.skips = [k for k, bucket in enumerate(buckets) if not any(map(self._wants, bucket.pieces))]
 
     def holds(self) -> bool:
         """Whether the live tensors are where they were: an engine may have put others in their place, or may see the
         same memory in another way."""
+        return self._names == list(self._given) and self._as_before(self._names, self._all.hold)
+
+    def _as_before(self, names: Iterable[str], look: Callable[[list[Tensor]], bool]) -> bool:
         try:
             with uncollected():
-                return list(self._given) == self._names and self._all.hold(self._given.values())
-        except (TypeError, RuntimeError):
+                return look([self._given[name] for name in names])
+        except (KeyError, TypeError, RuntimeError):
             return False  # what is there is no plain tensor any more, and is refused by name
 
     def _wants(self, piece: Piece) -> bool:
@@ -179,6 +183,8 @@ class Writing:
         key = number, buffer.data_ptr()
         if key not in self._copies:
             self._copies[key] = list(self._prepared(number, buffer))
+            names = dict.fromkeys(name for some in self._copies[key] for name in some.names)
+            self._parts_of[number] = list(names), Layouts([self._given[name] for name in names])
         return self._copies[key]
 
     def begin(self) -> None:
@@ -187,6 +193,9 @@ class Writing:
     @torch.no_grad()
     def load(self, number: int, buffer: Tensor, pool: ThreadPoolExecutor) -> None:
         copies = self._copies_of(number, buffer)
+        names, layouts = self._parts_of[number]
+        if not self._as_before(names, layouts.hold):  # or it would be written where there is no memory any more
+            raise WeightsError(f"{next(filter(self._is_another, names), 'a tensor')} was replaced, or its memory cut")
         for some in copies:
             torch._foreach_copy_(some.targets, some.sources, non_blocking=True)
         self._done[number] = [(some, some.written.sums(pool)) for some in copies]
@@ -245,7 +254,7 @@ class Writing:
         written = [it for bucket in self._done.values() for it in bucket]
         in_place = all(some.written.in_place for some, _ in written)
         found = [some.written.sums(pool) for some, _ in written] if in_place else []  # a GPU is at it meanwhile
-        if not self.holds():
+        if self._names != list(self._given) or not self._as_before(self._names, self._all.are_same):
             return f"{next(filter(self._is_another, self._layouts), 'a tensor')} was replaced"
         found = found or [some.written.sums(pool) for some, _ in written]
         if not written or torch.equal(torch.cat(found), torch.cat([sums for _, sums in written])):

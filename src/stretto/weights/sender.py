@@ -116,7 +116,7 @@ class Sender:
         with self._alone(), self._breaking(), self._team.patient(), uncollected():
             made = self._team.jointly(lambda: _named(version, as_source(source)))
             held = self._team.jointly(lambda: [_checked(it) for it in made.held()])
-            self._store.add(version, made, held, min(self._team.gather(self._free(), int)))
+            self._store.add(version, made, held, self._free())
             return self._store.get(version).content.digest
 
     def drop(self, version: str) -> None:
@@ -341,7 +341,7 @@ class Sender:
     def _choice(self, found: Version, mode: Mode | None) -> Choice:
         """How to push this, as last time if nothing has become much faster or slower."""
         speeds = self._speeds or measure(self.device, self._group, self._team)
-        free = min(self._team.gather(self._free(), int))
+        free = self._free()
         what = self._group.size, len(found.buckets), found.bucket_bytes, mode
         if self._chosen is None or self._chosen[0] != what or not speeds.like(self._chosen[1]):
             made = choose(self._group.size, len(found.buckets), found.bucket_bytes, speeds, free, mode=mode)
@@ -349,9 +349,10 @@ class Sender:
         return self._chosen[2]
 
     def _free(self) -> int:
-        """Bytes for buffers, those that are there included; senders on one device share what it has."""
+        """Bytes for any sender's buffers, those that are there included; senders on one device share what it has."""
         senders = self._remotes.devices.count(device_name(self.device))
-        return free_bytes(self.device) // senders + self._staging.nbytes
+        here = self._team.jointly(lambda: free_bytes(self.device) // senders + self._staging.nbytes)
+        return min(self._team.gather(here, int))
 
 
 def _named(version: str, source: T) -> T:

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from stretto.ir.errors import StrettoError
+from stretto.wire.forks import keep_from_children
 from stretto.wire.frames import HEADER_BYTES, Nonsense, close_files, length_of, packed, receive, send, unpacked
 from stretto.wire.greeting import Greeting
 
@@ -57,6 +58,7 @@ class Connection(Generic[M]):
         self.silence = SILENCE
         """Seconds without a sign of life, after which the other side is taken to be stopped."""
         self._heard = time.monotonic()
+        keep_from_children(stream)
 
     def tell(self, message: M, files: tuple[int, ...] = (), *, seconds: float = SILENCE) -> None:
         data = memoryview(packed(message))
