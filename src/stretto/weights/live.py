@@ -4,7 +4,6 @@ import mmap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from math import gcd
-from operator import eq
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,47 +66,60 @@ def plain(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 _TYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-_IN_ONE_PIECE = Tensor.is_contiguous
-_NEAR = 256  # tensors
+_NEAR = 256  # tensors that are asked all questions before the next are, as long as they are near
 
 
 class Layouts:
     """How tensors lie, to be compared with how they lie later: quickly, since there can be many."""
 
     def __init__(self, tensors: Collection[Tensor]) -> None:
+        shapes: dict[torch.Size, torch.Size] = {}  # few, which are near too
+        self._few = [_Few(some, shapes) for some in _batches(tensors)]
         self._count = len(tensors)
-        shapes: dict[torch.Size, torch.Size] = {}  # few, which are near then too
-        self._looked = [
-            (addresses, [shapes.setdefault(it, it) for it in sizes], rest)
-            for addresses, sizes, rest in self._look(tensors)
-        ]
-        self._odd = [n for n, it in enumerate(tensors) if it.is_complex() or not it.is_contiguous()]
-        self._layouts = self._of_odd(tensors)
-        self._storages = list({it.data_ptr(): it for it in (tensor.untyped_storage() for tensor in tensors)}.values())
-        self._sizes = [it.nbytes() for it in self._storages]
 
     def hold(self, tensors: Collection[Tensor]) -> bool:
         """Whether each lies as it did, in memory that is still there."""
-        sizes = [it.nbytes() for it in self._storages]
-        return sizes == self._sizes and not any(map(Tensor.is_neg, tensors)) and self.are_same(tensors)
+        pairs = zip(self._few, _batches(tensors), strict=False)
+        return len(tensors) == self._count and all(few.have_memory(some) and few.are_same(some) for few, some in pairs)
 
     def are_same(self, tensors: Collection[Tensor]) -> bool:
         """Whether each lies as it did; how it is to be read, and whether its memory was cut, is not looked at."""
-        same = all(map(eq, self._look(tensors), self._looked))
-        return same and len(tensors) == self._count and self._of_odd(tensors) == self._layouts
+        pairs = zip(self._few, _batches(tensors), strict=False)
+        return len(tensors) == self._count and all(few.are_same(some) for few, some in pairs)
+
+
+def _batches(tensors: Collection[Tensor]) -> Iterator[list[Tensor]]:
+    every = list(tensors)
+    for at in range(0, len(every), _NEAR):
+        yield every[at : at + _NEAR]
+
+
+class _Few:
+    def __init__(self, tensors: list[Tensor], shapes: dict[torch.Size, torch.Size]) -> None:
+        self._addresses, self._types, self._whole = self._look(tensors)
+        self._shapes = [shapes.setdefault(it.shape, it.shape) for it in tensors]
+        self._odd = [n for n, it in enumerate(tensors) if it.is_complex() or not it.is_contiguous()]
+        self._layouts = [layout_of(tensors[number]) for number in self._odd]
+        self._storages = [it.untyped_storage() for it in tensors]
+        self._sizes = list(map(torch.UntypedStorage.nbytes, self._storages))
 
     @staticmethod
-    def _look(tensors: Collection[Tensor]) -> Iterator[tuple[bytes, list[torch.Size], list[list[Any]]]]:
-        """At some at a time, which are still near when the next is asked of them."""
-        every = list(tensors)
-        for at in range(0, len(every), _NEAR):
-            some = every[at : at + _NEAR]
-            addresses = np.fromiter(map(Tensor.data_ptr, some), np.uint64, len(some)).tobytes()
-            yield addresses, list(map(Tensor.size, some)), [list(map(look, some)) for look in (_TYPE, _IN_ONE_PIECE)]
+    def _look(tensors: list[Tensor]) -> tuple[bytes, list[torch.dtype], list[bool]]:
+        addresses = np.fromiter(map(Tensor.data_ptr, tensors), np.uint64, len(tensors)).tobytes()
+        return addresses, list(map(_TYPE, tensors)), list(map(Tensor.is_contiguous, tensors))
 
-    def _of_odd(self, tensors: Collection[Tensor]) -> list[MemoryLayout]:
-        every = list(tensors)
-        return [layout_of(every[number]) for number in self._odd]
+    def are_same(self, tensors: list[Tensor]) -> bool:
+        return (
+            self._look(tensors) == (self._addresses, self._types, self._whole)
+            and list(map(Tensor.size, tensors)) == self._shapes
+            and [layout_of(tensors[number]) for number in self._odd] == self._layouts
+        )
+
+    def have_memory(self, tensors: list[Tensor]) -> bool:
+        """As much as they had, where every bit counts as it is."""
+        return list(map(torch.UntypedStorage.nbytes, self._storages)) == self._sizes and not any(
+            map(Tensor.is_neg, tensors)
+        )
 
 
 def unfit(name: str, tensor: Any) -> str:
