@@ -124,6 +124,7 @@ class Fleet:
 
 
 def _each(asked: Sequence[S], ask: Callable[[S], T]) -> list[T]:
-    """Ask all at the same time."""
+    """Ask all at the same time, also if one of them fails."""
     with ThreadPoolExecutor(max(1, len(asked))) as pool:
-        return list(pool.map(ask, asked))
+        asking = [pool.submit(ask, it) for it in asked]
+    return [it.result() for it in asking]

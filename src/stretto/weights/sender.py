@@ -349,10 +349,13 @@ class Sender:
         return self._chosen[2]
 
     def _free(self) -> int:
-        """Bytes for any sender's buffers, those that are there included; senders on one device share what it has."""
+        """Bytes for any sender's buffers."""
+        return min(self._team.gather(self._team.jointly(self._free_here), int))
+
+    def _free_here(self) -> int:
+        """Those that are there included; senders on one device share what it has."""
         senders = self._remotes.devices.count(device_name(self.device))
-        here = self._team.jointly(lambda: free_bytes(self.device) // senders + self._staging.nbytes)
-        return min(self._team.gather(here, int))
+        return free_bytes(self.device) // senders + self._staging.nbytes
 
 
 def _named(version: str, source: T) -> T:
