@@ -99,6 +99,11 @@ class Standing:
             if state == "dirty":  # it may hold anything
                 self._told.assurance, self._told.content = None, ""
 
+    def go_on_from(self, told: Told) -> None:
+        with self._lock:
+            state: State = "serving" if told.state == "serving" else "dirty"
+            self._told = msgspec.structs.replace(told, state=state, identity=self._told.identity)
+
     def serve(self, version: str, content: str, assurance: Assurance) -> None:
         with self._lock:
             self._told.state, self._told.error = "serving", ""

@@ -21,6 +21,8 @@ from stretto.weights.rows import Rows, first_change, is_readable
 
 Load = Callable[[Sequence[tuple[str, Tensor]]], Iterable[str] | None]
 """Takes tensors by name; says which of the names it has taken care of, or None if it cannot say."""
+Demands = Callable[[Sequence[Entry]], list[str]]
+"""What is wrong with the tensors of a version, in words; nothing if it can be taken."""
 log = logging.getLogger(__name__)
 _GROUP = 32 << 20  # bytes of which a copy is made to read them again, where they cannot be read in place
 
@@ -59,11 +61,17 @@ class Handing:
     """Hands whole tensors to a loader."""
 
     def __init__(
-        self, load: Load, manifest: Manifest, buckets: list[Bucket], *, retains: bool, expects: Iterable[Entry] = ()
+        self,
+        load: Load,
+        manifest: Manifest,
+        buckets: list[Bucket],
+        *,
+        retains: bool,
+        expects: Iterable[Entry] | Demands = (),
     ) -> None:
-        wrong = differences(expects, manifest)
+        wrong = expects(manifest.entries) if callable(expects) else differences(expects, manifest)
         if wrong:
-            raise WeightsError(_listed(wrong))
+            raise WeightsError(listed(wrong))
         self.skips: list[int] = []
         self.alike: list[list[int]] = []
         self.buckets = buckets
@@ -108,7 +116,7 @@ class Handing:
     def assurance(self) -> Assurance:
         if self._left:
             some = [entry.name for entry in self._manifest.entries if entry.name in self._left]
-            log.warning("the loader did not account for %s", _listed(some, ", "))
+            log.warning("the loader did not account for %s", listed(some, ", "))
         return "unaccounted" if self._left else "delivered"
 
     def changed(self, pool: ThreadPoolExecutor) -> str:  # noqa: ARG002 (it is the engine's)
@@ -127,7 +135,7 @@ class Writing:
     ) -> None:
         given = {entry.name: entry for entry in manifest.entries}
         if wrong := [why for name, tensor in into.items() if (why := unfit(name, tensor))]:
-            raise WeightsError(_listed(wrong))
+            raise WeightsError(listed(wrong))
         fits = [name for name in slices if name in given and len(slices[name]) <= len(given[name].shape)]
         overlaps, alike = shared(into, {name: slices_box(given[name].shape, slices[name]) for name in fits})
         tied = {name for names in alike for name in names if any(it in given for it in names)}
@@ -137,7 +145,7 @@ class Writing:
             if (name in given or name not in tied) and (why := _misfit(name, tensor, given.get(name), slices))
         ]
         if wrong or overlaps:
-            raise WeightsError(_listed(wrong or overlaps))
+            raise WeightsError(listed(wrong or overlaps))
         places = {entry.name: place for place, entry in enumerate(manifest.entries)}
         self.alike = [there for names in alike if (there := [places[name] for name in names if name in places])]
         self._given, self._layouts = into, {name: layout_of(tensor) for name, tensor in into.items()}
@@ -286,7 +294,7 @@ class _Copies:
     def at(self, row: int) -> str:
         """Who has bytes in a row, in words."""
         names = [self.names[place] for place in self.written.at(row)]
-        return f"{'one of ' if len(names) > 1 else ''}{_listed(names, ', ')}"
+        return f"{'one of ' if len(names) > 1 else ''}{listed(names, ', ')}"
 
 
 class _Views:
@@ -322,5 +330,6 @@ def _misfit(name: str, tensor: Tensor, entry: Entry | None, slices: Mapping[str,
     return "" if fits else f"{name} is pushed with shape {entry.shape}, and {asked} does not fit {tuple(tensor.shape)}"
 
 
-def _listed(some: list[str], between: str = "; ") -> str:
+def listed(some: list[str], between: str = "; ") -> str:
+    """The first few of them."""
     return between.join([*some[:3], *([f"and {len(some) - 3} more"] if len(some) > 3 else [])])

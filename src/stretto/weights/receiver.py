@@ -21,7 +21,7 @@ from stretto.weights.conversation import Conversation, Hooks, Standing
 from stretto.weights.doors import Address, Door, read_secret
 from stretto.weights.host import threads
 from stretto.weights.layout import lay_out
-from stretto.weights.loading import Handing, Load, Loading, Writing
+from stretto.weights.loading import Demands, Handing, Load, Loading, Writing
 from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest
 from stretto.weights.messages import Abandon, Ask, Failed, Open, Told
 from stretto.weights.rows import reads_in_place
@@ -52,15 +52,16 @@ class Receiver:
         *,
         into: Mapping[str, Tensor] | None = None,
         slices: Mapping[str, tuple[slice, ...]] | None = None,
-        expects: Iterable[Entry] = (),
+        expects: Iterable[Entry] | Demands = (),
         retains: bool = False,
         hooks: Hooks = Hooks(),  # noqa: B008 (frozen)
         version: str = "initial",
         device: torch.device | str | None = None,
         secret_file: str | Path | None = None,
     ) -> None:
-        """`expects` are tensors that a version must have; `retains` says that the loader keeps what it is handed."""
-        expects = tuple(expects)
+        """`expects` are tensors that a version must have, or a function that says what is wrong with those of one;
+        `retains` says that the loader keeps what it is handed."""
+        expects = expects if callable(expects) else tuple(expects)
         if (load is None) == (into is None):
             raise WeightsError("a receiver takes either load, a function, or into, tensors by name")
         if load is not None and not callable(load):
@@ -77,7 +78,7 @@ class Receiver:
         for name, part in (slices or {}).items():
             if not (isinstance(part, tuple) and all(isinstance(it, slice) and it.step in (None, 1) for it in part)):
                 raise WeightsError(f"the slice of {name} is a tuple of slices without steps (got {part!r:.60})")
-        for entry in expects:
+        for entry in () if callable(expects) else expects:
             if not isinstance(entry, Entry):
                 raise WeightsError(f"expects are Entry(name, dtype, shape) (got {entry!r:.60})")
             if entry.dtype not in ITEM_BYTES:
@@ -88,7 +89,7 @@ class Receiver:
         if unknown:
             raise WeightsError(f"a slice of {unknown[0]} is asked for, which is not among the tensors of into")
         self.address, self._load, self._into, self._slices = Address(address), load, into, slices or {}
-        self._expects, self._retains, self._hooks = tuple(expects), retains, hooks
+        self._expects, self._retains, self._hooks = expects, retains, hooks
         if device is None and into:
             device = next(iter(into.values())).device
         self.device = resolved(device)
@@ -111,6 +112,10 @@ class Receiver:
         self._serving: threading.Thread | None = None
         _receivers.add(self)
         threading.Thread(target=self._accept, name="stretto receiver", daemon=True).start()
+
+    def go_on_from(self, told: Told) -> None:
+        """Be as another receiver of the same engine was, which this one replaces; before it starts."""
+        self._standing.go_on_from(told)
 
     # What an engine asks.
 

@@ -19,8 +19,10 @@ import torch
 
 from pushes import begun, total_of
 from stretto.ir.errors import WeightsError
+from stretto.weights.adapters import Asked
 from stretto.weights.adapters import vllm as adapter
-from stretto.weights.adapters.vllm import Account, VllmServer, register
+from stretto.weights.adapters.vllm import VllmServer, register
+from stretto.weights.adapters.vllm_model import Account, Shapes
 from stretto.weights.endpoint import Offer, Remote
 from stretto.weights.layout import lay_out
 from stretto.weights.manifest import Entry, Manifest
@@ -86,14 +88,25 @@ class Factory:
         return getattr(importlib.import_module(module_path), class_name)(config, vllm_config, device, model)
 
 
+class Layer:
+    """LayerReloadingInfo."""
+
+    def __init__(self) -> None:
+        self.loaded_weights: list[tuple[str, torch.Tensor]] = []
+        self.load_numel, self.load_numel_total = 0, None
+
+    def can_load(self) -> bool:
+        return self.load_numel_total is not None
+
+
 class Model:
-    """One layer of a fused qk and a norm. While it is reloaded, tensors are kept until there are three."""
+    """One layer of a fused qk and a norm. While it is reloaded, tensors are kept until it has all of them."""
 
     packed_modules_mapping: ClassVar = {"qk": ["q", "k"]}
 
     def __init__(self) -> None:
         self.live: dict[str, torch.Tensor] = {}
-        self.kept: list[tuple[str, torch.Tensor]] | None = None
+        self.info: Any = Layer()
         self.threads: set[int] = set()
         self.fails = False
         self.skips = ""
@@ -101,25 +114,73 @@ class Model:
     def modules(self) -> list[Any]:
         return [self]
 
+    def parameters(self, *, recurse: bool) -> list[torch.Tensor]:
+        assert not recurse
+        return [torch.zeros(2 * 64, device="meta"), torch.zeros(64, device="meta")]
+
+    def named_modules(self) -> list[tuple[str, Any]]:
+        return [("layer", self)]
+
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
-        assert self.kept is not None
+        assert self.info.can_load()
         self.threads.add(threading.get_ident())
         for name, tensor in weights:
             if self.fails and name == "k":
+                self.info.loaded_weights.append((name, tensor[:3]))
+                self.info.load_numel += 3
                 raise ValueError("no room for k")
-            self.kept.append((name, tensor))
-            if len(self.kept) == 3:
-                self.live, self.kept = dict(self.kept), []
+            self.info.loaded_weights.append((name, tensor))
+            self.info.load_numel += tensor.numel()
+            if self.info.load_numel == 3 * 64:
+                self.process()
         return {{"q": "qk", "k": "qk"}.get(name, name) for name, _ in weights if name != self.skips}
+
+    def process(self) -> None:
+        for name, tensor in self.info.loaded_weights:
+            assert tensor.numel() == 64, f"{name} is too small"
+        self.live, self.info = dict(self.info.loaded_weights), Layer()
 
 
 def initialize(model: Model) -> None:
-    model.kept = [] if model.kept is None else model.kept
+    model.info.load_numel_total = 3 * 64
 
 
 def finalize(model: Model, config: str) -> None:
     assert config in ("main config", "draft config")
-    model.kept = None
+    if model.info.load_numel:
+        model.process()  # as vLLM does, for what is padded
+    model.info = Layer()
+
+
+class Linear(torch.nn.Module):
+    """LinearBase."""
+
+    def __init__(self, output_size: int, input_size: int, **more: Any) -> None:
+        super().__init__()
+        self.output_size, self.input_size, self.quant_method = output_size, input_size, Unquantized()
+        vars(self).update(more)
+
+
+class Unquantized:
+    """UnquantizedLinearMethod."""
+
+
+class Fused(Linear):
+    """MergedColumnParallelLinear."""
+
+
+class QKV(Linear):
+    """QKVParallelLinear."""
+
+
+class Vocabulary(torch.nn.Module):
+    """VocabParallelEmbedding."""
+
+    org_vocab_size, embedding_dim = 100, 16
+
+
+class WorkerBase:
+    stretto_told: Any
 
 
 @pytest.fixture
@@ -140,6 +201,19 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "initialize_layerwise_reload": initialize,
             "finalize_layerwise_reload": finalize,
         },
+        "vllm.model_executor.model_loader.reload.layerwise": {"get_layerwise_info": lambda layer: layer.info},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.attention": {"is_deferred_attention_layer": lambda _: False},
+        "vllm.model_executor.layers.linear": {
+            "LinearBase": Linear,
+            "MergedColumnParallelLinear": Fused,
+            "QKVParallelLinear": QKV,
+            "UnquantizedLinearMethod": Unquantized,
+        },
+        "vllm.model_executor.layers.vocab_parallel_embedding": {"VocabParallelEmbedding": Vocabulary},
+        "vllm.v1": {},
+        "vllm.v1.worker": {},
+        "vllm.v1.worker.worker_base": {"WorkerBase": WorkerBase},
     }
     for name, contents in modules.items():
         module = ModuleType(name)
@@ -193,6 +267,9 @@ class Worker(ThreadingHTTPServer):
                 pass
             case "/weight_info":
                 return {"weight_version": self.version}
+            case "/collective_rpc":
+                worker = SimpleNamespace(weight_transfer_engine=self.engine, _weight_update_active=self.active)
+                return {"results": [getattr(WorkerBase, body["method"])(worker)]}
             case _:
                 raise AssertionError(f"no route {path}")
         return {}
@@ -277,16 +354,18 @@ def test_a_push_goes_through_the_lifecycle_into_the_model(worker: Worker, addres
         wanted = {name: value + add for name, value in NEW.items()}
         assert push(to, f"step-{add:g}", wanted) == "delivered"
         assert values(worker.main) == wanted
-        assert worker.main.kept is None  # reload was finalized
+        assert not worker.main.info.can_load()  # reload was finalized
         assert [call.partition("?")[0] for call in worker.calls] == [
+            "/collective_rpc",
             "/pause",
             "/start_weight_update",
             "/update_weights",
+            "/collective_rpc",
             "/finish_weight_update",
             "/reset_prefix_cache",
             "/resume",
         ]
-        assert worker.calls[0] == "/pause?mode=keep"
+        assert worker.calls[1] == "/pause?mode=keep"
         assert server.version() == f"step-{add:g}"
     assert server.alive()
     to.close()
@@ -375,9 +454,9 @@ def test_an_error_of_the_loader_leaves_it_paused_and_the_next_push_loads_all_ane
         push(to, "v", NEW)
     assert "/resume" not in worker.calls
     assert server._asked is not None
-    with pytest.raises(WeightsError, match=r"the push failed: .*no room for k"):
-        server._asked.wait("vLLM", DEADLINE)
-    assert worker.main.kept is None  # q of the failed push is not taken for one of the next
+    server._asked.wait("vLLM", DEADLINE)  # which raises nothing: other workers would be left unheard
+    assert "no room for k" in worker.engine.worker.problem
+    assert not worker.main.info.can_load()  # q of the failed push is not taken for one of the next
     worker.main.fails = False
     again = {name: value + 1 for name, value in NEW.items()}
     push(to, "w", again)
@@ -395,8 +474,8 @@ def test_a_sender_that_leaves_ends_the_update(worker: Worker, address: str) -> N
     begun(to, "keep", seconds=DEADLINE)
     to.close()
     assert server._asked is not None
-    with pytest.raises(WeightsError, match="the push failed: the sender"):
-        server._asked.wait("vLLM", DEADLINE)
+    server._asked.wait("vLLM", DEADLINE)
+    assert "the push failed: the sender" in worker.engine.worker.problem
     offer.shared.close()
 
 
@@ -409,14 +488,18 @@ def test_a_push_without_the_servers_update_is_refused_and_touches_nothing(
     with pytest.raises(WeightsError, match="vLLM does not wait for weights"):
         push(to, "v", NEW)
     assert to.status().state == "serving"
-    assert worker.main.kept is None
+    assert not worker.main.info.can_load()
     to.close()
 
 
 def test_an_update_to_which_no_push_comes_ends(worker: Worker, address: str) -> None:
-    VllmServer(worker.url, address=address).init()
-    with pytest.raises(WeightsError, match=r"no push has begun at unix://.* within 0.1 s"):
-        worker.engine.update_weights({"seconds": 0.1})
+    server = VllmServer(worker.url, address=address)
+    server.init()
+    worker.engine.update_weights({"seconds": 0.1})
+    server._asked = Asked(lambda: None)
+    with pytest.raises(WeightsError, match=r"worker 0 got no v: no push has begun at unix://.* within 0.1 s"):
+        server.resume("v", seconds=DEADLINE)
+    assert "/resume" not in worker.calls
 
 
 def test_an_update_that_a_dead_sender_left_open_is_finished_first(worker: Worker, address: str) -> None:
@@ -481,7 +564,110 @@ def test_it_is_registered_once_and_only_where_vllm_has_the_lifecycle(
 
 
 def test_an_engine_without_a_receiver_says_so(worker: Worker, address: str) -> None:
-    with pytest.raises(WeightsError, match=r"POST /start_weight_update was answered with 500: .*no receiver is open"):
+    with pytest.raises(WeightsError, match=r"worker 0 has no receiver; VllmServer.init\(\) opens them"):
         VllmServer(worker.url, address=address).pause("v", "abort", seconds=DEADLINE)
+    assert "/pause?mode=abort" not in worker.calls
+    with pytest.raises(WeightsError, match="worker 0 has no receiver: WeightsError: 'nowhere' is no address"):
+        VllmServer(worker.url, address="nowhere").init()
     with pytest.raises(WeightsError, match="without an address"):
         VllmServer(worker.url).endpoint("cpu")
+
+
+def test_a_layer_that_did_not_get_all_is_refused_and_gets_back_what_it_had(worker: Worker, address: str) -> None:
+    server = VllmServer(worker.url, address=address)
+    server.init()
+    to = server.endpoint("cpu")
+    push(to, "v", NEW)
+    with pytest.raises(WeightsError, match="layer got 128 of its 192 elements"):
+        push(to, "w", {"q": 5.0, "norm": 5.0})
+    assert values(worker.main) == NEW
+    assert server.version() == "v"
+    push(to, "x", {name: value + 1 for name, value in NEW.items()})
+    to.close()
+
+
+def test_a_second_init_keeps_what_is_served(worker: Worker, address: str) -> None:
+    server = VllmServer(worker.url, address=address)
+    server.init()
+    to = server.endpoint("cpu")
+    push(to, "v", NEW)
+    before = to._endpoint.status()
+    to.close()
+    server.init()
+    to = server.endpoint("cpu")
+    after = to._endpoint.status()
+    assert (after.state, after.version, after.assurance) == (before.state, before.version, before.assurance)
+    assert after.version == "v"
+    worker.main.fails = True
+    with pytest.raises(WeightsError, match="no room"):
+        push(to, "w", NEW)
+    to.close()
+    server.init()
+    assert server.endpoint("cpu")._endpoint.status().state == "dirty"
+
+
+def test_an_update_that_ended_is_not_taken_for_the_next_one(
+    worker: Worker, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that was lent, and to which no push came, must not be waited for by a push that comes later."""
+    monkeypatch.setattr(adapter, "_PATIENCE", 0.3)
+    server = VllmServer(worker.url, address=address)
+    server.init()
+    worker.engine.update_weights({"seconds": 0.1})
+    to = Remote(address.format(uuid="cpu", rank=0))
+    with pytest.raises(WeightsError, match="vLLM does not wait for weights"):
+        push(to, "v", NEW)
+    to.close()
+
+
+@pytest.mark.usefixtures("vllm")
+def test_shapes_that_cannot_go_into_the_model_are_told() -> None:
+    model = torch.nn.Module()
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up": ["gate", "up"]}  # type: ignore[assignment]
+    model.qkv_proj = QKV(64 + 2 * 16 * 2, 32, total_num_heads=4, total_num_kv_heads=1, head_size=16, v_head_size=16)
+    model.gate_up = Fused(160, 32, output_sizes=[80, 80])
+    model.o_proj, model.embed, model.norm = Linear(32, 64), Vocabulary(), torch.nn.LayerNorm(32)
+    quantised = Linear(8, 8)
+    quantised.quant_method = object()  # type: ignore[assignment]
+    model.packed = quantised
+    right = {
+        "q_proj.weight": (64, 32),
+        "k_proj.weight": (16, 32),
+        "v_proj.bias": (16,),
+        "qkv_proj.weight": (96, 32),
+        "gate.weight": (80, 32),
+        "up.weight": (80, 32),
+        "o_proj.weight": (32, 64),
+        "embed.weight": (100, 16),
+    }
+    unknown = {"norm.weight": (7,), "packed.weight": (1, 2), "other.weight": (3,), "q_proj.weight_scale": (1,)}
+    shapes = Shapes(model)
+    for dtype in ("float32", "bfloat16"):
+        assert not shapes.wrong([Entry(name, dtype, shape) for name, shape in (right | unknown).items()])
+    turned = [Entry(name, "float32", shape[::-1]) for name, shape in right.items()]
+    assert not shapes.wrong(turned)  # GPT-2's are, and vLLM turns them round
+    for name, shape in right.items():
+        (said,) = shapes.wrong([Entry(name, "float32", (shape[0] + 16, *shape[1:]))])
+        assert said.startswith(f"{name} is pushed with shape")
+        assert said.endswith(f"vLLM's model has {shape}")
+
+
+def test_a_push_right_after_one_that_failed_does_not_wait_for_its_thread(
+    worker: Worker, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that was lent to the failed one looks only now and then at what became of it."""
+    monkeypatch.setattr(adapter, "_STEP", 1.0)
+    monkeypatch.setattr(adapter, "_PATIENCE", 5.0)
+    server = VllmServer(worker.url, address=address)
+    server.init()
+    to = server.endpoint("cpu")
+    with pytest.raises(WeightsError, match="layer got 128 of its 192 elements"):
+        push(to, "v", {"q": 5.0, "norm": 5.0})
+    failed = worker.engine.worker._session
+    to._endpoint.open(offered("w", NEW), seconds=DEADLINE)
+    with pytest.raises(WeightsError, match="vLLM does not wait for weights"):
+        to._endpoint.pause("keep", patience=DEADLINE, seconds=DEADLINE)
+    assert failed.ended
+    push(to, "w", NEW)
+    assert values(worker.main) == NEW
+    to.close()

@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -16,17 +14,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from stretto.ir.errors import WeightsError
+from stretto.ir.errors import WeightsError, named
 from stretto.weights.adapters import Asked, Http, Served, seconds_left
+from stretto.weights.adapters.vllm_model import Account, Shapes, forget_kept, unfinished
 from stretto.weights.conversation import Hooks
 from stretto.weights.endpoint import Remote
-from stretto.weights.messages import InFlight
+from stretto.weights.loading import listed
+from stretto.weights.manifest import Entry
+from stretto.weights.messages import InFlight, Told
 from stretto.weights.receiver import Receiver
 from stretto.weights.shared import device_name
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_EXPERT = re.compile(r"experts\.\d+\.[^.]+\.")  # of the names that models map to their fused experts
 _STEP = 0.1  # seconds between two looks at what else may have ended a wait
 _PATIENCE = 60.0  # seconds between a sender's start and vLLM's call to /update_weights
 
@@ -41,6 +41,20 @@ def register() -> None:
         return
     with contextlib.suppress(ValueError):  # it is there already
         factory.register_engine("stretto", __name__, "StrettoEngine")
+    import_module("vllm.v1.worker.worker_base").WorkerBase.stretto_told = _told
+
+
+def _told(worker: Any) -> dict[str, Any]:
+    """How a worker is, for `VllmServer` to ask by /collective_rpc."""
+    engine = getattr(worker, "weight_transfer_engine", None)
+    own: WorkerReceiver | None = getattr(engine, "worker", None)
+    told = own.receiver.status if own is not None else None
+    return {
+        "active": bool(getattr(worker, "_weight_update_active", False)),
+        "address": str(own.receiver.address) if own is not None else "",
+        "version": told.version if told is not None else "",
+        "problem": getattr(engine, "problem", "") or (own.problem if own is not None else ""),
+    }
 
 
 def __getattr__(name: str) -> Any:
@@ -67,34 +81,59 @@ def _engine() -> type:
     class StrettoEngine(base.WeightTransferEngine):  # type: ignore[misc, name-defined]
         init_info_cls, update_info_cls = InitInfo, UpdateInfo
         supports_draft_weight_update = True
-        _worker: WorkerReceiver | None = None
+        worker: WorkerReceiver | None = None
+        problem = ""
+        """Why there is no receiver. Nothing here raises: vLLM would leave the answers of the other workers unread, and
+        take them for those to its next calls."""
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
+            before = self.worker.receiver.status if self.worker is not None else None
             self.shutdown()
-            names = {"uuid": device_name(self.device), "rank": self.parallel_config.rank}
-            self._worker = WorkerReceiver(self, init_info.address.format(**names))
+            try:
+                names = {"uuid": device_name(self.device), "rank": self.parallel_config.rank}
+                self.worker = WorkerReceiver(self, init_info.address.format(**names), before)
+                self.problem = ""
+            except Exception as error:
+                self.problem = named(error)
+                log.exception("no receiver at %s", init_info.address)
 
         def start_weight_update(self) -> None:
-            if self._worker is None:
-                raise WeightsError("no receiver is open; POST /init_weight_transfer_engine with its address first")
+            pass  # when a push begins
 
         def receive_weights(self, update_info: UpdateInfo) -> None:
-            self.start_weight_update()
-            self._worker.lend(update_info.seconds)  # type: ignore[union-attr]
+            if self.worker is not None:
+                self.worker.lend(update_info.seconds)
 
         def finish_weight_update(self) -> None:
             pass  # all is done when a push was committed
 
         def shutdown(self) -> None:
-            if self._worker is not None:
-                self._worker.receiver.close()
-                self._worker = None
+            if self.worker is not None:
+                self.worker.receiver.close()
+                self.worker = None
 
         @staticmethod
         def trainer_send_weights(*_: object, **__: object) -> None:  # abstract in vLLM 0.25, gone later
             raise WeightsError("push with stretto.weights.Sender, to the addresses of the workers")
 
     return StrettoEngine
+
+
+class _Session:
+    """The time for which vLLM lends us a worker's thread."""
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self.begun = self.over = self.ended = False
+
+    def work(self) -> None:
+        with contextlib.suppress(Empty):
+            future, act = self.tasks.get(timeout=_STEP)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(act())
+                except BaseException as error:
+                    future.set_exception(error)
 
 
 class WorkerReceiver:
@@ -105,55 +144,75 @@ class WorkerReceiver:
     push, as the sender must hear of an error in either. A push with tensors that vLLM skips is unaccounted.
     """
 
-    def __init__(self, engine: Any, address: str) -> None:
+    def __init__(self, engine: Any, address: str, before: Told | None = None) -> None:
+        """`before` is how the engine's receiver was that this one replaces."""
         self._engine = engine  # whose model is the one to update, a draft's at times
-        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        self._lent = threading.Event()
-        self._begun = self._over = False
+        self._lent: SimpleQueue[_Session] = SimpleQueue()
+        self._session = _Session()
         self._reloading: tuple[Any, Any] | None = None
         self._account = Account(engine.model)
+        self.problem = ""
+        """Why the last update came to nothing here."""
         hooks = Hooks(
             pause=self._pause,
             begin=lambda: self._in_worker(self._begin),
             finish=lambda: self._in_worker(self._finish),
             resume=self._resume,
         )
-        self.receiver = Receiver(address, self._load, retains=True, hooks=hooks, device=engine.device).start()
+        options: dict[str, Any] = {"retains": True, "hooks": hooks, "device": engine.device}
+        self.receiver = Receiver(address, self._load, expects=self._wrong, **options)
+        if before is not None:
+            self.receiver.go_on_from(before)
+        self.receiver.start()
 
     def lend(self, seconds: float) -> None:
-        """In the worker's thread: do what the receiver's asks for, until a push is committed. Raises if it failed."""
-        self._begun = self._over = False
+        """In the worker's thread: do what the receiver's asks for, until a push is over."""
+        session, self.problem = _Session(), ""
         deadline = time.monotonic() + seconds
-        self._lent.set()
+        self._lent.put(session)
         try:
-            while not self._over:
-                self._work()
-                if self._begun and (status := self.receiver.status).state == "dirty":  # it was paused before
-                    raise WeightsError(f"the push failed: {status.error}")
-                if not self._begun and time.monotonic() > deadline:
-                    raise WeightsError(f"no push has begun at {self.receiver.address} within {seconds:g} s")
+            while not session.over and not self.problem:
+                session.work()
+                if session.begun and (status := self.receiver.status).state == "dirty":  # it was paused before
+                    self.problem = f"the push failed: {status.error}"
+                elif not session.begun and time.monotonic() > deadline:
+                    self.problem = f"no push has begun at {self.receiver.address} within {seconds:g} s"
         finally:
-            self._lent.clear()
-            if self._reloading is not None:
-                with contextlib.suppress(Exception):  # tried again when the next push begins, and reported then
-                    self._finish()
+            session.ended = True
+            try:
+                self._give_up()
+            except Exception as error:
+                self.problem = f"{self.problem}; and layers could not be given back: {named(error)}"
+                log.exception("layers could not be given back what they had")
 
     # In the receiver's thread.
 
-    def _pause(self, _: InFlight) -> None:
-        self._await_thread()
-        self._begun = True
+    def _wrong(self, entries: Sequence[Entry]) -> list[str]:
+        if getattr(self._engine.vllm_config, "speculative_config", None) is not None:
+            return []  # it may be for the draft, which nobody knows yet
+        return Shapes(self._engine.model).wrong(entries)
 
-    def _await_thread(self) -> None:
-        if not self._lent.wait(_PATIENCE):
-            raise WeightsError("vLLM does not wait for weights; POST /start_weight_update and /update_weights first")
+    def _pause(self, _: InFlight) -> None:
+        """Wait for the thread that is lent for this push; those of others that came to nothing are over."""
+        self._session.over = True  # if it did not see yet that its push has failed
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                session = self._lent.get(timeout=max(0.01, deadline - time.monotonic()))
+            except Empty:
+                raise WeightsError(
+                    "vLLM does not wait for weights; POST /start_weight_update and /update_weights first"
+                ) from None
+            if not session.ended:
+                session.begun, self._session = True, session
+                return
 
     def _in_worker(self, act: Callable[[], T]) -> T:
-        self._await_thread()
+        session = self._session
         future: Future[T] = Future()
-        self._tasks.put((future, act))
+        session.tasks.put((future, act))
         while not wait([future], timeout=_STEP).done:
-            if not self._lent.is_set() and future.cancel():
+            if session.ended and future.cancel():
                 raise WeightsError("vLLM has stopped waiting for weights")
         return future.result()
 
@@ -170,89 +229,34 @@ class WorkerReceiver:
         return self._account.add([name for name, _ in tensors], taken)
 
     def _resume(self) -> None:
-        self._over = True  # also if nothing has begun
+        self._session.over = True  # also if nothing has begun
 
     # In the worker's thread.
 
-    def _work(self) -> None:
-        with contextlib.suppress(Empty):
-            future, act = self._tasks.get(timeout=_STEP)
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(act())
-                except BaseException as error:
-                    future.set_exception(error)
-
     def _begin(self) -> None:
-        if self._reloading is not None:
-            self._finish()  # else half-loaded layers would take the new tensors for the rest of the old
+        self._give_up()  # else half-loaded layers would take the new tensors for the rest of the old
         self._reloading = self._engine.model, self._engine.model_config
         self._account = Account(self._engine.model)
         import_module("vllm.model_executor.model_loader.reload").initialize_layerwise_reload(self._engine.model)
 
     def _finish(self) -> None:
         assert self._reloading is not None
+        missing = unfinished(self._reloading[0])
+        if missing:
+            raise WeightsError(listed(missing))
+        self._finalize()
+
+    def _give_up(self) -> None:
+        """An update that was left in the middle: layers get back what they had."""
+        if self._reloading is not None:
+            forget_kept(self._reloading[0])
+            self._finalize()
+
+    def _finalize(self) -> None:
+        assert self._reloading is not None
         import_module("vllm.model_executor.model_loader.reload").finalize_layerwise_reload(*self._reloading)
         _settle(self._engine.device)
         self._reloading = None
-
-
-class Account:
-    """Which of the tensors that came are in vLLM's parameters. Its loaders return the names of those parameters: a
-    tensor counts as taken once the parameter was returned that its model says it is a part of.
-
-    >>> class Model(torch.nn.Module):
-    ...     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    >>> account = Account(Model())
-    >>> account.add(["0.q_proj.weight", "0.norm.weight"], {"0.qkv_proj.weight", "0.norm.weight"})
-    ['0.q_proj.weight', '0.norm.weight']
-    >>> account.add(["0.k_proj.weight"], set())  # it was not loaded
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._parts: dict[str, set[str]] = {}
-        self._experts: dict[str, set[str]] = {}
-        for module in model.modules():
-            for fused, parts in (getattr(module, "packed_modules_mapping", None) or {}).items():
-                for part in parts:
-                    self._parts.setdefault(part, set()).add(fused)
-            for fused, part, *_ in module.get_expert_mapping() if hasattr(module, "get_expert_mapping") else ():
-                self._experts.setdefault(part, set()).add(fused)
-        self._mapper = getattr(model, "hf_to_vllm_mapper", None)
-        self._came: list[str] = []
-        self._left: set[str] = set()
-        self._loaded: set[str] = set()
-        self._blind = False
-
-    def add(self, came: Sequence[str], loaded: set[str] | None) -> list[str] | None:
-        """All that was taken of all that ever came; None as long as any of it was not, or if nobody can say."""
-        self._came += came
-        self._blind = self._blind or loaded is None
-        self._loaded |= loaded or set()
-        now = {name for name in came if self._now(name).isdisjoint(loaded or ())}
-        self._left = {name for name in self._left | now if self._loaded.isdisjoint(self._later(name))}
-        return None if self._blind or self._left else self._came
-
-    def _now(self, name: str) -> set[str]:
-        """Parameters that a tensor may be, or be part of: one is returned when it is loaded."""
-        found = set(self._names(name))
-        for it in self._names(name):
-            words = it.split(".")
-            for place, word in enumerate(words):
-                found |= {".".join([*words[:place], fused, *words[place + 1 :]]) for fused in self._parts.get(word, ())}
-        return found
-
-    def _later(self, name: str) -> set[str]:
-        """Parameters of experts that it is one of: of those that are on other ranks, nothing is returned."""
-        return {
-            it.replace(expert, fused)
-            for it in self._names(name)
-            for expert in _EXPERT.findall(it)
-            for fused in self._experts.get(expert, ())
-        }
-
-    def _names(self, name: str) -> list[str]:
-        return [name, *(self._mapper.apply_list([name]) if self._mapper is not None else ())]
 
 
 class VllmServer(Http):
@@ -263,7 +267,6 @@ class VllmServer(Http):
     others: `Served(CheckpointEngineWorkers(uuid, vllm_request(url)), VllmServer(url))`. A draft model is a second
     update, by a server with `draft`.
 
-    Never run against vLLM: only against a server and classes that answer as its sources do.
     """
 
     def __init__(self, base_url: str, *, address: str | None = None, draft: bool = False, key: str | None = None):
@@ -272,7 +275,16 @@ class VllmServer(Http):
         self._asked: Asked | None = None
 
     def init(self, *, seconds: float = 60.0) -> None:
-        self.post("/init_weight_transfer_engine", {"init_info": {"address": self._address}}, seconds=seconds)
+        """Open a receiver in each worker, or again; what they serve stays known."""
+        left = seconds_left(seconds)
+        self.post("/init_weight_transfer_engine", {"init_info": {"address": self._address}}, seconds=left())
+        for rank, told in enumerate(self._workers(left())):
+            if told["problem"]:
+                raise WeightsError(f"{self.url}: worker {rank} has no receiver: {told['problem']}")
+
+    def _workers(self, seconds: float) -> list[dict[str, Any]]:
+        """How each worker is. They are asked, since what they raise would leave vLLM's other workers unheard."""
+        return self.post("/collective_rpc", {"method": "stretto_told"}, seconds=seconds)["results"]  # type: ignore[no-any-return]
 
     def endpoint(self, uuid: str, *, rank: int = 0) -> Served:
         """For the sender on this device. An engine's other devices are pushed to by their plain addresses."""
@@ -285,22 +297,25 @@ class VllmServer(Http):
 
     def pause(self, version: str, in_flight: InFlight, *, seconds: float) -> None:  # noqa: ARG002 (told at the end)
         left = seconds_left(seconds)
+        workers = self._workers(left()) if self._address is not None else []
+        for rank, told in enumerate(workers):
+            if not told["address"]:
+                raise WeightsError(f"{self.url}: worker {rank} has no receiver; VllmServer.init() opens them")
         self.post(f"/pause?mode={in_flight}", seconds=left())
         if self._address is not None:
-            start = "/start_draft_weight_update" if self._draft else "/start_weight_update"
-            try:
-                self.post(start, seconds=left())
-            except WeightsError as error:
-                if "already" not in str(error):
-                    raise
-                self.post("/finish_weight_update", seconds=left())  # of a sender that died after its start
-                self.post(start, seconds=left())
+            if any(told["active"] for told in workers):  # an update that failed, or whose sender died
+                self.post("/finish_weight_update", seconds=left())
+            self.post("/start_draft_weight_update" if self._draft else "/start_weight_update", seconds=left())
             self._asked = Asked(lambda: self.post("/update_weights", {"update_info": {}}, seconds=3600.0))
 
     def resume(self, version: str, *, seconds: float) -> None:
         left = seconds_left(seconds)
         if self._asked is not None:
             self._asked.wait("vLLM", left())
+            for rank, told in enumerate(self._workers(left())):
+                if told["problem"] or told["version"] != version:
+                    why = told["problem"] or f"it has {told['version']}"
+                    raise WeightsError(f"{self.url}: worker {rank} got no {version}: {why}")
             self.post("/finish_weight_update", {"weight_version": version}, seconds=left())
         self.post("/reset_prefix_cache?reset_running_requests=true", seconds=left())
         self.post("/resume", seconds=left())
