@@ -14,6 +14,7 @@ class Account:
     """Which of the tensors that came are in vLLM's parameters. Its loaders return the names of those parameters: a
     tensor counts as taken once the parameter was returned that its model says it is a part of.
 
+    >>> import torch
     >>> class Model(torch.nn.Module):
     ...     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     >>> account = Account(Model())
