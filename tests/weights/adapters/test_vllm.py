@@ -22,7 +22,7 @@ from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import Asked
 from stretto.weights.adapters import vllm as adapter
 from stretto.weights.adapters.vllm import VllmServer, register
-from stretto.weights.adapters.vllm_model import Account, Shapes
+from stretto.weights.adapters.vllm_model import Account, Shapes, unfinished
 from stretto.weights.endpoint import Offer, Remote
 from stretto.weights.layout import lay_out
 from stretto.weights.manifest import Entry, Manifest
@@ -94,6 +94,7 @@ class Layer:
     def __init__(self) -> None:
         self.loaded_weights: list[tuple[str, torch.Tensor]] = []
         self.load_numel, self.load_numel_total = 0, None
+        self.kernel_tensors: Any = None
 
     def can_load(self) -> bool:
         return self.load_numel_total is not None
@@ -602,6 +603,8 @@ def test_a_second_init_keeps_what_is_served(worker: Worker, address: str) -> Non
     with pytest.raises(WeightsError, match="no room"):
         push(to, "w", NEW)
     to.close()
+    with pytest.raises(WeightsError, match="has no receiver"):
+        VllmServer(worker.url, address="nowhere").init()
     server.init()
     assert server.endpoint("cpu")._endpoint.status().state == "dirty"
 
@@ -671,3 +674,27 @@ def test_a_push_right_after_one_that_failed_does_not_wait_for_its_thread(
     push(to, "w", NEW)
     assert values(worker.main) == NEW
     to.close()
+
+
+class Reloaded(Vocabulary):
+    """A vocabulary while it is reloaded, with its weight as it was before."""
+
+    def __init__(self, before: torch.Tensor, got: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(104, 16, device="meta"))
+        self.info = Layer()
+        self.info.load_numel, self.info.load_numel_total = got, 104 * 16
+        self.info.kernel_tensors = {"weight": before}, {}
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_vocabulary_is_padded_or_tied_and_otherwise_must_come() -> None:
+    own, others = torch.zeros(104, 16), torch.zeros(104, 16)
+    model = torch.nn.Module()
+    model.info = Layer()  # type: ignore[assignment]
+    model.embed, model.head = Reloaded(own, 1600), Reloaded(own, 0)
+    assert unfinished(model) == []  # four rows are padding, and the head is tied
+    model.head = Reloaded(others, 0)
+    assert unfinished(model) == ["head got 0 of its 1664 elements"]
+    model.embed, model.head = Reloaded(own, 0), Reloaded(own, 0)
+    assert len(unfinished(model)) == 2

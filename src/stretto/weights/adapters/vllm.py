@@ -82,16 +82,17 @@ def _engine() -> type:
         init_info_cls, update_info_cls = InitInfo, UpdateInfo
         supports_draft_weight_update = True
         worker: WorkerReceiver | None = None
+        before: Told | None = None
+        """How the last receiver was that was closed: what it served, or that it was dirty, is so still."""
         problem = ""
         """Why there is no receiver. Nothing here raises: vLLM would leave the answers of the other workers unread, and
         take them for those to its next calls."""
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
-            before = self.worker.receiver.status if self.worker is not None else None
             self.shutdown()
             try:
                 names = {"uuid": device_name(self.device), "rank": self.parallel_config.rank}
-                self.worker = WorkerReceiver(self, init_info.address.format(**names), before)
+                self.worker = WorkerReceiver(self, init_info.address.format(**names), self.before)
                 self.problem = ""
             except Exception as error:
                 self.problem = named(error)
@@ -109,6 +110,7 @@ def _engine() -> type:
 
         def shutdown(self) -> None:
             if self.worker is not None:
+                self.before = self.worker.receiver.status
                 self.worker.receiver.close()
                 self.worker = None
 
@@ -266,7 +268,6 @@ class VllmServer(Http):
     (--weight-transfer-config '{"backend": "stretto"}'); `init` opens their receivers, once. Without, they are fed by
     others: `Served(CheckpointEngineWorkers(uuid, vllm_request(url)), VllmServer(url))`. A draft model is a second
     update, by a server with `draft`.
-
     """
 
     def __init__(self, base_url: str, *, address: str | None = None, draft: bool = False, key: str | None = None):

@@ -129,20 +129,28 @@ def _shape(layer: Any, kind: str, place: int | None) -> tuple[int, ...] | None:
 
 def unfinished(model: Any) -> list[str]:
     """Layers of a model being reloaded that did not get all that they hold, in words. Attention takes its scales in the
-    end, and vocabularies are padded: those must have got something."""
+    end; vocabularies are padded, and must have got something, or lie in one place with another that has."""
     reload = import_module("vllm.model_executor.model_loader.reload.layerwise")
     waits = import_module("vllm.model_executor.layers.attention").is_deferred_attention_layer
     vocabulary = import_module("vllm.model_executor.layers.vocab_parallel_embedding").VocabParallelEmbedding
     found = []
+    words = [(it, reload.get_layerwise_info(it)) for it in model.modules() if isinstance(it, vocabulary)]
+    filled = {_address(layer, info) for layer, info in words if info.load_numel or not info.can_load()}
     for name, layer in model.named_modules():
         info = reload.get_layerwise_info(layer)
         if not info.can_load() or waits(layer):
             continue
         # Buffers are counted by vLLM too, and most are computed: rotary embeddings, for one.
         got, total = info.load_numel, sum(it.numel() for it in layer.parameters(recurse=False))
-        if got < total and not (got and isinstance(layer, vocabulary)):
+        if got < total and not (isinstance(layer, vocabulary) and (got or _address(layer, info) in filled)):
             found.append(f"{name} got {got} of its {total} elements")
     return found
+
+
+def _address(layer: Any, info: Any) -> int:
+    """Of a vocabulary's weight, as it is used outside of reloading."""
+    weight = info.kernel_tensors[0]["weight"] if info.kernel_tensors is not None else layer.weight
+    return weight.data_ptr()  # type: ignore[no-any-return]
 
 
 def forget_kept(model: Any) -> None:
