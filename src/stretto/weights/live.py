@@ -1,10 +1,10 @@
 """Live tensors of an engine: how they lie in memory, and which of them are one and the same."""
 
 import mmap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class MemoryLayout(NamedTuple):
         return self.address + self.dtype.itemsize * (1 + sum(steps))
 
 
+_T = TypeVar("_T")
 _One = tuple[MemoryLayout, Box]
 
 
@@ -65,61 +66,61 @@ def plain(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(it.view(_INTEGERS[size]) for it in found)
 
 
-_TYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _NEAR = 256  # tensors that are asked all questions before the next are, as long as they are near
 
 
 class Layouts:
     """How tensors lie, to be compared with how they lie later: quickly, since there can be many."""
 
-    def __init__(self, tensors: Collection[Tensor]) -> None:
-        shapes: dict[torch.Size, torch.Size] = {}  # few, which are near too
-        self._few = [_Few(some, shapes) for some in _batches(tensors)]
+    def __init__(self, tensors: Collection[Tensor], layouts: Collection[MemoryLayout]) -> None:
+        self._few = [_Few(*some) for some in zip(_batches(tensors), _batches(layouts), strict=True)]
         self._count = len(tensors)
 
     def hold(self, tensors: Collection[Tensor]) -> bool:
         """Whether each lies as it did, in memory that is still there."""
         pairs = zip(self._few, _batches(tensors), strict=False)
-        return len(tensors) == self._count and all(few.have_memory(some) and few.are_same(some) for few, some in pairs)
+        return len(tensors) == self._count and all(few.have_memory() and few.are_same(some) for few, some in pairs)
 
     def are_same(self, tensors: Collection[Tensor]) -> bool:
-        """Whether each lies as it did; how it is to be read, and whether its memory was cut, is not looked at."""
+        """Whether each lies as it did; whether its memory was cut is not looked at."""
         pairs = zip(self._few, _batches(tensors), strict=False)
         return len(tensors) == self._count and all(few.are_same(some) for few, some in pairs)
 
 
-def _batches(tensors: Collection[Tensor]) -> Iterator[list[Tensor]]:
-    every = list(tensors)
+def _batches(them: Collection[_T]) -> Iterator[list[_T]]:
+    every = list(them)
     for at in range(0, len(every), _NEAR):
         yield every[at : at + _NEAR]
 
 
 class _Few:
-    def __init__(self, tensors: list[Tensor], shapes: dict[torch.Size, torch.Size]) -> None:
-        self._addresses, self._types, self._whole = self._look(tensors)
-        self._shapes = [shapes.setdefault(it.shape, it.shape) for it in tensors]
-        self._odd = [n for n, it in enumerate(tensors) if it.is_complex() or not it.is_contiguous()]
-        self._layouts = [layout_of(tensors[number]) for number in self._odd]
+    def __init__(self, tensors: list[Tensor], layouts: list[MemoryLayout]) -> None:
+        self._layouts, self._addresses = layouts, [layout.address for layout in layouts]
+        self._look = _quick_look(tensors)
         self._storages = [it.untyped_storage() for it in tensors]
         self._sizes = list(map(torch.UntypedStorage.nbytes, self._storages))
 
-    @staticmethod
-    def _look(tensors: list[Tensor]) -> tuple[bytes, list[torch.dtype], list[bool]]:
-        addresses = np.fromiter(map(Tensor.data_ptr, tensors), np.uint64, len(tensors)).tobytes()
-        return addresses, list(map(_TYPE, tensors)), list(map(Tensor.is_contiguous, tensors))
-
     def are_same(self, tensors: list[Tensor]) -> bool:
-        return (
-            self._look(tensors) == (self._addresses, self._types, self._whole)
-            and list(map(Tensor.size, tensors)) == self._shapes
-            and [layout_of(tensors[number]) for number in self._odd] == self._layouts
-        )
+        if list(map(Tensor.data_ptr, tensors)) != self._addresses:
+            return False
+        return self._look(*tensors) or list(map(layout_of, tensors)) == self._layouts
 
-    def have_memory(self, tensors: list[Tensor]) -> bool:
-        """As much as they had, where every bit counts as it is."""
-        return list(map(torch.UntypedStorage.nbytes, self._storages)) == self._sizes and not any(
-            map(Tensor.is_neg, tensors)
-        )
+    def have_memory(self) -> bool:
+        """As much as they had."""
+        return list(map(torch.UntypedStorage.nbytes, self._storages)) == self._sizes
+
+
+def _quick_look(tensors: list[Tensor]) -> Callable[..., bool]:
+    """Tells of as many tensors whether all have the types, shapes and strides that these have now, and are read in the
+    same way. It may say no although they do.
+    """
+    try:  # how compiled code is guarded: all tensors in one call
+        from torch._C._dynamo.guards import TensorGuards
+
+        check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except (ImportError, TypeError, RuntimeError):  # none of it is promised
+        return lambda *_: False
+    return check
 
 
 def unfit(name: str, tensor: Any) -> str:

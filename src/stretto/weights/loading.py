@@ -149,7 +149,7 @@ class Writing:
         places = {entry.name: place for place, entry in enumerate(manifest.entries)}
         self.alike = [there for names in alike if (there := [places[name] for name in names if name in places])]
         self._given, self._layouts = into, {name: layout_of(tensor) for name, tensor in into.items()}
-        self._names, self._all = list(into), Layouts(into.values())
+        self._names, self._all = list(into), Layouts(into.values(), self._layouts.values())
         self._into = {name: tensor.detach() for name, tensor in into.items() if name in given}
         self.buckets = buckets
         self._slices, self._manifest = slices, manifest
@@ -161,12 +161,12 @@ class Writing:
     def holds(self) -> bool:
         """Whether the live tensors are where they were: an engine may have put others in their place, or may see the
         same memory in another way."""
-        return self._names == list(self._given) and self._as_before(self._names, self._all.hold)
+        return self._names == list(self._given) and self._as_before(self._all.hold)
 
-    def _as_before(self, names: Iterable[str], look: Callable[[list[Tensor]], bool]) -> bool:
+    def _as_before(self, look: Callable[[list[Tensor]], bool], names: Iterable[str] | None = None) -> bool:
         try:
             with uncollected():
-                return look([self._given[name] for name in names])
+                return look(list(self._given.values()) if names is None else [self._given[name] for name in names])
         except (KeyError, TypeError, RuntimeError):
             return False  # what is there is no plain tensor any more, and is refused by name
 
@@ -192,7 +192,8 @@ class Writing:
         if key not in self._copies:
             self._copies[key] = list(self._prepared(number, buffer))
             names = dict.fromkeys(name for some in self._copies[key] for name in some.names)
-            self._parts_of[number] = list(names), Layouts([self._given[name] for name in names])
+            layouts = [self._layouts[name] for name in names]
+            self._parts_of[number] = list(names), Layouts([self._given[name] for name in names], layouts)
         return self._copies[key]
 
     def begin(self) -> None:
@@ -202,7 +203,7 @@ class Writing:
     def load(self, number: int, buffer: Tensor, pool: ThreadPoolExecutor) -> None:
         copies = self._copies_of(number, buffer)
         names, layouts = self._parts_of[number]
-        if not self._as_before(names, layouts.hold):  # or it would be written where there is no memory any more
+        if not self._as_before(layouts.hold, names):  # or it would be written where there is no memory any more
             raise WeightsError(f"{next(filter(self._is_another, names), 'a tensor')} was replaced, or its memory cut")
         for some in copies:
             torch._foreach_copy_(some.targets, some.sources, non_blocking=True)
@@ -262,7 +263,7 @@ class Writing:
         written = [it for bucket in self._done.values() for it in bucket]
         in_place = all(some.written.in_place for some, _ in written)
         found = [some.written.sums(pool) for some, _ in written] if in_place else []  # a GPU is at it meanwhile
-        if self._names != list(self._given) or not self._as_before(self._names, self._all.are_same):
+        if self._names != list(self._given) or not self._as_before(self._all.are_same):
             return f"{next(filter(self._is_another, self._layouts), 'a tensor')} was replaced"
         found = found or [some.written.sums(pool) for some, _ in written]
         if not written or torch.equal(torch.cat(found), torch.cat([sums for _, sums in written])):
