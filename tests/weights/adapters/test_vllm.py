@@ -22,7 +22,7 @@ from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import Asked
 from stretto.weights.adapters import vllm as adapter
 from stretto.weights.adapters.vllm import VllmServer, register
-from stretto.weights.adapters.vllm_model import Account, Shapes, unfinished
+from stretto.weights.adapters.vllm_model import Account, Packed, Shapes, unfinished, unreloadable
 from stretto.weights.endpoint import Offer, Remote
 from stretto.weights.layout import lay_out
 from stretto.weights.manifest import Entry, Manifest
@@ -179,6 +179,32 @@ class Vocabulary(torch.nn.Module):
 
     org_vocab_size, embedding_dim = 100, 16
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.quant_method = 0, self
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        assert layer is self
+        self.packed += 1
+
+
+class Latent(torch.nn.Module):
+    """MLAAttention."""
+
+
+class ExpertsMethod:
+    """FusedMoEMethodBase."""
+
+    moe_kernel: Any = None
+
+
+class RoutedExperts(torch.nn.Module):
+    """As theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = ExpertsMethod()
+
 
 class WorkerBase:
     stretto_told: Any
@@ -205,6 +231,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "vllm.model_executor.model_loader.reload.layerwise": {"get_layerwise_info": lambda layer: layer.info},
         "vllm.model_executor.layers": {},
         "vllm.model_executor.layers.attention": {"is_deferred_attention_layer": lambda _: False},
+        "vllm.model_executor.layers.attention.mla_attention": {"MLAAttention": Latent},
+        "vllm.model_executor.layers.fused_moe": {},
+        "vllm.model_executor.layers.fused_moe.fused_moe_method_base": {"FusedMoEMethodBase": ExpertsMethod},
         "vllm.model_executor.layers.linear": {
             "LinearBase": Linear,
             "MergedColumnParallelLinear": Fused,
@@ -698,3 +727,35 @@ def test_a_vocabulary_is_padded_or_tied_and_otherwise_must_come() -> None:
     assert unfinished(model) == ["head got 0 of its 1664 elements"]
     model.embed, model.head = Reloaded(own, 0), Reloaded(own, 0)
     assert len(unfinished(model)) == 2
+
+
+def test_what_a_cpu_has_packed_is_packed_again(vllm: None) -> None:  # noqa: ARG001
+    """Experts are packed only if they have no kernel; a tied head is given nothing, and is packed from the words."""
+    model = torch.nn.ModuleDict(
+        {"words": Vocabulary(), "head": Vocabulary(), "one": RoutedExperts(), "other": RoutedExperts()}
+    )
+    for name in ("one", "other"):
+        model[name].quant_method.moe_kernel = f"old {name}"
+    packed = Packed(model)
+    assert model["one"].quant_method.moe_kernel is None
+    model["one"].quant_method.moe_kernel = "new one"
+    packed.restore()
+    assert model["one"].quant_method.moe_kernel == "new one"
+    assert model["other"].quant_method.moe_kernel == "old other"
+    assert (model["words"].packed, model["head"].packed) == (1, 1)
+
+
+def test_latent_attention_on_a_cpu_is_refused(vllm: None) -> None:  # noqa: ARG001
+    assert unreloadable(torch.nn.Sequential(torch.nn.Linear(2, 2))) == []
+    assert unreloadable(torch.nn.Sequential(Latent())) == ["vLLM's CPU build cannot reload latent attention (0)"]
+
+
+def test_experts_are_accounted_for_by_parameters_of_modules_within_them() -> None:
+    class Mixed(torch.nn.Module):
+        def get_expert_mapping(self) -> list[tuple[str, str, int, str]]:
+            return [("experts.w13_", f"experts.{k}.w1.", k, "w1") for k in range(2)]
+
+    account = Account(Mixed())
+    came = [f"0.moe.experts.{k}.w1.weight" for k in range(2)]
+    assert account.add(came, {"0.moe.experts.routed_experts.w13_weight"}) == came
+    assert Account(Mixed()).add(came, {"1.moe.experts.routed_experts.w13_weight"}) is None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stretto.ir.errors import WeightsError, named
 from stretto.weights.adapters import Asked, Http, Served, seconds_left
-from stretto.weights.adapters.vllm_model import Account, Shapes, forget_kept, unfinished
+from stretto.weights.adapters.vllm_model import Account, Packed, Shapes, forget_kept, unfinished, unreloadable
 from stretto.weights.conversation import Hooks
 from stretto.weights.endpoint import Remote
 from stretto.weights.loading import listed
@@ -152,6 +152,7 @@ class WorkerReceiver:
         self._lent: SimpleQueue[_Session] = SimpleQueue()
         self._session = _Session()
         self._reloading: tuple[Any, Any] | None = None
+        self._packed: Packed | None = None
         self._account = Account(engine.model)
         self.problem = ""
         """Why the last update came to nothing here."""
@@ -192,7 +193,8 @@ class WorkerReceiver:
     def _wrong(self, entries: Sequence[Entry]) -> list[str]:
         if getattr(self._engine.vllm_config, "speculative_config", None) is not None:
             return []  # it may be for the draft, which nobody knows yet
-        return Shapes(self._engine.model).wrong(entries)
+        never = unreloadable(self._engine.model) if self._engine.device.type == "cpu" else []
+        return never or Shapes(self._engine.model).wrong(entries)
 
     def _pause(self, _: InFlight) -> None:
         """Wait for the thread that is lent for this push; those of others that came to nothing are over."""
@@ -239,6 +241,7 @@ class WorkerReceiver:
         self._give_up()  # else half-loaded layers would take the new tensors for the rest of the old
         self._reloading = self._engine.model, self._engine.model_config
         self._account = Account(self._engine.model)
+        self._packed = Packed(self._engine.model) if self._engine.device.type == "cpu" else None
         import_module("vllm.model_executor.model_loader.reload").initialize_layerwise_reload(self._engine.model)
 
     def _finish(self) -> None:
@@ -257,6 +260,8 @@ class WorkerReceiver:
     def _finalize(self) -> None:
         assert self._reloading is not None
         import_module("vllm.model_executor.model_loader.reload").finalize_layerwise_reload(*self._reloading)
+        if self._packed is not None:
+            self._packed.restore()
         _settle(self._engine.device)
         self._reloading = None
 

@@ -8,6 +8,7 @@ from typing import Any
 from stretto.weights.manifest import Entry
 
 _EXPERT = re.compile(r"experts\.\d+\.[^.]+\.")  # of the names that models map to their fused experts
+_WITHIN = re.compile(r"(?<=\bexperts\.)(?:[^.]+\.)+(?=[^.]+$)")  # modules within experts, which that map does not name
 
 
 class Account:
@@ -42,7 +43,7 @@ class Account:
         """All that was taken of all that ever came; None as long as any of it was not, or if nobody can say."""
         self._came += came
         self._blind = self._blind or loaded is None
-        self._loaded |= loaded or set()
+        self._loaded |= {it for name in loaded or () for it in (name, _WITHIN.sub("", name))}
         now = {name for name in came if self._now(name).isdisjoint(loaded or ())}
         self._left = {name for name in self._left | now if self._loaded.isdisjoint(self._later(name))}
         return None if self._blind or self._left else self._came
@@ -160,3 +161,33 @@ def forget_kept(model: Any) -> None:
         info = reload.get_layerwise_info(layer)
         info.loaded_weights.clear()
         info.load_numel = 0
+
+
+def unreloadable(model: Any) -> list[str]:
+    """Layers that vLLM's CPU build cannot take new weights into, in words."""
+    latent = import_module("vllm.model_executor.layers.attention.mla_attention").MLAAttention
+    where = next((name for name, layer in model.named_modules() if isinstance(layer, latent)), None)
+    return [] if where is None else [f"vLLM's CPU build cannot reload latent attention ({where})"]
+
+
+class Packed:
+    """What vLLM's CPU build makes of weights besides its parameters, and does not make again when they are reloaded (as
+    of 0.32.0): kernels of experts, which pack them the first time only, and the packed copy of a tied head."""
+
+    def __init__(self, model: Any) -> None:
+        """Before a reload."""
+        base = import_module("vllm.model_executor.layers.fused_moe.fused_moe_method_base").FusedMoEMethodBase
+        methods = [it for layer in model.modules() if isinstance(it := getattr(layer, "quant_method", None), base)]
+        self._model, self._kernels = model, [(it, it.moe_kernel) for it in methods]
+        for method in methods:
+            method.moe_kernel = None
+
+    def restore(self) -> None:
+        """After it; experts that got nothing have what they had."""
+        for method, kernel in self._kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+        vocabulary = import_module("vllm.model_executor.layers.vocab_parallel_embedding").VocabParallelEmbedding
+        for layer in self._model.modules():
+            if isinstance(layer, vocabulary):
+                layer.quant_method.process_weights_after_loading(layer)
