@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import stretto
 import stretto.onegpu
-from models import Block
+from models import Block, disturb
 
 RANKS, TOGETHER, SECONDS = 2, 10, 60
-ENDS = ("_links.settle", "_found_wrong", "_total", "_replicas.sum_gradients", "_gradients.give_out")
+ENDS = ("_passes._executor._lanes.end", "_found_wrong", "_total", "_replicas.sum_gradients", "_gradients.give_out")
 
 
 def job(rank: int, backend: str, how: str, folder: Path, victim: int, at: int) -> list[str]:
@@ -74,11 +75,10 @@ def _trap(pipe: stretto.Pipeline, at: int, spring: Callable[[], None]) -> str:
     """Let a task fail, or what follows the tasks; which that is."""
     tasks = pipe._passes.tasks
     if at < len(tasks):
-        run = pipe._passes._runs[at]
-        pipe._passes._runs[at] = lambda: (spring(), run())[1]
+        disturb(pipe, at, spring)
         return f"at {tasks[at]} of step 2"
     *path, name = ENDS[at - len(tasks)].split(".")
-    thing: Any = getattr(pipe, path[0]) if path else pipe
+    thing: Any = reduce(getattr, path, pipe)
     setattr(thing, name, lambda *_, **__: spring())
     return "at the end of step 2"
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import stretto
-from models import Block
+from models import Block, disturb
 from stretto.execute.groups import Groups
 
 BATCH = 4
@@ -119,7 +119,7 @@ def own_operation(mesh: Any) -> float:
     numbers = torch.full((1,), float(rank + 1))
     work = dist.all_reduce(numbers, async_op=True) if rank == 0 else None
     if rank:
-        pipe._passes._runs[3] = lambda: [][0]
+        disturb(pipe, 3, lambda: [][0])
     with contextlib.suppress(stretto.PipelineError, IndexError):
         _step(pipe)
     work = work or dist.all_reduce(numbers, async_op=True)
@@ -232,8 +232,7 @@ def handlers(mesh: Any) -> tuple[int, float]:
         time.sleep(0.01)
     took = time.monotonic() - begun
     pipe = _pipeline(mesh)
-    pipe._passes._runs.insert(0, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    pipe._passes._walk.tasks.insert(0, pipe._passes._walk.tasks[0])
+    disturb(pipe, 0, lambda: os.kill(os.getpid(), signal.SIGTERM))
     _step(pipe)
     time.sleep(6)
     pipe.close()
@@ -253,15 +252,12 @@ def preempted(mesh: Any) -> tuple[str, int, float, bool]:
     before, said = signal.signal(signal.SIGTERM, leave), ""
     pipe = _pipeline(mesh)
     _step(pipe)
-    if mesh.get_local_rank():
-        pipe._passes._runs.insert(0, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        pipe._passes._walk.tasks.insert(0, pipe._passes._walk.tasks[0])
+    undo = disturb(pipe, 0, lambda: os.kill(os.getpid(), signal.SIGTERM)) if mesh.get_local_rank() else lambda: None
     try:
         _step(pipe)
     except Preempted:
         said = "preempted"
-    if mesh.get_local_rank():
-        del pipe._passes._runs[0], pipe._passes._walk.tasks[0]
+    undo()
     steps, loss = pipe.step_count, _step(pipe)
     pipe.close()
     mine = signal.signal(signal.SIGTERM, before) is leave
@@ -301,8 +297,7 @@ def lost_collective(mesh: Any) -> str:
     layers = [Block(), Talks()] if rank else [Talks(), Block()]
     pipe = _pipeline(mesh, build=layers.__getitem__)
     if rank:  # which fails as soon as it is asked for anything
-        pipe._passes._runs.insert(0, lambda: layers[1](torch.ones(1)))
-        pipe._passes._walk.tasks.insert(0, pipe._passes._walk.tasks[0])
+        disturb(pipe, 0, lambda: layers[1](torch.ones(1)))
     try:
         _step(pipe)
     except (stretto.PipelineError, KeyError) as error:

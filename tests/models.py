@@ -185,6 +185,18 @@ def train(mesh: Any, case: Case) -> tuple[float, dict[str, Any]]:
     return result.loss, gradients(pipe)
 
 
+def disturb(pipe: Any, at: int, act: Callable[[], object]) -> Callable[[], None]:
+    """Let something happen before a task is issued; returns what undoes it."""
+    issues = pipe._passes._executor._issues
+    issue = issues[at]
+
+    def undo() -> None:
+        issues[at] = issue
+
+    issues[at] = lambda: (act(), issue())[1]
+    return undo
+
+
 def gradients(pipe: Any) -> dict[str, Any]:
     every = pipe.named_parameters(remove_duplicate=False)
     return {name: p.grad.double().numpy() for name, p in every if p.grad is not None}
@@ -197,7 +209,8 @@ def order(mesh: Any, case: Case) -> tuple[list[str], list[str]]:
     for index, stage in pipe._stages.items():
         for name, letter in (("forward", "F"), ("backward", "B"), ("weight", "W")):
             setattr(stage, name, _telling(done, f"{index}{letter}", getattr(stage, name)))
-    pipe._passes._runs = pipe._passes._walk.compile(pipe._passes._compiled)
+    executor = pipe._passes._executor
+    executor.bind(executor._lanes, pipe._passes._bound, executor._supervisor)
     pipe.step(*case.batch())
     letters = {"F": "F", "B": "B", "I": "B", "W": "W", "WGRAD": "W"}
     planned = [

@@ -94,19 +94,18 @@ def ours(plan: stretto.Plan, inputs: Tensor, targets: Tensor) -> tuple[Callable[
     for stage in range(plan.stages):  # what stages hand on is known: nobody is there to say it
         for link in (*links._sends.values(), *links._receives.values()):
             link.known[Kind.SEND_F, stage], link.known[Kind.SEND_B, stage] = value, grad
-    walk = Passes(program, supervisor, stages, links)
+    passes = Passes(program, supervisor, stages, links)
     microbatches = list(inputs.chunk(plan.microbatches))
     wanted = list(targets.chunk(plan.microbatches))
 
     def run() -> None:
         gradients.begin({number: stage.parameters() for number, stage in stages.items()})
-        walk.run(microbatches, Losses(loss, wanted, plan.microbatches, device))
-        links.settle()
+        passes.run(microbatches, Losses(loss, wanted, plan.microbatches, device))
         gradients.give_out()
 
     counted = [kind for kind in COMPUTE if kind is not Kind.WGRAD]
     actions = sum(
-        1 + (task.kind is Kind.PAIR) for task in walk.tasks if task.kind in counted or task.lane.peer is not None
+        1 + (task.kind is Kind.PAIR) for task in passes.tasks if task.kind in counted or task.lane.peer is not None
     )
     return run, actions
 

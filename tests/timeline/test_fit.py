@@ -45,3 +45,12 @@ def test_a_pair_is_never_fitted_to_be_shorter_than_its_passes() -> None:
     fitted = stretto.fit(hasty)
     assert fitted.FB == (2.0, 2.0)
     assert stretto.simulate(timeline.program, fitted).makespan < timeline.makespan
+
+
+def test_times_that_do_not_add_up_are_fitted_all_the_same() -> None:
+    """A weight part may be measured to be longer than a backward in all."""
+    plan = stretto.dualpipe(devices=4, microbatches=8)
+    timeline = stretto.simulate(plan, Costs(BW=1))
+    late = timeline.program.work.kind == Kind.WGRAD
+    noisy = stretto.Timeline(timeline.program, timeline.start, timeline.end + 100.0 * late, "s")
+    assert stretto.simulate(plan, stretto.fit(noisy)).makespan > 0

@@ -1,19 +1,18 @@
 """Measures a step: when every task of every rank started and ended, on one clock."""
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.execute.lanes import Deferred, Ticket
-from stretto.execute.streams import StreamTicket
 from stretto.program.program import Program
 from stretto.timeline import Timeline
 
+T = TypeVar("T")
 _PINGS = 8
 Settle = Callable[[dist.Work, Tensor], None]
 """Waits for what was started with a tensor."""
@@ -24,22 +23,25 @@ class Recorder:
 
     def __init__(self, tasks: int) -> None:
         self._start, self._end = np.zeros(tasks), np.zeros(tasks)
-        self._started: list[tuple[int, list[Ticket | StreamTicket]]] = []
         self._events: dict[int, tuple[Any, Any]] = {}
         self._zero: Any = None
         self._host = 0.0
 
-    def run(
-        self, at: int, run: Callable[[], None], waited: Callable[[], float], started: list[Ticket | StreamTicket]
-    ) -> None:
-        """Run a task. It starts once it no longer waits, and ends when all that it started has."""
-        before, begin = waited(), time.perf_counter()
-        started.clear()
-        run()
-        self._end[at] = time.perf_counter()
-        self._start[at] = min(self._end[at], begin + waited() - before)
-        if started:
-            self._started.append((at, started.copy()))
+    def timing(self, at: int, act: Callable[[], T]) -> Callable[[], T]:
+        """The same, timed by the host's clock."""
+
+        def timed() -> T:
+            self._start[at] = time.perf_counter()
+            found = act()
+            self._end[at] = time.perf_counter()
+            return found
+
+        return timed
+
+    def take(self, spans: Mapping[int, tuple[float, float]]) -> None:
+        """Tasks that began and ended in other threads, when they did."""
+        for at, (start, end) in spans.items():
+            self._start[at], self._end[at] = start, end
 
     def events(self, at: int) -> tuple[Any, Any]:
         """Two events to time a task on a device by."""
@@ -60,11 +62,6 @@ class Recorder:
     def gathered(self, program: Program, group: dist.ProcessGroup | None, settle: Settle) -> Timeline | None:
         """All ranks' times, on the first rank, by its clock; None on the others. Without a group there is only one."""
         self._read_events()
-        for at, tickets in self._started:
-            self._end[at] = max(ticket.end for ticket in tickets)
-            begun = [ticket.work.begin for ticket in tickets if isinstance(ticket.work, Deferred)]
-            if begun:
-                self._start[at] = min(begun)
         if group is None:
             return Timeline(program, self._start - self._start.min(), self._end - self._start.min())
         talk = _Talk(group, settle)

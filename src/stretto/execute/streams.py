@@ -2,86 +2,18 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from stretto.program.program import Program
-from stretto.program.task import Lane, Task
+from stretto.execute.executor import Act, Executor, Issue
+from stretto.execute.record import Recorder
+from stretto.execute.supervise import Supervisor
+from stretto.program.task import Lane
 
-Run = Callable[[], None]
 _AHEAD = 256  # tasks of several lanes that the host may have queued and the device has not ended
-
-
-class Streams:
-    """Runs a rank's tasks on streams. The compute lane's is the caller's own, so that what the caller does is in order.
-
-    What a task of one lane has read may belong to another, which knows nothing of that; `keep` holds on to it until the
-    device has ended the task.
-    """
-
-    def __init__(self, program: Program, tasks: Sequence[Task], places: Sequence[int], more: dict[int, int]) -> None:
-        """`places` are the tasks' in the program; `more` are needs that it does not know of, by their number here."""
-        here = {place: at for at, place in enumerate(places)}
-        computing = [task.lane.peer is None for task in tasks]
-        self._waits: list[list[int]] = []
-        for at, place in enumerate(places):
-            needs = {here[need] for need in program.needs(place) if need in here}
-            needs |= {more[at]} if at in more else set()
-            self._waits.append([k for k in sorted(needs) if computing[k] and tasks[k].lane != tasks[at].lane])
-        needed = {k for waits in self._waits for k in waits}
-        self._events: dict[int, Any] = {at: _event() for at in needed}
-        lanes = {task.lane for task in tasks if task.lane.name != "compute"}
-        self._made: dict[Lane, Any] = {lane: _stream() for lane in sorted(lanes)}
-        self._streams = [self._made.get(task.lane) for task in tasks]  # None is the caller's own
-        self._main: Any = None
-        self._kept: deque[tuple[Any, object]] = deque()
-        self.keeps = any(task.lane.name == "comm" for task in tasks)
-        """Whether several lanes compute."""
-
-    def begin(self) -> None:
-        """All lanes start when the caller's stream gets here."""
-        self._main = torch.cuda.current_stream()
-        for stream in self._made.values():
-            stream.wait_stream(self._main)
-
-    def end(self) -> None:
-        """The caller's stream goes on when all lanes have ended."""
-        for stream in self._made.values():
-            self._main.wait_stream(stream)
-        self._kept.clear()
-
-    def run(self, at: int, run: Run, times: tuple[Any, Any] | None = None, started: list[Any] | None = None) -> None:
-        """Queue a task. If it is to be timed, between two events, and with all that it has started in between."""
-        own = self._streams[at]
-        for k in self._waits[at]:
-            (own or self._main).wait_event(self._events[k])
-        with nullcontext() if own is None else torch.cuda.stream(own):
-            if times is not None and started is not None:
-                started.clear()
-                times[0].record()
-                run()
-                for ticket in started:
-                    ticket.work.wait()
-                times[1].record()
-            else:
-                run()
-            if at in self._events:
-                self._events[at].record(own or self._main)
-
-    def keep(self, at: int, what: object, check: Callable[[], None]) -> None:
-        """Hold on to what a task has used. A host that is too far ahead waits, checking that there is reason to."""
-        event = _event()
-        event.record(self._streams[at] or self._main)
-        self._kept.append((event, what))
-        while self._kept and (self._kept[0][0].query() or len(self._kept) > _AHEAD):
-            if not self._kept[0][0].query():
-                check()
-                time.sleep(0.00005)
-                continue
-            self._kept.popleft()
 
 
 class StreamTicket:
@@ -93,7 +25,6 @@ class StreamTicket:
         self.work, self.held = work, held
 
     error: BaseException | None = None
-    end = 0.0
 
     @property
     def done(self) -> bool:
@@ -107,6 +38,142 @@ class StreamTicket:
                 return False
             time.sleep(0.00005)
         return True
+
+
+class Begun:
+    """What a task has begun on a device: a task that needs it lets its own stream wait."""
+
+    def __init__(self, tickets: Sequence[StreamTicket] = (), landed: Callable[[], None] | None = None) -> None:
+        """`landed` is run when all is seen to have ended; what has none is not looked at again."""
+        self.tickets, self.landed = list(tickets), landed
+
+    def wait(self) -> None:
+        """The current stream waits for all of it."""
+        self.follow()
+
+    def follow(self) -> None:
+        """The current stream waits for what was begun so far."""
+        for ticket in self.tickets:
+            ticket.work.wait()
+
+
+class DeviceLanes:
+    """Streams of a device. The host queues, and waits for nothing but word of what is to come. The compute lane has the
+    caller's own, so that what the caller does is in order.
+
+    What a task of one lane has read may belong to another, which knows nothing of that: it is kept until the device has
+    ended the task.
+    """
+
+    def __init__(
+        self, executor: Executor, supervisor: Supervisor, more: Mapping[int, int], used: list[object] | None
+    ) -> None:
+        """`more` are needs that the program does not know of, of memory that is used again. What tasks put into `used`
+        is kept.
+        """
+        self._tasks, self._supervisor, self._used = executor.tasks, supervisor, used
+        tasks = executor.tasks
+        self._needs = [
+            [it for it in sorted({*needs, *([more[at]] if at in more else [])}) if tasks[it].lane != tasks[at].lane]
+            for at, needs in enumerate(executor.needs)
+        ]
+        self._events: dict[int, Any] = {need: _event() for needs in self._needs for need in needs}
+        lanes = {task.lane for task in tasks if task.lane.name != "compute"}
+        self._made: dict[Lane, Any] = {lane: _stream() for lane in sorted(lanes)}
+        self._streams = [self._made.get(task.lane) for task in tasks]  # None is the caller's own
+        self._main: Any = None
+        self._begun: dict[int, Begun] = {}
+        self._flying: deque[tuple[int, Begun]] = deque()
+        self._kept: deque[tuple[Any, object]] = deque()
+
+    def compile(self, at: int, act: Act, recorder: Recorder | None = None) -> Issue:
+        own, needs, events, begun = self._streams[at], self._needs[at], self._events, self._begun
+        event, check = events.get(at), self._supervisor.check
+        if recorder is not None:
+            act = _timed(recorder, at, act)
+
+        def issue() -> None:
+            check()
+            now = self._main if own is None else own
+            with nullcontext() if own is None else torch.cuda.stream(own):
+                for need in needs:
+                    if need in begun:
+                        begun[need].wait()
+                    else:
+                        now.wait_event(events[need])
+                work = act()
+                if isinstance(work, Begun):
+                    begun[at] = work
+                    if work.landed is not None:
+                        self._fly(at, work)
+                elif event is not None:
+                    event.record(now)
+            if self._used is not None:
+                self._keep(now)
+
+        return issue
+
+    def begin(self) -> None:
+        """All lanes start when the caller's stream gets here."""
+        self._main = torch.cuda.current_stream()
+        for stream in self._made.values():
+            stream.wait_stream(self._main)
+
+    def end(self, ended: Callable[[int], None]) -> None:
+        """The caller's stream goes on when all lanes have ended; the host, when all that was sent has left."""
+        for stream in self._made.values():
+            self._main.wait_stream(stream)
+        while self._flying:
+            self._land()
+        for at in range(len(self._tasks)):
+            ended(at)
+
+    def clear(self) -> None:
+        self._begun.clear()
+        self._flying.clear()
+        self._kept.clear()
+
+    def _fly(self, at: int, work: Begun) -> None:
+        while self._flying and all(ticket.done for ticket in self._flying[0][1].tickets):
+            self._land()
+        self._flying.append((at, work))
+
+    def _land(self) -> None:
+        at, work = self._flying.popleft()
+        for ticket in work.tickets:
+            self._supervisor.wait(ticket, lambda: self._tasks[at].result)
+        if work.landed is not None:
+            work.landed()
+        work.tickets.clear()  # what they kept alive may go
+
+    def _keep(self, stream: Any) -> None:
+        """Hold on to what a task has used. A host that is too far ahead waits, checking that there is reason to."""
+        assert self._used is not None
+        event = _event()
+        event.record(stream)
+        self._kept.append((event, self._used.copy()))
+        self._used.clear()
+        while self._kept and (self._kept[0][0].query() or len(self._kept) > _AHEAD):
+            if not self._kept[0][0].query():
+                self._supervisor.check()
+                time.sleep(0.00005)
+                continue
+            self._kept.popleft()
+
+
+def _timed(recorder: Recorder, at: int, act: Act) -> Act:
+    """Between two events, with all that it has begun."""
+
+    def timed() -> Any:
+        first, last = recorder.events(at)
+        first.record()
+        work = act()
+        if isinstance(work, Begun):
+            work.follow()
+        last.record()
+        return work
+
+    return timed
 
 
 class Reached:

@@ -88,6 +88,19 @@ class Task:
         return self.lane.device
 
     @property
+    def result(self) -> str:
+        """What others wait for, in words."""
+        match self.kind:
+            case Kind.RECV_F:
+                return f"the output of {self.stage - 1}F{self.microbatch}"
+            case Kind.RECV_B:
+                return f"the gradient of {self.stage + 1}B{self.microbatch}"
+            case Kind.SEND_F | Kind.SEND_B:
+                return "what it sent to be taken"
+            case _:
+                return str(self)
+
+    @property
     def item(self) -> Item | None:
         """What this task is in CSV, which knows no memory traffic; a WGRAD is part of the B or pair before it."""
         match self.kind:

@@ -1,7 +1,6 @@
 """Moves values between devices: one group of two ranks for each directed link, and words ahead of every message."""
 
 import struct
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.execute.lanes import HostLane, Ticket
-from stretto.execute.streams import StreamTicket
+from stretto.execute.lanes import HostLane, Work
+from stretto.execute.streams import Begun, StreamTicket
 from stretto.execute.supervise import Supervisor
 from stretto.execute.team import Team
 from stretto.execute.wires import Wire, wired
 from stretto.ir.errors import told
 from stretto.program.program import Program
-from stretto.program.task import Kind
+from stretto.program.task import Kind, Lane
 from stretto.runtime.descriptions import Description, describe, moved_as
 from stretto.runtime.rooms import Lent
 from stretto.runtime.structure import LEAF, Tree, demand_unchanged
@@ -37,17 +36,14 @@ class _Link:
     """Where words travel, between the hosts; none where there is nobody to talk to."""
     peer: int
     """The other end, as a rank of the group."""
-    lane: HostLane
     known: dict[Channel, Description] = field(default_factory=dict)
     """The last message of each channel."""
     lone: dict[Channel, tuple[Any, ...]] = field(default_factory=dict)
     """What it was if it was one contiguous tensor: by that most messages are known at a glance."""
     steady: set[Channel] = field(default_factory=set)
     """Channels whose last message had tensors like those of the one before."""
-    last: Ticket | None = None
-    """The last message that was asked for, on a host."""
-    unheard: "Arrival | None" = None
-    """The last one that was asked for on a device, until its word is heard."""
+    last: "Arrival | None" = None
+    """The last message that was asked for; its word may still have to be heard."""
 
     def learn(self, channel: Channel, what: Description) -> None:
         """The last message of a channel was this."""
@@ -78,25 +74,85 @@ class _Link:
             return self.known[channel]
         return Description.decode(self.wire.receive(length, supervisor.check))
 
-    def fill(self, lent: Lent) -> list[dist.Work]:
-        return [self.group.recv([raw], self.peer, 0) for raw in lent.raws]
 
+class Arrival(Begun):
+    """A message that was asked for, and is there once it was waited for: on the host by its lane, on a device by the
+    stream that uses it.
+    """
 
-class Arrival:
-    """A message that was asked for: there once its word is heard and its tickets are done."""
-
-    __slots__ = ("channel", "lent", "link", "room", "tickets", "what")
-
-    def __init__(self, link: _Link, channel: Channel, room: Callable[[Description], Lent]) -> None:
-        self.link, self.channel, self.room = link, channel, room
-        self.tickets: list[Ticket | StreamTicket] = []
+    def __init__(self, links: "Links", link: _Link, channel: Channel, room: Callable[[Description], Lent]) -> None:
+        super().__init__()
+        self._links, self._link, self._channel, self._room = links, link, channel, room
         self.what: Description | None = None
-        self.lent: Lent | None = None
+        self._lent: Lent | None = None
 
-    def tree(self) -> Tree:
-        assert self.what is not None
-        assert self.lent is not None
-        return self.what.tree(self.lent.tensors)
+    def taken(self) -> tuple[Tree, Lent]:
+        """What has come, and the room that it is in."""
+        assert self.what is not None, "a message is used that nobody has waited for"
+        assert self._lent is not None
+        return self.what.tree(self._lent.tensors), self._lent
+
+    def instant(self) -> None:
+        """In a world that is not there, the same comes again."""
+        self.what = self._link.known[self._channel]
+        self._lent = self._room(self.what)
+
+    def begin(self) -> None:
+        """Make its room ready, if it can be known what is to come."""
+        guess = self._link.guess(self._channel)
+        if guess is not None:
+            self._fill(guess)
+
+    def hear(self) -> None:
+        """Wait for its word, if it was not heard yet, and ask for what comes if it is something else."""
+        if self.what is None:
+            what = self._link.hear(self._channel, self._links.supervisor)
+            if self._lent is None or self._lent.metas != what.metas:
+                self._fill(what)
+            self._link.learn(self._channel, what)
+            self.what = what
+
+    def _fill(self, what: Description) -> None:
+        self._lent = self._room(what)
+        self.tickets += [StreamTicket(self._link.group.recv([raw], self._link.peer, 0), raw) for raw in self._lent.raws]
+
+
+class _ToHost(Arrival):
+    """Its lane waits for the tensors that were guessed, for the word, and for what the word says."""
+
+    is_begun = False
+
+    def begin(self) -> None:
+        self.is_begun = True
+        super().begin()
+
+    def wait(self) -> None:
+        if not self.is_begun:
+            self.begin()
+        self.follow()
+        self.tickets.clear()
+        self.hear()
+        self.follow()
+
+
+class _ToDevice(Arrival):
+    """The host waits for the word, the stream for the tensors."""
+
+    def __init__(self, of: str, *given: Any) -> None:
+        super().__init__(*given)
+        self._of = of
+
+    def wait(self) -> None:
+        self.hear()
+        with self._links.supervisor.explaining(lambda: self._of):
+            self.follow()
+
+    def hear(self) -> None:
+        if self.what is None:
+            assert self._link.wire is not None
+            self._links.supervisor.wait(self._link.wire, lambda: self._of)
+            with self._links.supervisor.explaining(lambda: self._of):
+                super().hear()
 
 
 class Links:
@@ -111,13 +167,12 @@ class Links:
 
     def __init__(self, team: Team, program: Program, device: torch.device) -> None:
         rank, meeting = team.rank, team.meeting
-        self._supervisor, self.device = team.supervisor, device
+        self.supervisor, self.device = team.supervisor, device
         self._instant = meeting is None  # of a world that is not there, whose works have always ended
         self._sends: dict[int, _Link] = {}
         self._receives: dict[int, _Link] = {}
-        self._flying: deque[tuple[Ticket | StreamTicket, Callable[[], None] | None]] = deque()
-        self.started: list[Ticket | StreamTicket] | None = None
-        """If given, all that is started is put there."""
+        self.lanes: dict[Lane, HostLane] = {}
+        """Threads that wait for what was begun, where memory is the host's."""
         directed = sorted(
             {(lane.device, lane.peer) for lane in program.lanes if lane.name == "send" and lane.peer is not None}
         )
@@ -125,9 +180,12 @@ class Links:
         for source, target in directed:
             pair = team.make((source, target))
             if pair is not None and rank == source:
-                self._sends[target] = _Link(pair, to.get(target), int(source < target), HostLane(f"send→{target}"))
+                self._sends[target] = _Link(pair, to.get(target), int(source < target))
             elif pair is not None:
-                self._receives[source] = _Link(pair, of.get(source), int(source > target), HostLane(f"recv←{source}"))
+                self._receives[source] = _Link(pair, of.get(source), int(source > target))
+        if device.type != "cuda":
+            mine = [lane for lane in program.lanes if lane.device == rank and lane.peer is not None]
+            self.lanes = {lane: HostLane(str(lane)) for lane in mine}
         self._warm_up(directed, team)
 
     def _warm_up(self, directed: list[tuple[int, int]], team: Team) -> None:
@@ -141,8 +199,8 @@ class Links:
                 link = self._receives[source]
                 team.settle(team.start(partial(link.group.recv, [nothing], link.peer, 0)), nothing)
 
-    def send(self, peer: int, channel: Channel, tree: Tree, rows: int = 0) -> None:
-        """Send a message; `rows` are those of the batch that it comes from."""
+    def send(self, peer: int, channel: Channel, tree: Tree, rows: int = 0) -> Work | None:
+        """Send a message; `rows` are those of the batch that it comes from. What was begun, if anything was."""
         link = self._sends[peer]
         guess = link.guess(channel)
         lone = _lone(tree, rows)
@@ -156,7 +214,7 @@ class Links:
             if lone is not None:
                 link.lone[channel] = lone
         if self._instant:
-            return
+            return None
         assert link.wire is not None
         text = b"" if said is None else said.encode()
         moved = [moved_as(tensor) for tensor in tensors if tensor.numel()]
@@ -164,84 +222,40 @@ class Links:
             # the room that was made ready is filled with anything
             moved = [*(moved_as(part) for part in guess.empty(self.device) if part.numel()), *moved]
         unchanged = partial(demand_unchanged, tree, tree.versions())
-        with self._supervisor.explaining(lambda: "what it sent to be taken"):
-            link.wire.send(_WORD.pack(len(text), _mark(channel, self._supervisor)) + text, self._supervisor.check)
+        with self.supervisor.explaining(lambda: "what it sent to be taken"):
+            link.wire.send(_WORD.pack(len(text), _mark(channel, self.supervisor)) + text, self.supervisor.check)
             works = [link.group.send([part], link.peer, 0) for part in moved]
             if self.device.type == "cuda":
-                for work, raw in zip(works, moved, strict=True):
-                    self._fly(StreamTicket(work, raw), unchanged)
-            elif works:
-                self._fly(link.lane.follow(_Sent(works, unchanged), moved))
+                return Begun([StreamTicket(work, raw) for work, raw in zip(works, moved, strict=True)], unchanged)
+            return _Sent(works, moved, unchanged) if works else None
 
-    def receive(self, peer: int, channel: Channel, room: Callable[[Description], Lent]) -> Arrival:
-        """Ask for a message, which comes into the room that is made for it."""
+    def receive(
+        self, peer: int, channel: Channel, room: Callable[[Description], Lent], of: str
+    ) -> tuple[Arrival, Work | None]:
+        """Ask for a message, which comes into the room that is made for it, and say what was begun; `of` says what is
+        waited for.
+        """
         link = self._receives[peer]
-        arrival = Arrival(link, channel, room)
         if self._instant:
-            arrival.what = link.known[channel]
-            arrival.lent = room(arrival.what)
-        elif self.device.type == "cuda":
-            what = f"word from rank {peer} of what is to come"
-            if link.unheard is not None:
-                self.hear(link.unheard, lambda: what)  # only then it is known what this one is taken to be
-            link.unheard = arrival
-            guess = link.guess(channel)
-            if guess is None:
-                self.hear(arrival, lambda: what)
-            else:
-                self._fill(arrival, guess)
-        else:
-            coming = _Coming(arrival, self._supervisor)
-            if link.last is None or link.last.done:
-                with self._supervisor.explaining(lambda: f"rank {peer}"):
-                    coming.begin()  # or else on the lane, when what comes before is known
-            link.last = link.lane.follow(coming)
-            arrival.tickets = [self._begun(link.last)]
-        return arrival
+            arrival = Arrival(self, link, channel, room)
+            arrival.instant()
+            return arrival, None
+        before, on_device = link.last, self.device.type == "cuda"
+        made = self, link, channel, room
+        link.last = arrival = _ToDevice(of, *made) if on_device else _ToHost(*made)
+        if on_device and before is not None:
+            before.hear()  # only then it is known what this one is taken to be
+        if on_device or before is None or before.what is not None:
+            with self.supervisor.explaining(lambda: f"rank {peer}"):
+                arrival.begin()  # or else on the lane, when what comes before is known
+        if on_device and link.guess(channel) is None:
+            arrival.hear()
+        return arrival, arrival
 
-    def hear(self, arrival: Arrival, what: Callable[[], str]) -> None:
-        """Wait for the word of a message to a device, if it was not heard yet; `what` says what is waited for."""
-        link = arrival.link
-        if link.unheard is not arrival:
-            return
-        assert link.wire is not None
-        self._supervisor.wait(link.wire, what)
-        with self._supervisor.explaining(what):
-            arrival.what = link.hear(arrival.channel, self._supervisor)
-        if arrival.lent is None or arrival.lent.metas != arrival.what.metas:
-            self._fill(arrival, arrival.what)
-        link.learn(arrival.channel, arrival.what)
-        link.unheard = None
-
-    def _fill(self, arrival: Arrival, what: Description) -> None:
-        """Ask for the tensors of a message to a device."""
-        link, arrival.lent = arrival.link, arrival.room(what)
-        with self._supervisor.explaining(lambda: "what is to come"):
-            arrival.tickets += [
-                self._begun(StreamTicket(link.group.recv([raw], link.peer, 0), raw)) for raw in arrival.lent.raws
-            ]
-
-    def settle(self) -> None:
-        """Wait until all that was sent has left."""
-        while self._flying:
-            self._land()
-
-    def _fly(self, ticket: Ticket | StreamTicket, landed: Callable[[], None] | None = None) -> None:
-        """Something is under way; `landed` is run when it is seen to have left."""
-        while self._flying and self._flying[0][0].done:
-            self._land()
-        self._flying.append((self._begun(ticket), landed))
-
-    def _land(self) -> None:
-        ticket, landed = self._flying.popleft()
-        self._supervisor.wait(ticket, lambda: "what it sent to be taken")
-        if landed is not None:
-            landed()
-
-    def _begun(self, ticket: Ticket | StreamTicket) -> Ticket | StreamTicket:
-        if self.started is not None:
-            self.started.append(ticket)
-        return ticket
+    def forget(self) -> None:
+        """What was asked for last is over."""
+        for link in self._receives.values():
+            link.last = None
 
     def check(self) -> None:
         """Raise if a link has failed."""
@@ -249,8 +263,9 @@ class Links:
             check_group(link.group)
 
     def close(self) -> None:
+        for lane in self.lanes.values():
+            lane.close()
         for link in (*self._sends.values(), *self._receives.values()):
-            link.lane.close()
             if link.wire is not None:
                 link.wire.close()
 
@@ -266,39 +281,12 @@ def _lone(tree: Tree, rows: int) -> tuple[Any, ...] | None:
 class _Sent:
     """The tensors of a message as one work. If they were changed in place meanwhile, nobody knows what was sent."""
 
-    def __init__(self, works: list[dist.Work], unchanged: Callable[[], None]) -> None:
-        self._works, self._unchanged = works, unchanged
+    def __init__(self, works: list[dist.Work], moved: list[Tensor], unchanged: Callable[[], None]) -> None:
+        self._works, self._moved, self._unchanged = works, moved, unchanged
 
     def wait(self) -> None:
         _wait(self._works)
         self._unchanged()
-        del self._works, self._unchanged  # what they keep alive may go
-
-
-class _Coming:
-    """A message of the host, which a lane waits for, one after the other."""
-
-    def __init__(self, arrival: Arrival, supervisor: Supervisor) -> None:
-        self._link, self._channel, self._room, self._arrival = arrival.link, arrival.channel, arrival.room, arrival
-        self._supervisor = supervisor
-        self._works: list[dist.Work] | None = None
-
-    def begin(self) -> None:
-        guess = self._link.guess(self._channel)
-        self._filled = None if guess is None else self._room(guess)
-        self._works = [] if self._filled is None else self._link.fill(self._filled)
-
-    def wait(self) -> None:
-        if self._works is None:
-            self.begin()
-        assert self._works is not None
-        _wait(self._works)
-        what = self._link.hear(self._channel, self._supervisor)
-        if self._filled is None or self._filled.metas != what.metas:
-            self._filled = self._room(what)
-            _wait(self._link.fill(self._filled))
-        self._link.learn(self._channel, what)
-        self._arrival.what, self._arrival.lent = what, self._filled
 
 
 def _mark(channel: Channel, supervisor: Supervisor) -> int:

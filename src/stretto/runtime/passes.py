@@ -1,20 +1,22 @@
-"""What a rank's tasks are in a step: forwards, backwards and transfers, as callables that a walk runs."""
+"""What a rank's tasks are in a step: forwards, backwards and transfers, as callables for the executor."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
-from functools import cache, partial
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from stretto.execute.executor import Act, Executor, HostLanes, Lanes
+from stretto.execute.lanes import Work
 from stretto.execute.record import Recorder
-from stretto.execute.streams import Streams, StreamTicket
+from stretto.execute.streams import DeviceLanes
 from stretto.execute.supervise import Supervisor
-from stretto.execute.walk import Run, Tickets, Walk
 from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind, Task
+from stretto.runtime.descriptions import Description
 from stretto.runtime.links import Arrival, Links
 from stretto.runtime.losses import Losses
 from stretto.runtime.rng import RngKey
@@ -22,8 +24,6 @@ from stretto.runtime.rooms import Lent, Rooms, share_rooms
 from stretto.runtime.segments import Grads
 from stretto.runtime.stage import Stage
 from stretto.runtime.structure import LEAF, Tree, Value, demand_unchanged, entering
-
-T = TypeVar("T")
 
 
 class Passes:
@@ -45,16 +45,21 @@ class Passes:
         self._versions: dict[tuple[int, int], list[int]] = {}  # of values that wait here for the next stage
         self._grads: dict[tuple[int, int], Grads | Arrival] = {}
         self._outputs: dict[tuple[int, int], Tree] = {}
-        self._walk = Walk(program, supervisor)
-        self.tasks = self._walk.tasks
+        self._executor = Executor(program, supervisor.rank)
+        self.tasks = self._executor.tasks
         self._rooms = Rooms(links.device)
-        self._room_of, after = share_rooms(self.tasks)
+        taken, after = share_rooms(self.tasks)
+        self._room_of = {self.tasks[at]: room for at, room in taken.items()}
         on_device = links.device.type == "cuda"
-        self._streams = Streams(program, self.tasks, self._walk.places, after) if on_device else None
-        self._used: list[object] | None = [] if self._streams is not None and self._streams.keeps else None
-        self.several_streams = self._used is not None
+        self.several_streams = on_device and any(task.lane.name == "comm" for task in self.tasks)
         """Whether several streams of a device compute."""
-        self._runs = self._walk.compile(self._compiled)
+        self._used: list[object] | None = [] if self.several_streams else None
+        lanes: Lanes = (
+            DeviceLanes(self._executor, supervisor, after, self._used)
+            if on_device
+            else HostLanes(self._executor, supervisor, links.lanes, begins=True)
+        )
+        self._executor.bind(lanes, self._bound, supervisor)
 
     def run(
         self,
@@ -68,19 +73,14 @@ class Passes:
         """`rows` are those of inputs that were given whole."""
         self._inputs, self._losses, self._rows = inputs, losses, rows
         self._input_grads = []
-        started: Tickets | None = [] if recorder is not None else None
-        self._links.started = started
         with ExitStack() as opened:
             for stage in self._stages.values():
                 stage.used = self._used
                 opened.enter_context(stage.running(key or RngKey(), training=self._training))
             try:
-                if self._streams is not None:
-                    self._walk.queue(self._runs, self._streams, self._used, recorder, started)
-                else:
-                    self._walk.run(self._runs, recorder, started)
+                self._executor.run(recorder)
             finally:
-                self._links.started = None
+                self._links.forget()
                 self._values.clear()
                 self._versions.clear()
                 self._grads.clear()
@@ -102,20 +102,7 @@ class Passes:
                 self._stages[stage].take_behind([tensor for tensor, _ in given], own)
         return inputs + targets
 
-    def _there(self, waited: T | Arrival, what: Callable[[], str]) -> tuple[T | Tree, Lent | None]:
-        """Waits for what was asked for. What came from another device is lent."""
-        if not isinstance(waited, Arrival):
-            return waited, None
-        self._links.hear(waited, what)
-        for ticket in waited.tickets:
-            if isinstance(ticket, StreamTicket):
-                with self._supervisor.explaining(what):
-                    ticket.work.wait()  # the stream does; the host goes on
-            else:
-                self._supervisor.wait(ticket, what)
-        return waited.tree(), waited.lent
-
-    def _compiled(self, at: int, task: Task) -> Run:
+    def _bound(self, task: Task) -> Act:
         stage, microbatch, part = task.stage, task.microbatch, task.part
         match task.kind:
             case Kind.F:
@@ -136,11 +123,11 @@ class Passes:
                 return lambda: of.weight(microbatch, part)
             case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
                 assert task.lane.peer is not None
-                return self._transfer(at, task.kind, stage, microbatch, task.lane.peer)
+                return self._transfer(task, task.lane.peer)
             case _:
                 raise PipelineError(f"{task} cannot be run: a pipeline moves no activations to host memory")
 
-    def _forward(self, stage: int, microbatch: int, part: int) -> Run:
+    def _forward(self, stage: int, microbatch: int, part: int) -> Act:
         of, here = self._stages[stage], (stage, microbatch)
         run = of.forward if self._training else of.evaluate
         ends = part == len(self._program.anatomy.forward[stage]) - 1
@@ -149,12 +136,15 @@ class Passes:
         def forward() -> None:
             lent = None
             if part or stage:
-                waited = self._values.pop(here)
-                given, lent = self._there(waited, lambda: f"the output of {stage - 1}F{microbatch}")
-                if isinstance(waited, Arrival) and waited.what is not None:
-                    self._rows = waited.what.rows
-                elif here in self._versions and isinstance(waited, Tree):
-                    demand_unchanged(waited, self._versions.pop(here))
+                waits = self._values.pop(here)
+                if isinstance(waits, Arrival):
+                    given, lent = waits.taken()
+                    assert waits.what is not None
+                    self._rows = waits.what.rows
+                else:
+                    given = waits
+                    if here in self._versions:
+                        demand_unchanged(given, self._versions.pop(here))
             else:
                 assert self._inputs is not None
                 given, leaves = entering(self._inputs[microbatch])
@@ -182,14 +172,18 @@ class Passes:
 
         return forward
 
-    def _backward(self, stage: int, microbatch: int, part: int) -> Run:
+    def _backward(self, stage: int, microbatch: int, part: int) -> Act:
         of, here = self._stages[stage], (stage, microbatch)
         ends = part == len(self._program.anatomy.forward[stage]) - 1
 
         def backward() -> None:
-            waited = self._grads.pop(here)
-            given, lent = self._there(waited, lambda: f"the gradient of {stage + 1}B{microbatch}")
-            grads = given.leaves if isinstance(given, Tree) else given
+            waits, lent = self._grads.pop(here), None
+            grads: Grads
+            if isinstance(waits, Arrival):
+                tree, lent = waits.taken()
+                grads = tree.leaves
+            else:
+                grads = waits
             out = of.backward(microbatch, part, grads)
             if lent is not None:
                 out = [grad.clone() if grad is not None and lent.holds(grad) else grad for grad in out]
@@ -208,31 +202,35 @@ class Passes:
     def _placed(self, stage: int, microbatch: int) -> int:
         return self._program.placement.device(stage, microbatch)
 
-    def _transfer(self, at: int, kind: Kind, stage: int, microbatch: int, peer: int) -> Run:
-        links, here = self._links, (stage, microbatch)
+    def _transfer(self, task: Task, peer: int) -> Act:
+        links, stage, microbatch = self._links, task.stage, task.microbatch
+        here = stage, microbatch
 
-        def send_value() -> None:
-            links.send(peer, (Kind.SEND_F, stage), self._outputs.pop(here), self._rows)
+        def room(what: Description) -> Lent:
+            return self._rooms.take(self._room_of[task], what)
 
-        def receive_value() -> None:
-            room = partial(self._rooms.take, self._room_of[at])
-            self._values[here] = links.receive(peer, (Kind.SEND_F, stage - 1), room)
+        def send_value() -> Work | None:
+            return links.send(peer, (Kind.SEND_F, stage), self._outputs.pop(here), self._rows)
 
-        def send_grads() -> None:
+        def receive_value() -> Work | None:
+            self._values[here], begun = links.receive(peer, (Kind.SEND_F, stage - 1), room, task.result)
+            return begun
+
+        def send_grads() -> Work | None:
             grads = self._grads.pop((stage - 1, microbatch))
             assert not isinstance(grads, Arrival)
-            links.send(peer, (Kind.SEND_B, stage), _tree_of(grads))
+            return links.send(peer, (Kind.SEND_B, stage), _tree_of(grads))
 
-        def receive_grads() -> None:
-            room = partial(self._rooms.take, self._room_of[at])
-            self._grads[here] = links.receive(peer, (Kind.SEND_B, stage + 1), room)
+        def receive_grads() -> Work | None:
+            self._grads[here], begun = links.receive(peer, (Kind.SEND_B, stage + 1), room, task.result)
+            return begun
 
         return {
             Kind.SEND_F: send_value,
             Kind.RECV_F: receive_value,
             Kind.SEND_B: send_grads,
             Kind.RECV_B: receive_grads,
-        }[kind]
+        }[task.kind]
 
 
 def _tree_of(grads: Grads) -> Tree:

@@ -238,8 +238,6 @@ class Pipeline:
                 )
                 recorder = Recorder(len(self._passes.tasks)) if record else None
                 self._passes.run(microbatches, losses, recorder, key=self._key, rows=rows)
-                self._team.supervisor.task = lambda: "the end"
-                self._links.settle()
                 self._catch_up(recorder is not None)
                 wrong = self._found_wrong(check_buffers, losses)
                 timeline = self._gathered(recorder) if recorder is not None else None
@@ -275,7 +273,6 @@ class Pipeline:
         with self._guarding(f"evaluation {self._evaluations}"), evaluating(self._layers.values()):
             losses, microbatches, rows = self._batch(inputs, targets)
             self._evaluation.run(microbatches, losses, key=self._key, rows=rows)
-            self._links.settle()
             total = self._total(losses)
             total.wait()
         self._team.supervisor.answer()

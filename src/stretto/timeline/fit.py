@@ -45,6 +45,7 @@ def _passes(program: Program, length: Floats) -> Costs:
         weights = w if w is not None else later or half
         inputs = i if i is not None else half if not later else b or 0.0
         whole = b + later if b is not None else inputs + weights
+        later = min(later, whole)  # medians of a few noisy times need not add up
         for name, value in zip(table, (f or 0.0, whole, inputs, weights, later), strict=True):
             table[name].append(value)
     costs: Costs = msgspec.convert(table, Costs)

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.execute.executor import Act, Executor, HostLanes
 from stretto.execute.groups import broadcast
-from stretto.execute.lanes import Deferred, HostLane, Ticket
+from stretto.execute.lanes import HostLane, Work
 from stretto.execute.record import Recorder
 from stretto.execute.supervise import Supervisor
-from stretto.execute.walk import Run, Tickets, Walk
 from stretto.ir.errors import WeightsError
 from stretto.program.program import Program
-from stretto.program.task import Kind, Task
+from stretto.program.task import Kind, Lane, Task
 from stretto.weights.checksums import SUM_BYTES
 from stretto.weights.choose import Speeds
 from stretto.weights.endpoint import Endpoint, naming
@@ -34,7 +33,6 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Is told how many buckets were loaded here, of how many."""
 _LANES = ("h2d", "broadcast", "reload")
-_ENDS = "h2d ends"  # on a device a copy is queued before the one before it has ended, and another thread waits for it
 _TELLING = 8 << 20  # bytes that tell how fast they are moved
 
 
@@ -49,35 +47,17 @@ class Group:
 
 
 class Lanes:
-    """A sender's three threads, and on a device their streams and a fourth; kept from push to push."""
+    """A sender's three threads, and on a device their streams; kept from push to push."""
 
     def __init__(self, device: torch.device, streams: Mapping[str, Any] | None = None) -> None:
         if streams is None:
             streams = {name: torch.cuda.Stream(device) for name in _LANES} if device.type == "cuda" else {}  # type: ignore[no-untyped-call]
-        self._lanes = {name: HostLane(name) for name in ((*_LANES, _ENDS) if streams else _LANES)}
+        self.threads = {name: HostLane(name) for name in _LANES}
         self.streams = {name: streams.get(name) for name in _LANES}
 
-    def follow(self, name: str, work: Deferred) -> Ticket:
-        return self._lanes[name].follow(work)
-
     def close(self) -> None:
-        for lane in self._lanes.values():
+        for lane in self.threads.values():
             lane.close()
-
-
-class _Ended(Deferred):
-    """The end of what another lane has queued, which began when that lane began to, or when the one before it ended."""
-
-    def __init__(self, run: Run, ticket: Ticket, queued: Deferred, check: Run) -> None:
-        super().__init__(run, [ticket], check)
-        self._queued = queued
-
-    def wait(self) -> None:
-        free = time.perf_counter()
-        try:
-            super().wait()
-        finally:
-            self.begin = max(free, self._queued.begin)
 
 
 class Push:
@@ -98,16 +78,16 @@ class Push:
         timeout: float,
     ) -> None:
         """`room` and `sums` are of this sender's buckets in host memory."""
-        self._program, self._supervisor, self._lanes, self._group = program, supervisor, lanes, group
+        self._lanes, self._group = lanes, group
         self._staging, self._buckets, self._room, self._timeout = staging, buckets, room, timeout
-        self._walk = Walk(program, supervisor)
-        self.tasks = self._walk.tasks
-        self._here = {place: number for number, place in enumerate(self._walk.places)}
+        self._executor = Executor(program, supervisor.rank)
+        self.tasks = self._executor.tasks
+        threads = {Lane(group.rank, name): thread for name, thread in lanes.threads.items()}
+        self._running = HostLanes(self._executor, supervisor, threads)
+        self._executor.bind(self._running, self._bound, supervisor)
         self._wanted: Sequence[set[int]] = []
         self._anyones = set(range(len(buckets)))
         self._endpoints: Sequence[tuple[Endpoint, set[int]]] = []
-        self._tickets: dict[int, Ticket] = {}
-        self._started: Tickets = []
         self._sums = dict(sums)
         self._copies: dict[int, torch.cuda.Event] = {}
         self._ahead: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
@@ -122,7 +102,7 @@ class Push:
             return
         with torch.cuda.stream(stream):
             for at, task in enumerate(self.tasks):
-                if task.kind is Kind.H2D and not self._program.needs(self._walk.places[at]):
+                if task.kind is Kind.H2D and not self._executor.needs[at]:
                     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                     stream.record_event(begin)
                     self._copy(task.microbatch)
@@ -137,25 +117,24 @@ class Push:
         self._anyones = set[int]().union(*wanted)
 
     def run(self, recorder: Recorder | None, progress: Progress | None) -> None:
-        runs = self._walk.compile(self._task)
+        def ended(task: Task) -> None:
+            nonlocal progress
+            if progress is not None and task.kind is Kind.RELOAD and not self._stopped.is_set():
+                progress = _told(progress, task.microbatch + 1, len(self._buckets))
+
         self._asking = ThreadPoolExecutor(max(1, len(self._endpoints)), "stretto asks")
         try:
-            self._walk.run(runs, recorder, self._started)
-            for at, task in enumerate(self._walk.tasks):
-                self._supervisor.wait(self._tickets[at], lambda task=task: str(task))  # type: ignore[misc]
-                if progress is not None and task.kind is Kind.RELOAD and not self._stopped.is_set():
-                    progress = _told(progress, task.microbatch + 1, len(self._buckets))
+            self._executor.run(recorder, ended)
         finally:
             self._stopped.set()
             self._asking.shutdown(wait=False)
 
     def forget(self) -> None:
-        """Let go of all that it held, which a circle of references would keep, and of what is still copied."""
+        """Let go of all that it held, and of what is still copied."""
         with contextlib.suppress(Exception):  # of a device that does not copy any more
             for copy in self._copies.values():
                 copy.synchronize()
-        self._tickets.clear()
-        self._started.clear()
+        self._executor.forget()
 
     def check(self) -> None:
         """Raise if it was a receiver of this sender, or this sender, that stopped it."""
@@ -175,59 +154,48 @@ class Push:
     def seconds(self) -> dict[str, float]:
         """How long each step was under way here."""
         found = dict.fromkeys(_LANES, 0.0)
-        for at, task in enumerate(self._walk.tasks):
-            ticket = self._tickets[at]
-            assert isinstance(ticket.work, Deferred)
+        for at, task in enumerate(self.tasks):
             if task.kind is Kind.H2D and task.microbatch in self._ahead:  # before its ticket was drawn
                 begin, end = self._ahead[task.microbatch]
                 end.synchronize()
                 found["h2d"] += begin.elapsed_time(end) / 1e3
             else:
-                found[task.lane.name] += ticket.end - ticket.work.begin
+                begun, ended = self._running.spans[at]
+                found[task.lane.name] += ended - begun
         return found
 
-    def _task(self, at: int, task: Task) -> Run:
+    def _bound(self, task: Task) -> Act:
         act = {Kind.H2D: self._copy, Kind.BROADCAST: self._broadcast, Kind.RELOAD: self._reload}[task.kind]
-        needed = self._program.needs(self._walk.places[at])
-        needs = [self._here[need] for need in needed if need in self._here]
 
-        def run() -> None:
-            if not self._stopped.is_set() or task.kind is Kind.BROADCAST:
-                stream = self._lanes.streams[task.lane.name]
-                with torch.cuda.stream(stream):
-                    act(task.microbatch)
+        def run() -> Work | None:
+            if self._stopped.is_set() and task.kind is not Kind.BROADCAST:
+                return None
+            with torch.cuda.stream(self._lanes.streams[task.lane.name]):
+                return act(task.microbatch)
 
-        def begin() -> None:
-            work = Deferred(run, [self._tickets[need] for need in needs], self._supervisor.check)
-            ticket = self._lanes.follow(task.lane.name, work)
-            if task.kind is Kind.H2D and self._lanes.streams["h2d"] is not None:
-                ended = _Ended(lambda: self._copied(task.microbatch), ticket, work, self._supervisor.check)
-                ticket = self._lanes.follow(_ENDS, ended)
-            self._tickets[at] = ticket
-            self._started.append(ticket)
-
-        return begin
+        return run
 
     def _stop(self, error: Exception, what: str) -> None:
         """What goes wrong here stops the push in order, and not by breaking off."""
         self.failure = self.failure or (str(error) if isinstance(error, WeightsError) else f"{what}: {error}")
         self._stopped.set()
 
-    def _copy(self, bucket: int) -> None:
-        if bucket not in self._anyones or bucket in self._copies:
-            return
-        try:
-            into = self._h2d_buffer(bucket)[: self._buckets[bucket].nbytes]
-            into.copy_(self._room(bucket), non_blocking=True)
-            if (stream := self._lanes.streams["h2d"]) is not None:
-                self._copies[bucket] = stream.record_event()
-        except Exception as error:
-            self._stop(error, f"copying bucket {bucket} to the device")
+    def _copy(self, bucket: int) -> "_Copied | None":
+        """A device copies by itself: the next one is queued before this one has ended."""
+        if bucket in self._anyones and bucket not in self._copies:
+            try:
+                into = self._h2d_buffer(bucket)[: self._buckets[bucket].nbytes]
+                into.copy_(self._room(bucket), non_blocking=True)
+                if (stream := self._lanes.streams["h2d"]) is not None:
+                    self._copies[bucket] = stream.record_event()
+            except Exception as error:
+                self._stop(error, f"copying bucket {bucket} to the device")
+        return _Copied(self, bucket) if bucket in self._copies else None
 
-    def _copied(self, bucket: int) -> None:
+    def copied(self, bucket: int) -> None:
+        """Wait for a copy."""
         try:
-            if bucket in self._copies:
-                self._copies.pop(bucket).synchronize()
+            self._copies.pop(bucket).synchronize()
         except Exception as error:
             self._stop(error, f"copying bucket {bucket} to the device")
 
@@ -291,6 +259,17 @@ class Push:
             self._stop(WeightsError(f"{error} (bucket {bucket}; bucket_timeout={self._timeout:g})"), "")
         except Exception as error:
             self._stop(error, f"reloading bucket {bucket}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A copy to the device that was begun."""
+
+    push: Push
+    bucket: int
+
+    def wait(self) -> None:
+        self.push.copied(self.bucket)
 
 
 def _told(progress: Progress, done: int, total: int) -> Progress | None:

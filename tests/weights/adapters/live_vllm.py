@@ -384,36 +384,44 @@ def asked(engine: Engine, prompts: list[list[int]]) -> Iterator[list[list[int]]]
 PROMPTS = [[k, *PROMPT] for k in range(10, 14)]
 
 
-def under_way(push: Pushing, in_flight: InFlight) -> list[list[int]]:
-    """From model 1 to model 2 while these are answered."""
-    push("one", state(1))
-    push.sender.register("two", state(2))
-    with asked(push.engine, PROMPTS) as said:
-        push.sender.push("two", push.endpoints, in_flight=in_flight)
-    assert push.serves(2)
-    return said
+TRIES = 5
+
+
+def under_way(push: Pushing, in_flight: InFlight, is_cut: Callable[[list[int], list[int]], bool]) -> list[list[int]]:
+    """What is said while model 1 becomes model 2; on a busy machine all may be said before the push begins, and then it
+    is asked again. `is_cut` is of what was said and what model 1 would have said.
+    """
+    old = [greedy(model_of(1), prompt, LONG) for prompt in PROMPTS]
+    for _ in range(TRIES):
+        push("one", state(1))
+        push.sender.register("two", state(2))
+        with asked(push.engine, PROMPTS) as said:
+            push.sender.push("two", push.endpoints, in_flight=in_flight)
+        assert push.serves(2)
+        if any(map(is_cut, said, old)):
+            return said
+    raise AssertionError(f"all was said before the push began, {TRIES} times")
 
 
 def test_generations_that_are_waited_for_end_with_the_old_weights(push: Pushing) -> None:
-    said = under_way(push, "wait")
+    said = under_way(push, "wait", lambda *_: True)
     assert said == [greedy(model_of(1), prompt, LONG) for prompt in PROMPTS]
 
 
 def test_generations_that_are_aborted_end_early_with_the_old_weights(push: Pushing) -> None:
-    said = under_way(push, "abort")
-    assert all(0 < len(it) < LONG for it in said)
+    said = under_way(push, "abort", lambda it, old: len(it) < len(old))
     for prompt, it in zip(PROMPTS, said, strict=True):
         assert it == greedy(model_of(1), prompt, len(it))
 
 
 def test_generations_that_are_kept_go_on_with_the_new_weights_alone(push: Pushing) -> None:
     """Nothing of the old weights is in what they say after the push: what was computed before is computed again."""
-    said = under_way(push, "keep")
+    said = under_way(push, "keep", lambda it, old: it != old)
     for prompt, it in zip(PROMPTS, said, strict=True):
         assert len(it) == LONG
         old = greedy(model_of(1), prompt, LONG)
         cut = next(k for k in range(LONG + 1) if k == LONG or it[k] != old[k])
-        assert 0 < cut < LONG, "it was over before the push"
+        assert cut > 0
         # Some of the last tokens that agree may have been said by the new weights.
         assert any(it[k:] == greedy(model_of(2), prompt + it[:k], LONG - k) for k in range(cut, max(0, cut - 3), -1))
 
