@@ -103,7 +103,8 @@ class DeviceLanes:
                         now.wait_event(events[need])
                 work = act()
                 if isinstance(work, Begun):
-                    begun[at] = work
+                    if event is not None:
+                        begun[at] = work
                     if work.landed is not None:
                         self._fly(at, work)
                 elif event is not None:
@@ -144,7 +145,7 @@ class DeviceLanes:
             self._supervisor.wait(ticket, lambda: self._tasks[at].result)
         if work.landed is not None:
             work.landed()
-        work.tickets.clear()  # what they kept alive may go
+        work.tickets, work.landed = [], None  # what they kept alive may go
 
     def _keep(self, stream: Any) -> None:
         """Hold on to what a task has used. A host that is too far ahead waits, checking that there is reason to."""
