@@ -1,1 +1,1 @@
-"""What running a program takes, of training or of a weight update: lanes that wait, and a supervisor."""
+"""What running a program takes, of training or of a weight update: an executor, its lanes, and a supervisor."""
