@@ -28,7 +28,7 @@ from stretto.weights.shared import device_name
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _STEP = 0.1  # seconds between two looks at what else may have ended a wait
-_PATIENCE = 60.0  # seconds between a sender's start and vLLM's call to /update_weights
+_PATIENCE = 10.0  # seconds for vLLM's call to /update_weights, which is made before a receiver is asked to pause
 
 
 def register() -> None:
@@ -279,6 +279,8 @@ class VllmServer(Http):
         super().__init__(base_url, key=key)
         self._address, self._draft = address, draft
         self._asked: Asked | None = None
+        self._was_paused = False
+        """Whether somebody else had paused it, as an update does that has failed; then it stays so."""
 
     def init(self, *, seconds: float = 60.0) -> None:
         """Open a receiver in each worker, or again; what they serve stays known."""
@@ -307,6 +309,7 @@ class VllmServer(Http):
         for rank, told in enumerate(workers):
             if not told["address"]:
                 raise WeightsError(f"{self.url}: worker {rank} has no receiver; VllmServer.init() opens them")
+        self._was_paused = bool(self.get("/is_paused", seconds=left())["is_paused"])
         self.post(f"/pause?mode={in_flight}", seconds=left())
         if self._address is not None:
             if any(told["active"] for told in workers):  # an update that failed, or whose sender died
@@ -333,7 +336,8 @@ class VllmServer(Http):
                 self._asked.wait("vLLM", left())
                 served = {"weight_version": self.version(seconds=left())}
                 self.post("/finish_weight_update", served, seconds=left())
-        self.post("/resume", seconds=left())
+        if not self._was_paused:
+            self.post("/resume", seconds=left())
 
     def trouble(self) -> str:
         return f"vLLM says: {self._asked.error}" if self._asked is not None and self._asked.error else ""

@@ -5,9 +5,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from stretto.weights.manifest import Entry
 
 _EXPERT = re.compile(r"experts\.\d+\.[^.]+\.")  # of the names that models map to their fused experts
+_TURNED = re.compile(r"\.c_\w+\.weight$")  # matrices that GPT-2 and its kin have by columns, and vLLM turns round
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 _WITHIN = re.compile(r"(?<=\bexperts\.)(?:[^.]+\.)+(?=[^.]+$)")  # modules within experts, which that map does not name
 
 
@@ -83,12 +87,15 @@ class Shapes:
         self._layers = dict(model.named_modules())
 
     def wrong(self, entries: Sequence[Entry]) -> list[str]:
-        """In words. Types may differ: vLLM casts."""
+        """In words. Types may differ: vLLM casts floating point numbers."""
         found = []
         for entry in entries:
             fits = [shape for name in self._names.spelled(entry.name) if (shape := self._expected(name)) is not None]
-            if fits and entry.shape not in [*fits, *(shape[::-1] for shape in fits)]:  # some models turn them round
+            turned = [shape[::-1] for shape in fits] if _TURNED.search(entry.name) else []
+            if fits and entry.shape not in fits + turned:
                 found.append(f"{entry.name} is pushed with shape {entry.shape}, and vLLM's model has {fits[0]}")
+            elif fits and entry.dtype not in _FLOATS:
+                found.append(f"{entry.name} is pushed as {entry.dtype}, and vLLM's model has floating point there")
         return found
 
     def _expected(self, name: str) -> tuple[int, ...] | None:
@@ -108,9 +115,14 @@ class Shapes:
 def _shape(layer: Any, kind: str, place: int | None) -> tuple[int, ...] | None:
     """Of a layer's weight or bias, over all ranks; of one part of it if it is fused of several."""
     linear = import_module("vllm.model_executor.layers.linear")
-    vocabulary = import_module("vllm.model_executor.layers.vocab_parallel_embedding").VocabParallelEmbedding
-    if isinstance(layer, vocabulary):
-        return (layer.org_vocab_size, layer.embedding_dim) if kind == "weight" else (layer.org_vocab_size,)
+    words = import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+    if isinstance(layer, words.VocabParallelEmbedding):
+        whole = (layer.org_vocab_size, layer.embedding_dim) if kind == "weight" else (layer.org_vocab_size,)
+        return whole if isinstance(layer.quant_method, words.UnquantizedEmbeddingMethod) else None
+    norms: Any = _norms()
+    if isinstance(layer, norms):
+        there = dict(layer.named_parameters(recurse=False))
+        return tuple(there[kind].shape) if kind in there else None
     if not isinstance(layer, linear.LinearBase) or type(layer.quant_method) is not linear.UnquantizedLinearMethod:
         return None
     if type(layer) is linear.QKVParallelLinear:
@@ -128,6 +140,11 @@ def _shape(layer: Any, kind: str, place: int | None) -> tuple[int, ...] | None:
     return (outputs, layer.input_size) if kind == "weight" else (outputs,)
 
 
+def _norms() -> tuple[type, ...]:
+    norms = import_module("vllm.model_executor.layers.layernorm")
+    return (norms.RMSNorm, norms.GemmaRMSNorm, torch.nn.LayerNorm)
+
+
 def unfinished(model: Any) -> list[str]:
     """Layers of a model being reloaded that did not get all that they hold, in words. Attention takes its scales in the
     end; vocabularies are padded, and must have got something, or lie in one place with another that has."""
@@ -143,9 +160,17 @@ def unfinished(model: Any) -> list[str]:
             continue
         # Buffers are counted by vLLM too, and most are computed: rotary embeddings, for one.
         got, total = info.load_numel, sum(it.numel() for it in layer.parameters(recurse=False))
-        if got < total and not (isinstance(layer, vocabulary) and (got or _address(layer, info) in filled)):
+        if isinstance(layer, vocabulary) and (got or _address(layer, info) in filled or _is_padding(layer)):
+            continue
+        if got < total:
             found.append(f"{name} got {got} of its {total} elements")
     return found
+
+
+def _is_padding(layer: Any) -> bool:
+    """Whether a rank has none of a vocabulary's words."""
+    shard = layer.shard_indices
+    return not shard.num_org_elements and not shard.num_added_elements
 
 
 def _address(layer: Any, info: Any) -> int:
