@@ -164,6 +164,26 @@ def test_a_task_that_fails_ends_it(made: Callable[..., Run], begins: bool) -> No
     assert "RELOAD7" not in run.done
 
 
+def test_what_needs_a_task_that_has_failed_is_never_run(made: Callable[..., Run]) -> None:
+    """Also if it is issued long after that."""
+
+    def bind(run: Run, task: Task) -> Act:
+        def act() -> None:
+            run.done.append(str(task))
+            if task.kind is Kind.H2D:
+                raise PipelineError("no copy")
+
+        return act
+
+    run = made(stretto.weight_update(devices=1, buckets=1), bind)
+    issue = run.executor._issues[1]
+    run.executor._issues[1] = lambda: (time.sleep(LONG), issue())[1]
+    with pytest.raises(PipelineError, match="no copy"):
+        run()
+    time.sleep(LONG)
+    assert run.done == ["H2D0"]
+
+
 def test_what_is_known_to_have_failed_ends_a_wait(made: Callable[..., Run]) -> None:
     stuck = threading.Event()
 

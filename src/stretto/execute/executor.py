@@ -38,11 +38,10 @@ class Executor:
     """One device's part of a program."""
 
     def __init__(self, program: Program, device: int) -> None:
-        self.places = [place for place, task in enumerate(program.tasks()) if task.device == device]
-        """Its tasks, by their place in the program."""
-        self.tasks = [program.task(place) for place in self.places]
-        here = {place: at for at, place in enumerate(self.places)}
-        self.needs = [[here[need] for need in program.needs(place) if need in here] for place in self.places]
+        tasks = {place: task for place, task in enumerate(program.tasks()) if task.device == device}
+        self.tasks = list(tasks.values())
+        here = {place: at for at, place in enumerate(tasks)}
+        self.needs = [[here[need] for need in program.needs(place) if need in here] for place in tasks]
         """What each of them needs, by number; what other devices do comes by transfers."""
         self._doing = _Doing(self.tasks)
 
@@ -127,13 +126,11 @@ class HostLanes:
         check = self._supervisor.check
 
         def issue() -> None:
-            waits = [it for need in needs if (it := tickets[need]) is not None and not it.done]
+            waits = [it for need in needs if (it := tickets[need]) is not None and not (it.done and it.error is None)]
             late = self._late.get(id(lane))
             if not self._begins or waits or (late is not None and not late.done):
                 tickets[at] = self._late[id(lane)] = lane.run(act, waits, check)
                 return
-            for need in needs:
-                self._await(need)
             begun = time.perf_counter()
             work = act()
             if work is not None:

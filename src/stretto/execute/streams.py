@@ -126,13 +126,13 @@ class DeviceLanes:
             self._main.wait_stream(stream)
         while self._flying:
             self._land()
+        self._kept.clear()
         for at in range(len(self._tasks)):
             ended(at)
 
     def clear(self) -> None:
+        """What a device may still read or write after a failure stays."""
         self._begun.clear()
-        self._flying.clear()
-        self._kept.clear()
 
     def _fly(self, at: int, work: Begun) -> None:
         while self._flying and all(ticket.done for ticket in self._flying[0][1].tickets):
