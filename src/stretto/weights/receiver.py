@@ -106,6 +106,7 @@ class Receiver:
         self._updating: Connection | None = None
         self._waiting: Connection | None = None  # has been let in, and is not served yet
         self._strangers: list[Connection] = []
+        self._guests: list[Connection] = []  # who ask how it is, and may want to update
         self._seats = threading.BoundedSemaphore(_MOST)
         self._known: dict[str, Manifest] = {}
         self._closed = self._begun = False
@@ -196,8 +197,8 @@ class Receiver:
                 return
             self._closed = True
             self._asking.put(None)
-            if self._updating is not None:
-                self._updating.close()
+            for connection in (*self._guests, *([] if self._updating is None else [self._updating])):
+                connection.close()  # another receiver may be at this address soon
         self._door.close()
 
     def _join(self, seconds: float) -> None:
@@ -242,6 +243,9 @@ class Receiver:
             greeted = True
             with self._lock:
                 self._strangers = [it for it in self._strangers if it is not connection]
+                if self._closed:
+                    raise Gone("came when it was closed")
+                self._guests.append(connection)
             seated = self._seats.acquire(blocking=False)
             if not seated:
                 raise WeightsError("came when all seats were taken")
@@ -266,6 +270,7 @@ class Receiver:
         finally:
             with self._lock:
                 self._strangers = [it for it in self._strangers if it is not connection]
+                self._guests = [it for it in self._guests if it is not connection]
             if seated:
                 self._seats.release()
             if not handed_on:

@@ -798,3 +798,24 @@ def test_an_engine_that_was_paused_before_stays_so_if_nothing_comes_of_a_push(wo
     assert not worker.paused
     assert values(worker.main) == NEW
     to.close()
+
+
+def test_an_endpoint_made_before_a_second_init_finds_the_new_receivers(worker: Worker, address: str) -> None:
+    server = VllmServer(worker.url, address=address)
+    server.init()
+    to = server.endpoint("cpu")
+    server.init()
+    assert push(to, "v", NEW) == "delivered"
+    assert values(worker.main) == NEW
+    to.close()
+
+
+def test_mistakes_say_what_to_do(worker: Worker, address: str) -> None:
+    with pytest.raises(WeightsError, match=r"VllmServer.init\(\) opens the workers' receivers"):
+        VllmServer(worker.url, address=address).endpoint("cpu")
+    with pytest.raises(WeightsError, match="VLLM_SERVER_DEV_MODE=1"):
+        VllmServer(f"{worker.url}/v1", address=address).init()
+    with pytest.raises(WeightsError, match=r"address has \{uuid\} and \{rank\}"):
+        VllmServer(worker.url, address="unix:///run/{gpu}")
+    with pytest.raises(WeightsError, match="without an address"):
+        VllmServer(worker.url).init()

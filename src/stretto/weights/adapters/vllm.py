@@ -24,6 +24,7 @@ from stretto.weights.manifest import Entry
 from stretto.weights.messages import InFlight, Told
 from stretto.weights.receiver import Receiver
 from stretto.weights.shared import device_name
+from stretto.weights.wire import Gone
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -205,7 +206,7 @@ class WorkerReceiver:
                 session = self._lent.get(timeout=max(0.01, deadline - time.monotonic()))
             except Empty:
                 raise WeightsError(
-                    "vLLM does not wait for weights; POST /start_weight_update and /update_weights first"
+                    "vLLM does not wait for weights; push to VllmServer(…).endpoint(…), which asks it to"
                 ) from None
             if not session.ended:
                 session.begun, self._session = True, session
@@ -277,6 +278,12 @@ class VllmServer(Http):
 
     def __init__(self, base_url: str, *, address: str | None = None, draft: bool = False, key: str | None = None):
         super().__init__(base_url, key=key)
+        try:
+            (address or "").format(uuid="", rank=0)
+        except (LookupError, ValueError) as error:
+            raise WeightsError(
+                f"address has {{uuid}} and {{rank}} where a worker's own come, and no others (got {address!r:.80})"
+            ) from error
         self._address, self._draft = address, draft
         self._asked: Asked | None = None
         self._was_paused = False
@@ -285,7 +292,15 @@ class VllmServer(Http):
     def init(self, *, seconds: float = 60.0) -> None:
         """Open a receiver in each worker, or again; what they serve stays known."""
         left = seconds_left(seconds)
-        self.post("/init_weight_transfer_engine", {"init_info": {"address": self._address}}, seconds=left())
+        if self._address is None:
+            raise WeightsError("a VllmServer without an address has no receivers of ours")
+        try:
+            self.post("/init_weight_transfer_engine", {"init_info": {"address": self._address}}, seconds=left())
+        except WeightsError as error:
+            raise WeightsError(
+                f"{error}; it takes our pushes if it was started with VLLM_SERVER_DEV_MODE=1 and "
+                """--weight-transfer-config '{"backend": "stretto"}'"""
+            ) from None
         for rank, told in enumerate(self._workers(left())):
             if told["problem"]:
                 raise WeightsError(f"{self.url}: worker {rank} has no receiver: {told['problem']}")
@@ -297,7 +312,10 @@ class VllmServer(Http):
     def endpoint(self, uuid: str, *, rank: int = 0) -> Served:
         """For the sender on this device. An engine's other devices are pushed to by their plain addresses."""
         if self._address is not None:
-            return Served(Remote(self._address.format(uuid=uuid, rank=rank)), self)
+            try:
+                return Served(Remote(self._address.format(uuid=uuid, rank=rank)), self)
+            except Gone as error:
+                raise Gone(f"{error}; VllmServer.init() opens the workers' receivers") from None
         raise WeightsError("a VllmServer without an address has no receivers of ours")
 
     def version(self, *, seconds: float = 5.0) -> str | None:
