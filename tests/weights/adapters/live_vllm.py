@@ -48,6 +48,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,  # so that models say different things
 }
 PROMPT = [5, 17, 99, 3, 250, 42] * 4
+KNOWN = [it % 30 for it in PROMPT]  # words that all models here have
 BUCKET = 350_208  # a little more than the largest tensor
 STARTING, ANSWERING = 300.0, 120.0
 State = dict[str, Tensor]
@@ -156,7 +157,7 @@ class Engine:
             assert self._process.poll() is None, self.log()
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.5)
-        self.tokens([1, 2, 3])  # the first take long
+        self.tokens(KNOWN)  # the first take long
         self.server.init()
         return self
 
@@ -598,9 +599,6 @@ KINDS: dict[str, tuple[str, Callable[[Path, int], None]]] = {
 }
 
 
-SHORT = [it % 30 for it in PROMPT]  # words that all of them have
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_models_say_what_a_fresh_engine_says(kind: str, folder: Path) -> None:
     dtype, write = KINDS[kind]
@@ -613,17 +611,17 @@ def test_other_models_say_what_a_fresh_engine_says(kind: str, folder: Path) -> N
         engine = Engine(folder, there, dtype=dtype, workers=2 if kind == "few words" else 1)
         try:
             engine.wait()
-            said.append(engine.tokens(SHORT, 12))
+            said.append(engine.tokens(KNOWN, 12))
             if there is folders[0]:
                 with pushing(engine) as push:
                     assert said[0] != said[1], "both say the same, so nothing can be told"
                     for version in (1, 0, 1):
                         assert push(f"{kind} {version}", files[version]) == "delivered"
-                        assert engine.tokens(SHORT, 12) == said[1 - version]
+                        assert engine.tokens(KNOWN, 12) == said[1 - version]
                     name = next(it for it in files[0] if "layers.1" in it and ("down_proj" in it or "w2" in it))
                     with pytest.raises(WeightsError, match="elements"):
                         push("wrong", {it: files[0][it] for it in files[0] if it != name})
                     assert push(f"{kind} again", files[0]) == "delivered"
-                    assert engine.tokens(SHORT, 12) == said[1]
+                    assert engine.tokens(KNOWN, 12) == said[1]
         finally:
             engine.stop()
