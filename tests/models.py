@@ -210,7 +210,7 @@ def order(mesh: Any, case: Case) -> tuple[list[str], list[str]]:
         for name, letter in (("forward", "F"), ("backward", "B"), ("weight", "W")):
             setattr(stage, name, _telling(done, f"{index}{letter}", getattr(stage, name)))
     executor = pipe._passes._executor
-    executor.bind(executor._lanes, pipe._passes._bound, executor._supervisor)
+    executor.bind(executor._lanes, pipe._passes._bound)
     pipe.step(*case.batch())
     letters = {"F": "F", "B": "B", "I": "B", "W": "W", "WGRAD": "W"}
     planned = [

@@ -25,11 +25,11 @@ class Run:
 
     def __init__(self, program: Program, bind: Callable[["Run", Task], Act], *, begins: bool = False) -> None:
         self.done: list[str] = []
-        self.executor = Executor(program, 0)
         self.supervisor = Supervisor(0, timeout=5.0)
+        self.executor = Executor(program, self.supervisor)
         threads = {lane: HostLane(str(lane)) for lane in program.lanes if lane.name != "compute"}
-        self.lanes = HostLanes(self.executor, self.supervisor, threads, begins=begins)
-        self.executor.bind(self.lanes, lambda task: bind(self, task), self.supervisor)
+        self.lanes = HostLanes(self.executor, threads, begins=begins)
+        self.executor.bind(self.lanes, lambda task: bind(self, task))
         self._threads = list(threads.values())
 
     def __call__(self, recorder: Recorder | None = None) -> list[str]:
@@ -91,14 +91,15 @@ def test_a_need_is_waited_for_and_one_that_is_gone_is_not(made: Callable[..., Ru
 def test_lanes_run_side_by_side(made: Callable[..., Run]) -> None:
     meet = threading.Barrier(2, timeout=10.0)
 
-    def bind(_: Run, task: Task) -> Act:
+    def bind(run: Run, task: Task) -> Act:
         def act() -> None:
             if str(task) in ("RELOAD0", "H2D1"):
-                meet.wait()  # which only both at the same time come through
+                meet.wait()  # which only both at the same time come through; it raises if one waits alone
+                run.done.append(str(task))
 
         return act
 
-    made(stretto.weight_update(devices=1, buckets=2), bind)()
+    assert sorted(made(stretto.weight_update(devices=1, buckets=2), bind)()) == ["H2D1", "RELOAD0"]
 
 
 class Copy:

@@ -21,6 +21,10 @@ Issue = Callable[[], object]
 class Lanes(Protocol):
     """A device's lanes, of one kind."""
 
+    @property
+    def spans(self) -> Mapping[int, tuple[float, float]]:
+        """When tasks that ended in other threads than the caller's began and ended, by the host's clock."""
+
     def compile(self, at: int, act: Act, recorder: Recorder | None = None) -> Issue:
         """A function that issues this task: the tasks of the device are issued one after the other."""
 
@@ -37,23 +41,25 @@ class Lanes(Protocol):
 class Executor:
     """One device's part of a program."""
 
-    def __init__(self, program: Program, device: int) -> None:
-        tasks = {place: task for place, task in enumerate(program.tasks()) if task.device == device}
+    def __init__(self, program: Program, supervisor: Supervisor) -> None:
+        """The device is that of the supervisor's rank."""
+        self.supervisor = supervisor
+        tasks = {place: task for place, task in enumerate(program.tasks()) if task.device == supervisor.rank}
         self.tasks = list(tasks.values())
         here = {place: at for at, place in enumerate(tasks)}
         self.needs = [[here[need] for need in program.needs(place) if need in here] for place in tasks]
         """What each of them needs, by number; what other devices do comes by transfers."""
         self._doing = _Doing(self.tasks)
 
-    def bind(self, lanes: Lanes, bind: Callable[[Task], Act], supervisor: Supervisor) -> None:
+    def bind(self, lanes: Lanes, bind: Callable[[Task], Act]) -> None:
         """How tasks are run: on these lanes, and what each one is."""
-        self._lanes, self._supervisor = lanes, supervisor
+        self._lanes = lanes
         self._acts = [bind(task) for task in self.tasks]
         self._issues = [lanes.compile(at, act) for at, act in enumerate(self._acts)]
 
     def run(self, recorder: Recorder | None = None, ended: Callable[[Task], None] = lambda _: None) -> None:
         """All tasks. What one of them raises, or what ends a wait, is raised here."""
-        doing = self._supervisor.task = self._doing
+        doing = self.supervisor.task = self._doing
         issues = self._issues
         if recorder is not None:
             issues = [self._lanes.compile(at, act, recorder) for at, act in enumerate(self._acts)]
@@ -62,8 +68,10 @@ class Executor:
             for at, issue in enumerate(issues):
                 doing.at = at
                 issue()
-            self._supervisor.task = lambda: "the end"
+            self.supervisor.task = lambda: "the end"
             self._lanes.end(lambda at: ended(self.tasks[at]))
+            if recorder is not None:
+                recorder.take(self._lanes.spans)
         finally:
             self._lanes.clear()
 
@@ -87,16 +95,9 @@ class HostLanes:
     only wait for what it has begun, as long as nothing is in the way.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        supervisor: Supervisor,
-        lanes: Mapping[Lane, HostLane],
-        *,
-        begins: bool = False,
-    ) -> None:
+    def __init__(self, executor: Executor, lanes: Mapping[Lane, HostLane], *, begins: bool = False) -> None:
         """`lanes` are the threads of lanes that have one; the caller's thread runs all others."""
-        self._supervisor, self._begins = supervisor, begins
+        self._supervisor, self._begins = executor.supervisor, begins
         self._tasks = executor.tasks
         self._lanes = [lanes.get(task.lane) for task in executor.tasks]
         self._needs = [
@@ -105,14 +106,12 @@ class HostLanes:
         ]
         self._tickets: list[Ticket | None] = [None] * len(self._tasks)
         self._late: dict[int, Ticket] = {}  # by lane, what its thread was told to do last
-        self._recorder: Recorder | None = None
         self.spans: dict[int, tuple[float, float]] = {}
-        """When tasks that ended in other threads than the caller's began and ended, by the clock."""
 
     def compile(self, at: int, act: Act, recorder: Recorder | None = None) -> Issue:
         lane, needs, tickets = self._lanes[at], self._needs[at], self._tickets
         if recorder is not None:
-            self._recorder, act = recorder, recorder.timing(at, act)
+            act = recorder.timing(at, act)
         if lane is None:
             if not needs:
                 return act
@@ -143,7 +142,7 @@ class HostLanes:
         """Wait for a task of another thread."""
         ticket = self._tickets[at]
         if ticket is not None and not (ticket.done and ticket.error is None):
-            self._supervisor.wait(ticket, lambda: self._tasks[at].result)
+            self._supervisor.wait(ticket, lambda: self._tasks[at].awaited)
 
     def begin(self) -> None:
         self.spans = {}
@@ -153,10 +152,7 @@ class HostLanes:
             self._await(at)
             ended(at)
         self.spans = {at: (it.begin, it.end) for at, it in enumerate(self._tickets) if it is not None}
-        if self._recorder is not None:
-            self._recorder.take(self.spans)
 
     def clear(self) -> None:
         self._tickets[:] = [None] * len(self._tickets)
         self._late.clear()
-        self._recorder = None

@@ -10,7 +10,6 @@ import torch
 
 from stretto.execute.executor import Act, Executor, Issue
 from stretto.execute.record import Recorder
-from stretto.execute.supervise import Supervisor
 from stretto.program.task import Lane
 
 _AHEAD = 256  # tasks of several lanes that the host may have queued and the device has not ended
@@ -65,13 +64,13 @@ class DeviceLanes:
     ended the task.
     """
 
-    def __init__(
-        self, executor: Executor, supervisor: Supervisor, more: Mapping[int, int], used: list[object] | None
-    ) -> None:
+    spans: Mapping[int, tuple[float, float]] = {}
+
+    def __init__(self, executor: Executor, more: Mapping[int, int], used: list[object] | None) -> None:
         """`more` are needs that the program does not know of, of memory that is used again. What tasks put into `used`
         is kept.
         """
-        self._tasks, self._supervisor, self._used = executor.tasks, supervisor, used
+        self._tasks, self._supervisor, self._used = executor.tasks, executor.supervisor, used
         tasks = executor.tasks
         self._needs = [
             [it for it in sorted({*needs, *([more[at]] if at in more else [])}) if tasks[it].lane != tasks[at].lane]
@@ -142,7 +141,7 @@ class DeviceLanes:
     def _land(self) -> None:
         at, work = self._flying.popleft()
         for ticket in work.tickets:
-            self._supervisor.wait(ticket, lambda: self._tasks[at].result)
+            self._supervisor.wait(ticket, lambda: self._tasks[at].awaited)
         if work.landed is not None:
             work.landed()
         work.tickets, work.landed = [], None  # what they kept alive may go

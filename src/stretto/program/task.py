@@ -88,7 +88,7 @@ class Task:
         return self.lane.device
 
     @property
-    def result(self) -> str:
+    def awaited(self) -> str:
         """What others wait for, in words."""
         match self.kind:
             case Kind.RECV_F:

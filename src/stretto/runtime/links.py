@@ -80,9 +80,11 @@ class Arrival(Begun):
     stream that uses it.
     """
 
-    def __init__(self, links: "Links", link: _Link, channel: Channel, room: Callable[[Description], Lent]) -> None:
+    def __init__(
+        self, links: "Links", link: _Link, channel: Channel, room: Callable[[Description], Lent], of: str
+    ) -> None:
         super().__init__()
-        self._links, self._link, self._channel, self._room = links, link, channel, room
+        self._links, self._link, self._channel, self._room, self._of = links, link, channel, room, of
         self.what: Description | None = None
         self._lent: Lent | None = None
 
@@ -120,14 +122,19 @@ class Arrival(Begun):
 class _ToHost(Arrival):
     """Its lane waits for the tensors that were guessed, for the word, and for what the word says."""
 
-    is_begun = False
+    _is_begun = False
+
+    def ask(self, before: Arrival | None) -> None:
+        """Now, if it is known what comes before; else its lane does."""
+        if before is None or before.what is not None:
+            self.begin()
 
     def begin(self) -> None:
-        self.is_begun = True
+        self._is_begun = True
         super().begin()
 
     def wait(self) -> None:
-        if not self.is_begun:
+        if not self._is_begun:
             self.begin()
         self.follow()
         self.tickets.clear()
@@ -138,9 +145,13 @@ class _ToHost(Arrival):
 class _ToDevice(Arrival):
     """The host waits for the word, the stream for the tensors."""
 
-    def __init__(self, of: str, *given: Any) -> None:
-        super().__init__(*given)
-        self._of = of
+    def ask(self, before: Arrival | None) -> None:
+        """Only when the one before is heard it is known what this one is taken to be."""
+        if before is not None:
+            before.hear()
+        self.begin()
+        if self._lent is None:
+            self.hear()
 
     def wait(self) -> None:
         self.hear()
@@ -237,20 +248,14 @@ class Links:
         """
         link = self._receives[peer]
         if self._instant:
-            arrival = Arrival(self, link, channel, room)
+            arrival = Arrival(self, link, channel, room, of)
             arrival.instant()
             return arrival, None
-        before, on_device = link.last, self.device.type == "cuda"
-        made = self, link, channel, room
-        link.last = arrival = _ToDevice(of, *made) if on_device else _ToHost(*made)
-        if on_device and before is not None:
-            before.hear()  # only then it is known what this one is taken to be
-        if on_device or before is None or before.what is not None:
-            with self.supervisor.explaining(lambda: f"rank {peer}"):
-                arrival.begin()  # or else on the lane, when what comes before is known
-        if on_device and link.guess(channel) is None:
-            arrival.hear()
-        return arrival, arrival
+        coming = (_ToDevice if self.device.type == "cuda" else _ToHost)(self, link, channel, room, of)
+        before, link.last = link.last, coming
+        with self.supervisor.explaining(lambda: f"rank {peer}"):
+            coming.ask(before)
+        return coming, coming
 
     def forget(self) -> None:
         """What was asked for last is over."""

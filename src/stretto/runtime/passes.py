@@ -34,7 +34,6 @@ class Passes:
     ) -> None:
         self._training = training
         self._program, self._stages, self._links = program, stages, links
-        self._supervisor = supervisor
         self._last = program.placement.stages - 1
         self._inputs: list[Value] | None = None
         self._rows = 0  # of the whole batch of inputs, 0 if nobody has told
@@ -45,7 +44,7 @@ class Passes:
         self._versions: dict[tuple[int, int], list[int]] = {}  # of values that wait here for the next stage
         self._grads: dict[tuple[int, int], Grads | Arrival] = {}
         self._outputs: dict[tuple[int, int], Tree] = {}
-        self._executor = Executor(program, supervisor.rank)
+        self._executor = Executor(program, supervisor)
         self.tasks = self._executor.tasks
         self._rooms = Rooms(links.device)
         taken, after = share_rooms(self.tasks)
@@ -55,11 +54,11 @@ class Passes:
         """Whether several streams of a device compute."""
         self._used: list[object] | None = [] if self.several_streams else None
         lanes: Lanes = (
-            DeviceLanes(self._executor, supervisor, after, self._used)
+            DeviceLanes(self._executor, after, self._used)
             if on_device
-            else HostLanes(self._executor, supervisor, links.lanes, begins=True)
+            else HostLanes(self._executor, links.lanes, begins=True)
         )
-        self._executor.bind(lanes, self._bound, supervisor)
+        self._executor.bind(lanes, self._bound)
 
     def run(
         self,
@@ -213,7 +212,7 @@ class Passes:
             return links.send(peer, (Kind.SEND_F, stage), self._outputs.pop(here), self._rows)
 
         def receive_value() -> Work | None:
-            self._values[here], begun = links.receive(peer, (Kind.SEND_F, stage - 1), room, task.result)
+            self._values[here], begun = links.receive(peer, (Kind.SEND_F, stage - 1), room, task.awaited)
             return begun
 
         def send_grads() -> Work | None:
@@ -222,7 +221,7 @@ class Passes:
             return links.send(peer, (Kind.SEND_B, stage), _tree_of(grads))
 
         def receive_grads() -> Work | None:
-            self._grads[here], begun = links.receive(peer, (Kind.SEND_B, stage + 1), room, task.result)
+            self._grads[here], begun = links.receive(peer, (Kind.SEND_B, stage + 1), room, task.awaited)
             return begun
 
         return {

@@ -80,11 +80,11 @@ class Push:
         """`room` and `sums` are of this sender's buckets in host memory."""
         self._lanes, self._group = lanes, group
         self._staging, self._buckets, self._room, self._timeout = staging, buckets, room, timeout
-        self._executor = Executor(program, supervisor.rank)
+        self._executor = Executor(program, supervisor)
         self.tasks = self._executor.tasks
         threads = {Lane(group.rank, name): thread for name, thread in lanes.threads.items()}
-        self._running = HostLanes(self._executor, supervisor, threads)
-        self._executor.bind(self._running, self._bound, supervisor)
+        self._running = HostLanes(self._executor, threads)
+        self._executor.bind(self._running, self._bound)
         self._wanted: Sequence[set[int]] = []
         self._anyones = set(range(len(buckets)))
         self._endpoints: Sequence[tuple[Endpoint, set[int]]] = []

@@ -119,8 +119,7 @@ def _shape(layer: Any, kind: str, place: int | None) -> tuple[int, ...] | None:
     if isinstance(layer, words.VocabParallelEmbedding):
         whole = (layer.org_vocab_size, layer.embedding_dim) if kind == "weight" else (layer.org_vocab_size,)
         return whole if isinstance(layer.quant_method, words.UnquantizedEmbeddingMethod) else None
-    norms: Any = _norms()
-    if isinstance(layer, norms):
+    if isinstance(layer, _norms()):
         there = dict(layer.named_parameters(recurse=False))
         return tuple(there[kind].shape) if kind in there else None
     if not isinstance(layer, linear.LinearBase) or type(layer.quant_method) is not linear.UnquantizedLinearMethod:
@@ -140,7 +139,8 @@ def _shape(layer: Any, kind: str, place: int | None) -> tuple[int, ...] | None:
     return (outputs, layer.input_size) if kind == "weight" else (outputs,)
 
 
-def _norms() -> tuple[type, ...]:
+def _norms() -> Any:
+    """Classes of layers that no rank has a part of only."""
     norms = import_module("vllm.model_executor.layers.layernorm")
     return (norms.RMSNorm, norms.GemmaRMSNorm, torch.nn.LayerNorm)
 
