@@ -11,7 +11,7 @@ class Stuck(Exception):
 
 
 class Machine:
-    """Devices that compute in issue order and move one transfer at a time, meeting at each transfer.
+    """Devices that compute in issue order and move one thing at a time, meeting at each transfer and at each sum.
 
     `serial` devices finish each task before they start the next; otherwise a transfer only has to
     wait for the transfers and the compute issued before it.
@@ -21,6 +21,7 @@ class Machine:
         devices = 1 + max(max(placement.routes[0]), max(task.device for task in tasks))
         self.queues = [[task for task in tasks if task.device == device] for device in range(devices)]
         self.last = placement.stages - 1
+        self.placement = placement
         self.serial = serial
         self.held: list[set[tuple[str, int, int]]] = [set() for _ in range(devices)]
 
@@ -38,6 +39,14 @@ class Machine:
                     break
                 if task.lane.name == "send" and self._moved(task) not in held:
                     raise Stuck(f"{task} before there is anything to send")
+                if task.kind is Kind.REDUCE and not self._summands(task) <= held:
+                    raise Stuck(f"{task} before all is there that it sums")
+
+    def _summands(self, task: Task) -> set[tuple[str, int, int]]:
+        """The weight gradients of a stage that are made on the device of a sum."""
+        placement = self.placement
+        here = [k for k in range(placement.microbatches) if placement.device(task.stage, k) == task.device]
+        return {("weight", task.stage, k) for k in here}
 
     def _compute(self, device: int) -> bool:
         queue = self.queues[device]
@@ -84,6 +93,8 @@ class Machine:
             if at is None:
                 continue
             send = self.queues[device][at]
+            if send.kind is Kind.REDUCE and self._sum(send.stage, heads):
+                return True
             if send.lane.name != "send" or send.lane.peer is None or not send.lane.peer < len(heads):
                 continue
             peer_at = heads[send.lane.peer]
@@ -94,6 +105,19 @@ class Machine:
             self.queues[send.lane.peer].pop(peer_at)
             return True
         return False
+
+    def _sum(self, stage: int, heads: list[int | None]) -> bool:
+        """All devices on which the stage lives have come to its sum."""
+        homes = {device for device, it in self.placement.homes if it == stage}
+        for home in homes:
+            at = heads[home]
+            if at is None or (self.queues[home][at].kind, self.queues[home][at].stage) != (Kind.REDUCE, stage):
+                return False
+        for home in homes:
+            at = heads[home]
+            assert at is not None
+            self.queues[home].pop(at)
+        return True
 
     def _moved(self, send: Task) -> tuple[str, int, int]:
         return ("act" if send.kind == Kind.SEND_F else "grad", send.stage, send.microbatch)

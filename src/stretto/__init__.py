@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.check import Violation, check
 from stretto.costs import BucketTimes, Costs, Link, PhaseTimes, Shared
 from stretto.draw import draw_comparison, draw_figure, draw_insets, draw_text, draw_trace, parse_trace
+from stretto.execute import execute
 from stretto.ir.action import Action, Op, Pair
 from stretto.ir.errors import CostError, PipelineError, PlanError, ProgramError, StrettoError, TextError
 from stretto.ir.extras import demand as _demand
@@ -13,6 +14,7 @@ from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan
 from stretto.ir.text import parse_plan
 from stretto.program.lower import lower
+from stretto.program.own import Call, program_of
 from stretto.program.phases import DENSE, EMBEDDING, LOSS, MOE, MTP, Layer, Phase, cut_layers
 from stretto.program.program import Program
 from stretto.program.text import parse_program
@@ -42,6 +44,7 @@ __all__ = [
     "MTP",
     "Action",
     "BucketTimes",
+    "Call",
     "CostError",
     "Costs",
     "GroupedLinear",
@@ -72,6 +75,7 @@ __all__ = [
     "draw_trace",
     "dualpipe",
     "dualpipev",
+    "execute",
     "fit",
     "forward_only",
     "gpipe",
@@ -81,6 +85,7 @@ __all__ = [
     "parse_plan",
     "parse_program",
     "parse_trace",
+    "program_of",
     "simulate",
     "v_half",
     "v_min",

@@ -17,9 +17,9 @@ PerStage: TypeAlias = float | tuple[float, ...]
 Unit: TypeAlias = Literal["s"] | None
 """What times are in: seconds, or None for a unit of the reader's own."""
 
-LANES = ("compute", "comm", "send", "recv", "d2h", "h2d", "broadcast", "reload")
+LANES = ("compute", "comm", "send", "recv", "d2h", "h2d", "reduce", "broadcast", "reload")
 """The names of lanes, for `Shared`."""
-_TIMES = ("F", "B", "I", "W", "FB", "BW", "R")
+_TIMES = ("F", "B", "I", "W", "FB", "BW", "R", "reduce")
 BYTES = (
     "activation_bytes",
     "offload_bytes",
@@ -96,6 +96,10 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     closed forms of the literature assume; W is Kimi K2's decoupled weight gradient."""
     R: PerStage | None = None
     """Recomputing what a forward discarded; F unless given."""
+    reduce: PerStage = 0.0
+    """Summing a stage's gradients over the devices that it lives on, where it lives on several."""
+    reduce_tied: float = 0.0
+    """The same for weights that stages share."""
     slowdown: tuple[float, ...] | None = None
     """A factor on all compute, for each device."""
     link: Link = Link()
@@ -103,6 +107,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Links that differ, by "source>target" device, e.g. "3>4"."""
     phases: dict[str, PhaseTimes] = {}
     """Times of phases, by "phase" or "layer.phase", e.g. "attn" or "moe.mlp"; for programs with layers."""
+    calls: dict[str, float] = {}
+    """Times of calls in a user's own program, by name, or by name without the number at its end; 1 unless given."""
     bucket: BucketTimes = BucketTimes()
     """Times of a weight update."""
     host: Link = Link()
@@ -126,7 +132,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def __post_init__(self) -> None:
         if self.unit not in (None, "s"):
             raise CostError(f'unit is "s" if times are seconds, or left out (got {self.unit!r:.40})')
-        for name in (*_TIMES, *BYTES, "slowdown"):
+        for name in (*_TIMES, *BYTES, "slowdown", "reduce_tied"):
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
@@ -147,6 +153,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 raise CostError(f"phases.{key} must be PhaseTimes (got {times!r:.40})")
             for name in ("F", "I", "W", "recompute"):
                 _demand(f"phases.{key}.{name}", getattr(times, name))
+        for key, time in self.calls.items():
+            _demand(f"calls.{key}", time)
         if not isinstance(self.bucket, BucketTimes):
             raise CostError(f"bucket must be BucketTimes (got {self.bucket!r:.40})")
         for name in BucketTimes.__struct_fields__:
@@ -164,6 +172,15 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if value is None and name == "R":
             return self.per_stage("F", stages=stages)
         return _spread(name, 0.0 if value is None else value, stages, "stages")
+
+    def call_time(self, name: str) -> float:
+        """How long a call of a user's own program takes."""
+        for key in (name, family(name)):
+            if key in self.calls:
+                return self.calls[key]
+        if self.unit == "s":
+            raise CostError(f"times in seconds have no defaults: give calls.{family(name)} too")
+        return 1.0
 
     def leaving_bytes(self, *, stages: int, recompute: bool) -> NDArray[np.float64]:
         """What leaves for host memory of each stage's pass, in a program that offloads and perhaps recomputes."""
@@ -221,6 +238,15 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                     raise CostError(f'link "{key}" names device {device}, but there are only {devices} devices')
 
 
+def family(name: str) -> str:
+    """What calls are that differ by a number only.
+
+    >>> family("load12"), family("7")
+    ('load', '7')
+    """
+    return name.rstrip("0123456789") or name
+
+
 def link_ends(key: str) -> tuple[int, int]:
     """The source and target device that a link's name speaks of."""
     if not isinstance(key, str):
@@ -263,7 +289,7 @@ def parse_costs_toml(text: str) -> Costs:
 def _given(table: Mapping[str, Any]) -> Costs:
     """Defaults are units, not seconds."""
     missing = [name for name in ("F", "I", "W") if name not in table]
-    if table.get("unit") == "s" and missing and not table.get("phases") and not table.get("bucket"):
+    if table.get("unit") == "s" and missing and not any(map(table.get, ("phases", "bucket", "calls"))):
         raise CostError(f"times in seconds have no defaults: give {' and '.join(missing)} too")
     return costs_from(table)
 

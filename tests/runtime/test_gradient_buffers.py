@@ -115,10 +115,10 @@ def test_what_no_rank_has_used_has_no_gradient(dtype: torch.dtype) -> None:
             sum_.add(torch.ones(3, dtype=dtype))
         return buffer.blocks[0], sums
 
-    flats: list[Tensor] = []
-    for rank in range(2):
-        made(rank)[0].reduce(lambda flat: flats.append(flat.clone()))
+    flats = [made(rank)[0].message().clone() for rank in range(2)]
     for rank in range(2):
         block, sums = made(rank)
-        block.reduce(lambda flat: flat.copy_(flats[0] + flats[1]))
+        block.message().copy_(flats[0] + flats[1])
+        assert block.is_in_doubt
+        block.settle()
         assert [None if sum_.value is None else sum_.value.tolist() for sum_ in sums] == [[2] * 3, [1] * 3, None]

@@ -6,14 +6,23 @@ from stretto.check.deadlock import action_graph, deadlock
 from stretto.check.dependencies import dependencies
 from stretto.check.memory import memory
 from stretto.check.placement import judged_transfers, placement
+from stretto.check.sums import sums
 from stretto.check.transfers import transfer_order, transfers
 from stretto.check.update import update
 from stretto.check.violation import Violation
 from stretto.check.waits import Waits
 from stretto.costs import Costs
+from stretto.ir.errors import ProgramError
 from stretto.ir.plan import Plan
 from stretto.program.lower import lowered
 from stretto.program.program import Program
+
+
+def demand_sound(program: Program, what: str = "program") -> None:
+    """Raise if anything is wrong with a program, which is called so."""
+    if found := check(program):
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise ProgramError(f"the {what} is not sound: {found[0]}{more}")
 
 
 def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: float | None = None) -> list[Violation]:
@@ -22,9 +31,11 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
     Sound means: every action runs exactly once and where its stage lives; everything has what it
     needs before it starts; every transfer has both ends, in the same order on both sides; what left for
     host memory is back before it is used; no buffer is filled before what it held was used or has
-    left; and the program ends even if each device moves one transfer at a time and every transfer
+    left; gradients are summed over all devices that have them, once the last is there, if the program sums any;
+    and the program ends even if each device moves one transfer at a time and every transfer
     blocks until its other end is there. A deadlock is looked for once the rest holds. Where actions
     wait for each other in a circle, nothing is said of the order of transfers, which cannot be right then.
+    Of a user's own program (`program_of`): everything comes after what it needs, and nothing waits in a circle.
 
     With `memory_limit`, no device may hold more bytes than that, by the bytes in `costs`.
 
@@ -37,6 +48,8 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
     waits, actions = Waits(program), action_graph(program)
     if program.is_update:
         found = [*update(program, waits), *buffers(program, waits)]
+    elif program.is_own:
+        found = list(waits.missing(program.needing, program.need))
     else:
         judged = judged_transfers(program)
         circular = bool(actions.stuck())
@@ -47,6 +60,7 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
             *(() if circular else transfer_order(program)),
             *dependencies(program, waits, transfers=not circular),
             *buffers(program, waits),
+            *sums(program, waits),
         ]
     if not found:
         found += deadlock(program, actions)

@@ -17,10 +17,10 @@ def deadlock(program: Program, actions: Graph) -> Iterator[Violation]:
     """Look at the actions alone first, by their `action_graph`, then at the strictest machine we promise to run on.
 
     There, a device's host issues everything in order, computing as it goes; the device moves one transfer
-    at a time, in issue order; and a transfer, one node with both its ends, takes place only when both devices
+    or sum at a time, in issue order; and such a one, one node with both its ends, takes place only when both devices
     have come to it.
     """
-    device, moving = program.device, program.moving
+    device, moving = program.device, program.joint
     strict = wait_graph(
         program,
         need_edges(program),
@@ -28,7 +28,8 @@ def deadlock(program: Program, actions: Graph) -> Iterator[Violation]:
         queue_edges(np.where(moving, device, -1)),
         _issued_after(program.compute, device),
     )
-    for graph, where in ((actions, ""), (strict, " where transfers block until matched")):
+    graphs = [(actions, ""), (strict, " where transfers block until matched")]
+    for graph, where in graphs[:1] if program.is_own else graphs:
         if stuck := graph.stuck():
             tasks = _turns(program, [int(graph.task[node]) for node in _short_cycle(graph, stuck)])
             first = min(range(len(tasks)), key=lambda k: (device[tasks[k]], tasks[k]))
@@ -44,7 +45,7 @@ def action_graph(program: Program) -> Graph:
     made, and for the action before them on their lane.
     """
     acting = ~program.moving
-    demands = [] if program.is_update else [(need, task) for task, need in required(program)]
+    demands = [] if program.is_update or program.is_own else [(need, task) for task, need in required(program)]
     needs = [
         (before[there], after[there])
         for before, after in (need_edges(program), *demands)
@@ -120,7 +121,7 @@ def _wait(program: Program, waiting: int, awaited: int) -> str:
 
 def _name(program: Program, index: int) -> str:
     task = program.task(index)
-    if program.mate[index] < 0 or task.kind is Kind.BROADCAST:
+    if program.mate[index] < 0 or task.kind in (Kind.BROADCAST, Kind.REDUCE, Kind.CALL):
         return str(task) if program.mate[index] >= 0 else f"{task} on device {task.device}"
     send = task if task.lane.name == "send" else program.task(int(program.mate[index]))
     return f"{send} from device {send.device} to {send.lane.peer}"

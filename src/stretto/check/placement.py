@@ -13,7 +13,7 @@ from stretto.program.work import Bools, Ints
 def placement(program: Program, judged: Bools) -> Iterator[Violation]:
     """Of actions, and of the transfers that are to be judged."""
     device, work = program.device, program.work
-    judged = judged | ~program.moving
+    judged = judged | ~program.joint
     home, home_b = home_devices(program, work.stage, work.microbatch), home_devices(program, *work.backward)
     for task in np.flatnonzero(judged & ((device != home) | (device != home_b))).tolist():
         it = program.task(task)

@@ -6,7 +6,6 @@ from pathlib import Path
 from stretto.draw.canvas import FONT, Box, bare, figure_at, legend, paint, time_axis
 from stretto.draw.figure import boxes_of, legend_entries
 from stretto.ir.errors import StrettoError
-from stretto.program.task import Kind
 from stretto.timeline import Timeline
 from stretto.timeline.units import time_text
 
@@ -39,5 +38,4 @@ def draw_comparison(timelines: Mapping[str, Timeline], path: Path) -> None:
             axes.set_title(f"{name}: {time}, {idle:.1%} idle", loc="left", fontsize=FONT, pad=2)
             axes.axvline(timeline.makespan, color="#888888", linewidth=0.8)
         time_axis(stack[-1], length=longest, unit=unit)
-        pairs = any((timeline.program.work.kind == Kind.PAIR).any() for timeline in timelines.values())
-        legend(figure, legend_entries(painted, pairs=pairs))
+        legend(figure, legend_entries(painted, timelines.values()))

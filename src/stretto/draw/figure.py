@@ -5,15 +5,19 @@ from pathlib import Path
 
 import numpy as np
 
+from stretto.costs import family
 from stretto.draw.canvas import Box, bare, figure_at, legend, paint, time_axis, write_labels
 from stretto.draw.lanes import Shown, rows_of, shown
 from stretto.draw.update import draw_update
 from stretto.ir.errors import StrettoError
+from stretto.program.program import Program
 from stretto.program.task import Kind
 from stretto.timeline import Timeline
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHTS = "#f5a742", "#2e8b57", "#a3dca7", "#7fb2e5"
 _RECOMPUTE, _EXPERTS, _TRANSFER, _OUT, _IN = "#c9b18a", "#ffe070", "#9bd0c4", "#c3b1e1", "#8f79c2"
+_REDUCE = "#e39a9a"
+_CALLS = ("#f5a742", "#7fb2e5", "#a3dca7", "#c3b1e1", "#ffe070", "#9bd0c4", "#e39a9a", "#c9b18a")
 _COLOUR = {
     Kind.F: _FORWARD,
     Kind.B: _BACKWARD,
@@ -23,6 +27,7 @@ _COLOUR = {
     Kind.RECOMPUTE: _RECOMPUTE,
     Kind.OFFLOAD: _OUT,
     Kind.ONLOAD: _IN,
+    Kind.REDUCE: _REDUCE,
 }
 _LEGEND = {
     "Forward": _FORWARD,
@@ -34,6 +39,7 @@ _LEGEND = {
     "Pipeline transfer": _TRANSFER,
     "Offload": _OUT,
     "Onload": _IN,
+    "Sum of gradients over devices": _REDUCE,
 }
 _PAIR = "Overlapped forward & Backward"
 _ROW = 0.3  # inches
@@ -46,8 +52,8 @@ def draw_figure(timeline: Timeline, path: str | Path, *, number_up_flow: bool = 
 
     Cells carry their microbatch where there is room for it; a plan too large for that shows colours
     only. Of a bidirectional plan only the first route is numbered, unless `number_up_flow`. With `lanes`,
-    each device has a row for computation, one for communication and one for what is offloaded. A weight
-    update has a row for each buffer.
+    each device has a row for computation, one for communication, one for what is offloaded and one for sums of
+    gradients. A weight update has a row for each buffer, a user's own program one for each lane.
     """
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
@@ -58,6 +64,7 @@ def draw_figure(timeline: Timeline, path: str | Path, *, number_up_flow: bool = 
         draw_update(timeline, path)
         return
     program = timeline.program
+    lanes = lanes or program.is_own
     rows = rows_of(timeline) if lanes else [""]
     count = program.devices * len(rows)
     width = float(np.clip(_length(timeline) * 0.17, *_WIDTH))
@@ -73,7 +80,7 @@ def draw_figure(timeline: Timeline, path: str | Path, *, number_up_flow: bool = 
         if lanes:
             axes.hlines(np.arange(1, program.devices) * len(rows), 0, timeline.makespan, color="#888888", linewidth=0.5)
         time_axis(axes, length=timeline.makespan, unit=timeline.unit)
-        legend(figure, legend_entries(boxes, pairs=bool((program.work.kind == Kind.PAIR).any())))
+        legend(figure, legend_entries(boxes, [timeline]))
 
 
 def _length(timeline: Timeline) -> float:
@@ -84,13 +91,24 @@ def _length(timeline: Timeline) -> float:
     return timeline.makespan / float(np.median(times[times > 0]))
 
 
-def legend_entries(boxes: Iterable[Box], *, pairs: bool) -> dict[str, str | tuple[str, ...]]:
-    """What the colours of these boxes mean."""
+def legend_entries(boxes: Iterable[Box], timelines: Iterable[Timeline]) -> dict[str, str | tuple[str, ...]]:
+    """What the colours of these timelines' boxes mean."""
+    programs = [timeline.program for timeline in timelines]
+    calls = {name: colour for program in programs for name, colour in _colours(program).items()}
+    known = _LEGEND if any(not program.is_own for program in programs) else {}
     used = {box.colour for box in boxes}
-    entries: dict[str, str | tuple[str, ...]] = {name: colour for name, colour in _LEGEND.items() if colour in used}
-    if pairs:
+    entries: dict[str, str | tuple[str, ...]] = {
+        name: colour for name, colour in (known | calls).items() if colour in used
+    }
+    if any((program.work.kind == Kind.PAIR).any() for program in programs):
         entries[_PAIR] = (_FORWARD, _BACKWARD)
     return entries
+
+
+def _colours(program: Program) -> dict[str, str]:
+    """Of the calls of a user's own program: those that differ by a number only have the same."""
+    names = dict.fromkeys(map(family, program.anatomy.calls))
+    return {name: _CALLS[number % len(_CALLS)] for number, name in enumerate(names)}
 
 
 def boxes_of(timeline: Timeline, *, lanes: bool = False, number_up_flow: bool = False) -> Iterator[Box]:
@@ -98,10 +116,15 @@ def boxes_of(timeline: Timeline, *, lanes: bool = False, number_up_flow: bool = 
     placement = timeline.program.placement
     numbered = placement.microbatches // (1 if number_up_flow else len(placement.routes))
     rows = len(rows_of(timeline)) if lanes else 1
+    colours = _colours(timeline.program)
     for it in shown(timeline):
         if lanes or it.task.lane.name == "compute":
             row = it.task.device * rows + (it.row if lanes else 0)
-            yield from _boxes(it, row, numbered)
+            if it.task.kind is Kind.CALL:
+                name = it.task.phase
+                yield Box(row, it.start, it.end - it.start, colours[family(name)], name)
+            else:
+                yield from _boxes(it, row, numbered)
 
 
 def _boxes(it: Shown, row: float, numbered: int) -> Iterator[Box]:
@@ -122,6 +145,8 @@ def _boxes(it: Shown, row: float, numbered: int) -> Iterator[Box]:
             yield Box(row, it.start, length, _COLOUR[task.kind], number(task.microbatch), dark=dark)
         case "comm":
             yield Box(row, it.start, length, _EXPERTS, height=0.5)
+        case "reduce":
+            yield Box(row, it.start, length, _REDUCE, str(task.stage))
         case "send" | "recv":
             yield Box(row + (0.5 if task.lane.name == "send" else 0.75), it.start, length, _TRANSFER, height=0.25)
         case _:

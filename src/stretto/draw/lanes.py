@@ -1,4 +1,4 @@
-"""What is shown of each task, and in which of its device's rows: computation, communication, offload."""
+"""What is shown of each task, and in which of its device's rows: computation, communication, offload, sums."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,15 @@ from stretto.program.task import BACKWARDS, COPIES, WEIGHTS, Kind, Task
 from stretto.timeline import Timeline
 
 ROWS = ("Computation", "Communication", "Offload")
-_ROWS = {"compute": ROWS[0], "comm": ROWS[1], "send": ROWS[1], "recv": ROWS[1], "d2h": ROWS[2], "h2d": ROWS[2]}
+_ROWS = {
+    "compute": ROWS[0],
+    "comm": ROWS[1],
+    "send": ROWS[1],
+    "recv": ROWS[1],
+    "d2h": ROWS[2],
+    "h2d": ROWS[2],
+    "reduce": "Reduce",
+}
 _UPDATE_ROWS = {"h2d": "H2D", "broadcast": "Broadcast", "reload": "Reload"}
 _SHORT = {"attn": "Attn", "mlp": "MLP", "dispatch": "EP-D", "combine": "EP-C"}
 
@@ -26,8 +34,7 @@ class Shown:
 
 def rows_of(timeline: Timeline) -> list[str]:
     """The names of the rows in which a device shows anything, top to bottom."""
-    program = timeline.program
-    rows = _UPDATE_ROWS if program.is_update else _ROWS
+    program, rows = timeline.program, _rows(timeline)
     busy = np.bincount(program.lane, timeline.end - timeline.start, minlength=len(program.lanes)) > 0
     used = {rows[lane.name] for lane, there in zip(program.lanes, busy, strict=True) if there}
     return [name for name in dict.fromkeys(rows.values()) if name in used] or [""]
@@ -36,12 +43,19 @@ def rows_of(timeline: Timeline) -> list[str]:
 def shown(timeline: Timeline) -> Iterator[Shown]:
     """Everything that takes time, with its row among its device's."""
     names = rows_of(timeline)
-    every = _UPDATE_ROWS if timeline.program.is_update else _ROWS
-    rows = {lane: names.index(row) for lane, row in every.items() if row in names}
+    rows = {lane: names.index(row) for lane, row in _rows(timeline).items() if row in names}
     begin = float(timeline.start.min())
     for span in timeline.spans():
         if span.end > span.start:
             yield Shown(span.task, rows[span.task.lane.name], span.start - begin, span.end - begin)
+
+
+def _rows(timeline: Timeline) -> dict[str, str]:
+    """The row of each lane, by name; in a user's own program each has one, in the order in which they are used."""
+    program = timeline.program
+    if program.is_own:
+        return {name: name for name in (program.lanes[lane].name for lane in program.lane.tolist())}
+    return _UPDATE_ROWS if program.is_update else _ROWS
 
 
 def short_name(task: Task) -> str:

@@ -19,6 +19,7 @@ _LETTER = {
     Kind.ONLOAD: "L",
     Kind.H2D: "H",
     Kind.RELOAD: "R",
+    Kind.REDUCE: "G",
 }
 _SHADES = {  # two of each, so that neighbours stand apart
     "F": ("on #f5a742", "on #f8c177"),
@@ -34,6 +35,7 @@ _SHADES = {  # two of each, so that neighbours stand apart
     "O": ("on #c3b1e1", "on #d8cbed"),
     "L": ("on #a48fd0", "on #bdadde"),
     "H": ("on #9ecae1", "on #c6dbef"),
+    "G": ("on #e39a9a", "on #edbcbc"),
 }
 _MEANING = {
     "F": "forward",
@@ -47,16 +49,19 @@ _MEANING = {
     "<": "receive",
     "O": "offload",
     "L": "onload",
+    "G": "sum of gradients over devices",
 }
 _UPDATE_MEANING = {"H": "host to device", "S": "broadcast (source)", "D": "broadcast (destination)", "R": "reload"}
+_CALLS = "FWIOSDHG"  # the shades of a user's own calls
 _WIDEST = 4  # columns for the shortest task; more adds nothing
 
 
 def draw_text(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> str:
     """One line per device. Where a task is wide enough it says which microbatch, otherwise which op.
 
-    With `lanes`, and for a weight update always, a line for each of computation, communication and offload; of what
-    runs beside each other in one line, the first is shown.
+    With `lanes`, and for a weight update always, a line for each of computation, communication, offload and sums over
+    devices; for a user's own program a line for each lane. Of what runs beside each other in one line, the first is
+    shown.
 
     >>> from stretto import one_f_one_b, simulate
     >>> print(draw_text(simulate(one_f_one_b(devices=2, microbatches=2)), width=60))
@@ -79,16 +84,18 @@ def draw_rich(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> T
     """The same in colour, with a legend: orange forward, green backward, light green for input, blue for weights."""
     grid = _Grid.of(timeline, width, lanes=lanes)
     text = Text(no_wrap=True, overflow="crop")
-    used = set("FBIW") if not timeline.program.is_update else set()
+    used = set("FBIW") if not timeline.program.is_update and not timeline.program.is_own else set()
     for label, blocks in grid.lines:
         text.append(label, style="bold")
         column = 0
         for block in blocks:
             text.append(" " * (block.start - column))
-            for letter, microbatch, columns in _parts(block):
-                labels = (f"{letter}{microbatch}", str(microbatch), "")  # the longest that fits
+            for letter, number, columns in _parts(block):
+                labels = (f"{letter}{number}", str(number), "")  # the longest that fits
+                if block.task.kind is Kind.CALL:
+                    labels = (block.task.phase, block.task.phase[:columns], "")
                 fits = next(label for label in labels if len(label) <= columns).center(columns)
-                text.append(fits, style=f"black {_SHADES[letter][microbatch % 2]}")
+                text.append(fits, style=f"black {_SHADES[letter][number % 2]}")
                 used.add(letter)
             column = block.end
         text.append("\n")
@@ -116,7 +123,7 @@ class _Grid:
     @staticmethod
     def of(timeline: Timeline, width: int, *, lanes: bool) -> "_Grid":
         program = timeline.program
-        lanes = lanes or program.is_update
+        lanes = lanes or program.is_update or program.is_own
         names = [f" {name}" for name in rows_of(timeline)] if lanes else [""]
         digits, longest = len(str(program.devices - 1)), max(map(len, names))
         labels = [f"{device:>{digits}}{name:<{longest}} " for device in range(program.devices) for name in names]
@@ -146,16 +153,25 @@ def _letter(task: Task) -> str:
             return "C" if task.phase.startswith("combine") else "D"
         case "send" | "recv":
             return ">" if task.lane.name == "send" else "<"
+        case _ if task.kind is Kind.CALL:
+            return _CALLS[task.part % len(_CALLS)]
         case "broadcast":
             return "S" if task.device == task.stage else "D"
         case _:
             return _LETTER.get(task.kind, task.kind.name)
 
 
+def _number(task: Task) -> int:
+    """What tells a task from others of its kind: a microbatch, or of a sum the stage."""
+    return task.stage if task.kind is Kind.REDUCE else task.microbatch
+
+
 def _plain(block: _Block) -> str:
     columns, task = block.end - block.start, block.task
     letter = _letter(task)
-    label = f"{letter}{task.microbatch}"
+    label = f"{letter}{_number(task)}"
+    if task.kind is Kind.CALL:
+        label, letter = task.phase, task.phase
     if task.backward is not None:
         label = f"F{task.microbatch}&B{task.backward[1]}"
     return (label if len(label) <= columns else letter[:columns]).ljust(columns, "─")
@@ -165,7 +181,7 @@ def _parts(block: _Block) -> Iterator[tuple[str, int, int]]:
     """The coloured parts of a block: letter, microbatch, columns. A pair is a third forward, two thirds backward."""
     columns, task = block.end - block.start, block.task
     if task.backward is None:
-        yield _letter(task), task.microbatch, columns
+        yield _letter(task), _number(task), columns
     else:
         forward = max(1, columns // 3)
         yield "F", task.microbatch, forward

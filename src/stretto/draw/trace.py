@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import msgspec
 import numpy as np
 
-from stretto.costs import LANES, Costs, Unit
+from stretto.costs import Costs, Unit
 from stretto.ir.errors import StrettoError, TextError
 from stretto.ir.placement import Placement
 from stretto.program.link import lanes_of, link_tasks
@@ -27,6 +27,10 @@ class _Origin(msgspec.Struct):
     microbatches: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
     layers: list[list[Layer]] | None
     """None where actions are whole."""
+    ties: list[list[int]] = []
+    """Stages that share weights."""
+    calls: list[str] = []
+    """The names of a user's own calls."""
     unit: Unit = None
     """Of the times in the slices' arguments. Traces of before it was written say nothing, and read so."""
 
@@ -43,6 +47,8 @@ def draw_trace(timeline: Timeline, *, costs: Costs | None = None) -> str:
         [list(route) for route in program.placement.routes],
         program.placement.microbatches,
         None if program.anatomy.is_whole else [list(stage) for stage in program.anatomy.layers],
+        [list(tie) for tie in program.anatomy.ties],
+        list(program.anatomy.calls),
         timeline.unit,
     )
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"stretto": msgspec.to_builtins(origin)}}
@@ -85,7 +91,7 @@ class _Args(msgspec.Struct, omit_defaults=True):
     kind: Literal[tuple(Kind.__members__)]  # type: ignore[valid-type]
     stage: _Index
     microbatch: _Index
-    lane: Literal[LANES]  # type: ignore[valid-type]
+    lane: str
     start: float
     end: float
     peer: _Index | None = None
@@ -93,7 +99,8 @@ class _Args(msgspec.Struct, omit_defaults=True):
     part: _Index = 0
     slot: _Index = -1
     needs: list[_Index] | None = None
-    """Of a weight update, as its mode decides; in training needs and ends follow from the tasks."""
+    """Of a weight update, as its mode decides, and of a user's own program; in training needs and ends follow from the
+    tasks."""
     mate: _Index = -1
 
 
@@ -113,9 +120,14 @@ def _program(origin: _Origin, slices: list[_Slice]) -> Program:
         _refuse("it has room for far more tasks than it shows")
     if origin.layers is not None and len(origin.layers) != placement.stages:
         _refuse(f"it has {placement.stages} stages, but layers for {len(origin.layers)}")
-    anatomy = Anatomy.whole(placement.stages) if origin.layers is None else Anatomy(origin.layers)
+    if origin.layers is None:
+        anatomy = Anatomy.whole(placement.stages, ties=origin.ties, calls=origin.calls)
+    else:
+        anatomy = Anatomy(origin.layers, ties=origin.ties)
     tasks = [_task(slice_, placement, anatomy) for slice_ in slices]
-    if not any(task.kind in UPDATES for task in tasks):
+    if any((task.kind is Kind.CALL) != bool(origin.calls) for task in tasks):
+        _refuse("calls of a user's own program are mixed with other tasks")
+    if not origin.calls and not any(task.kind in UPDATES for task in tasks):
         return link_tasks(tasks, placement, anatomy)
     needs = [(task, need) for task, slice_ in enumerate(slices) for need in slice_.args.needs or ()]
     needing, need = np.array(needs, dtype=np.int64).reshape(-1, 2).T
@@ -140,12 +152,19 @@ def _task(slice_: _Slice, placement: Placement, anatomy: Anatomy) -> Task:
     ):
         if not all(0 <= value < limit for value in values):
             _refuse(f"{name} {max(values)} does not exist; there are {limit}")
-    parts = anatomy.weight_steps[args.stage] if kind in WEIGHTS else anatomy.forward[args.stage]
-    if not 0 <= args.part < len(parts):
+    parts = len(anatomy.weight_steps[args.stage] if kind in WEIGHTS else anatomy.forward[args.stage])
+    if kind is Kind.REDUCE:
+        parts = 1 + len(anatomy.ties)
+    elif kind is Kind.CALL:
+        parts = len(anatomy.calls)
+    if not 0 <= args.part < parts:
         _refuse(f"{args.kind} of stage {args.stage} has no part {args.part}")
     if (args.backward is not None) != (kind is Kind.PAIR):
         _refuse("a pair, and only a pair, has a backward")
-    if lane.name not in _LANES.get(kind, ("compute", "comm")) or (args.peer is not None) != (
+    if kind is Kind.CALL:
+        if args.peer is not None:
+            _refuse(f"a call on lane {lane.name} has no peer")
+    elif lane.name not in _LANES.get(kind, ("compute", "comm")) or (args.peer is not None) != (
         lane.name in ("send", "recv")
     ):
         _refuse(f"{args.kind} is not done on a lane {lane.name}")
@@ -157,6 +176,7 @@ _LANES: dict[Kind, tuple[str, ...]] = {
     **dict.fromkeys(RECEIVES, ("recv",)),
     Kind.OFFLOAD: ("d2h",),
     Kind.ONLOAD: ("h2d",),
+    Kind.REDUCE: ("reduce",),
     **{kind: (kind.name.lower(),) for kind in UPDATES},
 }
 
@@ -178,6 +198,7 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
 def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
     program, scale = timeline.program, _MICROSECONDS[timeline.unit]
     lanes, mates = program.lane.tolist(), program.mate.tolist()
+    says_needs = program.is_update or program.is_own
     for index, span in enumerate(timeline.spans()):
         task, start, end = span.task, span.start * scale, span.end * scale
         place = {"pid": task.device, "tid": lanes[index]}
@@ -195,17 +216,17 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 lane=task.lane.name,
                 start=span.start,
                 end=span.end,
-                needs=program.needs(index) if program.is_update else None,
+                needs=program.needs(index) if says_needs else None,
                 peer=task.lane.peer,
                 backward=task.backward,
                 part=task.part,
                 slot=task.slot,
-                mate=mates[index] if program.is_update else -1,
+                mate=mates[index] if says_needs else -1,
             ),
         }
         # An arrow from where something is sent to each place where it arrives, numbered by the latter.
         flow = {**place, "name": "transfer", "cat": "transfer"}
-        if mates[index] >= 0:
+        if mates[index] >= 0 and task.kind not in (Kind.REDUCE, Kind.CALL):
             if task.kind in SENDS or (task.kind is Kind.BROADCAST and task.device == task.stage):
                 for end_index in program.ends(index)[1:]:
                     yield {"ph": "s", "ts": start, "id": end_index, **flow}

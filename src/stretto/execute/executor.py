@@ -5,17 +5,34 @@ What a task waits for is what the program says it needs, and nothing else: the t
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from stretto.execute.lanes import HostLane, Ticket, Work
-from stretto.execute.record import Recorder
-from stretto.execute.supervise import Supervisor
+from stretto.execute.lanes import Awaited, HostLane, Ticket, Work
 from stretto.program.program import Program
 from stretto.program.task import Lane, Task
+
+if TYPE_CHECKING:
+    from stretto.execute.record import Recorder  # which needs PyTorch
 
 Act = Callable[[], Work | None]
 """What a task does. It has ended when it returns; or, if it returns what it has started, when that has."""
 Issue = Callable[[], object]
+
+
+class Watch(Protocol):
+    """Who knows whether there is still reason to go on: a supervisor of several ranks, or the run itself."""
+
+    task: Callable[[], str]
+    """What is being issued, in words."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def check(self) -> None:
+        """Raise if there is none."""
+
+    def wait(self, ticket: Awaited, what: Callable[[], str]) -> None:
+        """Wait for something that was started; raise if it fails, or if there is no reason to go on."""
 
 
 class Lanes(Protocol):
@@ -25,7 +42,7 @@ class Lanes(Protocol):
     def spans(self) -> Mapping[int, tuple[float, float]]:
         """When tasks that ended in other threads than the caller's began and ended, by the host's clock."""
 
-    def compile(self, at: int, act: Act, recorder: Recorder | None = None) -> Issue:
+    def compile(self, at: int, act: Act, recorder: "Recorder | None" = None) -> Issue:
         """A function that issues this task: the tasks of the device are issued one after the other."""
 
     def begin(self) -> None:
@@ -39,12 +56,14 @@ class Lanes(Protocol):
 
 
 class Executor:
-    """One device's part of a program."""
+    """One device's part of a program, or all of it."""
 
-    def __init__(self, program: Program, supervisor: Supervisor) -> None:
-        """The device is that of the supervisor's rank."""
+    def __init__(self, program: Program, supervisor: Watch, *, everywhere: bool = False) -> None:
+        """The device is that of the supervisor's rank; `everywhere`, all devices are run here."""
         self.supervisor = supervisor
-        tasks = {place: task for place, task in enumerate(program.tasks()) if task.device == supervisor.rank}
+        tasks = {
+            place: task for place, task in enumerate(program.tasks()) if everywhere or task.device == supervisor.rank
+        }
         self.tasks = list(tasks.values())
         here = {place: at for at, place in enumerate(tasks)}
         self.needs = [[here[need] for need in program.needs(place) if need in here] for place in tasks]
@@ -57,7 +76,7 @@ class Executor:
         self._acts = [bind(task) for task in self.tasks]
         self._issues = [lanes.compile(at, act) for at, act in enumerate(self._acts)]
 
-    def run(self, recorder: Recorder | None = None, ended: Callable[[Task], None] = lambda _: None) -> None:
+    def run(self, recorder: "Recorder | None" = None, ended: Callable[[Task], None] = lambda _: None) -> None:
         """All tasks. What one of them raises, or what ends a wait, is raised here."""
         doing = self.supervisor.task = self._doing
         issues = self._issues
@@ -108,7 +127,7 @@ class HostLanes:
         self._late: dict[int, Ticket] = {}  # by lane, what its thread was told to do last
         self.spans: dict[int, tuple[float, float]] = {}
 
-    def compile(self, at: int, act: Act, recorder: Recorder | None = None) -> Issue:
+    def compile(self, at: int, act: Act, recorder: "Recorder | None" = None) -> Issue:
         lane, needs, tickets = self._lanes[at], self._needs[at], self._tickets
         if recorder is not None:
             act = recorder.timing(at, act)

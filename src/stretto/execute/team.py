@@ -39,7 +39,7 @@ class Team:
         if not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST:
             wrong = wrong or error(f"timeout is a number of seconds above 0, and at most 10⁹ (got {timeout!r:.40})")
             timeout = _USUAL
-        self._device, self._error = device, error
+        self.device, self._error = device, error
         self._patience: float | None = None
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         print_told_errors_as_one_line()
@@ -139,14 +139,14 @@ class Team:
 
     def catch_up(self, what: str) -> None:
         """Let the host wait until the device has got here."""
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             ticket: Awaited = StreamTicket(Reached())
             self.supervisor.wait(ticket, lambda: what, patience=self._patience)
 
     def _blocking(self, act: Callable[[], T]) -> T:
         """Run what nothing can wake, while we can be."""
         found: list[T] = []
-        device = torch.cuda.current_device() if self._device.type == "cuda" else None
+        device = torch.cuda.current_device() if self.device.type == "cuda" else None
 
         class Call:
             def wait(self) -> None:

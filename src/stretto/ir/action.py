@@ -61,3 +61,13 @@ class Transfer:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.end.value}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Reduce:
+    """A stage's gradients are summed over devices: "3REDUCE_GRAD"."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}REDUCE_GRAD"

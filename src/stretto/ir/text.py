@@ -5,16 +5,17 @@ from typing import TypeAlias
 
 import msgspec
 
-from stretto.ir.action import Action, End, Op, Pair, Transfer
+from stretto.ir.action import Action, End, Op, Pair, Reduce, Transfer
 from stretto.ir.errors import TextError
 from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan, Slot, infer_placement
 
-Item: TypeAlias = Action | Pair | Transfer
+Item: TypeAlias = Action | Pair | Transfer | Reduce
 
 _ONE = re.compile(r"(\d{1,7})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,7})", re.ASCII)
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
-_SHARDING = re.compile(r"\d{1,7}(UNSHARD|RESHARD|REDUCE_GRAD)(\d{1,7})?", re.ASCII)
+_SHARDING = re.compile(r"\d{1,7}(UNSHARD|RESHARD)(\d{1,7})?", re.ASCII)
+_REDUCE = re.compile(r"(\d{1,7})REDUCE_GRAD(\d{1,7})?", re.ASCII)
 _EXAMPLES = 'like "2F0", "(0F3;3B1)OVERLAP_F_B" or "1SEND_F0"'
 
 
@@ -26,8 +27,8 @@ def parse_plan(text: str) -> Plan:
     """
     rows: list[tuple[Slot, ...]] = []
     for device, items in enumerate(parse_rows(text)):
-        row = tuple(item for item in items if not isinstance(item, Transfer))
-        if len(row) != len(items):
+        row = tuple(item for item in items if not isinstance(item, Transfer | Reduce))
+        if any(isinstance(item, Transfer) for item in items):
             raise TextError(f"line {device + 1} has transfers; a plan holds compute actions only")
         rows.append(row)
     return Plan(tuple(rows), infer_placement(rows))
@@ -64,8 +65,9 @@ def parse_plan_json(text: str) -> Plan:
 
 def _slot(cell: str, line: int) -> Slot:
     item = _parse_item(cell, line)
-    if isinstance(item, Transfer):
-        raise TextError(f"row {line} has transfers; a plan holds compute actions only")
+    if isinstance(item, Transfer | Reduce):
+        what = "transfers" if isinstance(item, Transfer) else "sums of gradients"
+        raise TextError(f"row {line} has {what}; a plan holds compute actions only")
     return item
 
 
@@ -90,6 +92,8 @@ def _parse_item(cell: str, line: int) -> Item:
         if len(kind) == 1:
             return Action(stage, Op(kind), microbatch)
         return Transfer(stage, End(kind), microbatch)
+    if match := _REDUCE.fullmatch(cell):
+        return Reduce(int(match[1]))
     if match := _PAIR.fullmatch(cell):
         forward, backward = (_parse_item(half.strip(), line) for half in match.groups())
         if isinstance(forward, Action) and isinstance(backward, Action) and forward.op + backward.op == "FB":

@@ -8,6 +8,7 @@ from stretto.ir.placement import Placement
 from stretto.program.phases import Anatomy
 from stretto.program.program import Program
 from stretto.program.slots import refills
+from stretto.program.sums import sum_needs, sum_rings
 from stretto.program.tables import Tables
 from stretto.program.task import COMPUTE, COPIES, RECEIVES, SENDS, Kind, Lane, Task
 from stretto.program.work import Ints, Work, last_before
@@ -19,7 +20,9 @@ def link_tasks(tasks: Iterable[Task], placement: Placement, anatomy: Anatomy | N
     lanes, lane = lanes_of(tasks)
     work = Work.of_tasks(tasks)
     anatomy = anatomy or Anatomy.whole(placement.stages)
-    return link(lanes, lane, work, _mates(lanes, lane, work), placement, anatomy)
+    mate = _mates(lanes, lane, work)
+    sum_rings(work, mate)
+    return link(lanes, lane, work, mate, placement, anatomy)
 
 
 def lanes_of(tasks: Sequence[Task]) -> tuple[tuple[Lane, ...], Ints]:
@@ -41,7 +44,11 @@ def link(
     tables = Tables(work, anatomy, placement)
     needs = (
         (task, np.where(device[task] == device[need], need, -1))  # the rest is what transfers are for
-        for task, need in (*_needs(tables, device), *_memory_needs(tables, device))
+        for task, need in (
+            *_needs(tables, device),
+            *_memory_needs(tables, device),
+            sum_needs(work, anatomy, lane, device),
+        )
     )
     return Program.of(lanes, lane, work, needs, mate, placement, anatomy)
 

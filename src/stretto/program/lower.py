@@ -16,11 +16,12 @@ from stretto.program.memory import Copies, no_copies, plan_copies
 from stretto.program.order import FREE, RESULT, start_ticks
 from stretto.program.phases import Anatomy, Layer
 from stretto.program.program import Program
+from stretto.program.sums import Sums, sum_rings
 from stretto.program.tables import Tables
-from stretto.program.task import Kind, Lane
+from stretto.program.task import GRADIENTS, Kind, Lane
 from stretto.program.work import Ints, Work
 
-_OWN_LANES = ("compute", "comm", "d2h", "h2d")
+_OWN_LANES = ("compute", "comm", "d2h", "h2d", "reduce")
 _KIND = {op: int(Kind[op.name]) for op in Op}
 
 
@@ -33,6 +34,7 @@ def lower(
     plan: Plan,
     *,
     layers: Sequence[Sequence[Layer]] | None = None,
+    ties: Sequence[Sequence[int]] = (),
     costs: Costs | None = None,
     offload: int = 0,
     recompute: bool = False,
@@ -44,6 +46,9 @@ def lower(
 
     With `layers`, those of each stage, every pass becomes its layers' phases on compute and comm
     lanes, and a pair's two passes are woven into one order from the phases' costs.
+
+    Gradients of a stage that lives on several devices are summed over them, on a lane `reduce`, as soon as the
+    stage's last weight gradients are there; with `ties`, the stages that share weights, so are these.
 
     With `offload`, what a forward saved goes to host memory and comes back before its backward, on lanes of
     its own; each copy has that many actions' time, and 1 is Kimi K2's rule. With `recompute`, what a forward
@@ -70,12 +75,16 @@ def lower(
     start = start_ticks(device, actions, forward, backward)
     result = start + RESULT[actions.kind]
     source, target, gradient = _transfers(device, forward[:-1], backward[:-1])
-    anatomy = whole if layers is None else Anatomy(layers)
+    anatomy = Anatomy.whole(plan.stages, ties=ties) if layers is None else Anatomy(layers, ties=ties)
     copies = plan_copies(device, actions, backward, min(offload, len(actions))) if offload else no_copies(len(actions))
     actions = replace(actions, slot=copies.forward_slot)
     parts = expand(actions, anatomy, costs, recompute=recompute)
 
-    order = _global_order(parts, copies, device, actions, start, result, source)
+    keys = _keys(parts, copies, device, actions, start, result, source)
+    sums = Sums(plan.placement, anatomy) if parts.work.among(GRADIENTS).any() else None
+    if sums:
+        keys.append(sums.latest(keys[0], parts.work))
+    order = np.argsort(np.concatenate(keys), kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     sends_at, receives_at = len(parts.work), len(parts.work) + len(source)
@@ -95,19 +104,22 @@ def lower(
         for kind, slot in ((Kind.OFFLOAD, np.full_like(copies.slot, -1)), (Kind.ONLOAD, copies.slot))
     )
     own, possible = len(_OWN_LANES), len(_OWN_LANES) + 2 * plan.devices  # lanes that a device could have
-    lane = (
+    lane = [
         device[parts.action] * possible + parts.comm,
         device[source] * possible + own + device[target],
         device[target] * possible + own + plan.devices + device[source],
         device[copies.forward] * possible + _OWN_LANES.index("d2h"),
         device[copies.forward] * possible + _OWN_LANES.index("h2d"),
-    )
+        *([sums.device * possible + _OWN_LANES.index("reduce")] if sums else []),
+    ]
     lanes, at = _used_lanes(np.concatenate(lane)[order], plan.devices)
-    work = Work.joined((parts.work, sends, receives, leaves, comes), order)
+    every = [parts.work, sends, receives, leaves, comes, *([sums.work] if sums else [])]
+    work = Work.joined(every, order)
+    sum_rings(work, mate)
     return link(lanes, at, work, mate, plan.placement, anatomy)
 
 
-def _global_order(
+def _keys(
     parts: Expansion,
     copies: Copies,
     device: Ints,
@@ -115,8 +127,9 @@ def _global_order(
     start: Ints,
     result: Ints,
     source: Ints,
-) -> Ints:
-    """The order of parts, sends, receives and copies: by (2 × tick, number of a transfer, place within an action).
+) -> list[Ints]:
+    """Numbers that put parts, sends, receives and copies into order: by (2 × tick, number of a transfer, place within
+    an action).
 
     What a tick's results set moving comes before its actions. What comes late, such as WGRADs, stands
     right before its device's next action, behind what leaves the device after this one. What comes back
@@ -129,14 +142,13 @@ def _global_order(
     numbers, places = 2 * len(source) + 2, int(parts.place.max()) + 1
     main = (2 * start + 1) * numbers + 1
     late = (2 * follows + 1) * numbers
-    keys = (
+    return [
         np.where(parts.late, late[parts.action], main[parts.action]) * places + parts.place,
         (2 * result[source] * numbers + number) * places,
         (2 * result[source] * numbers + number + 1) * places,
         late[copies.forward] * places,
         main[copies.beside] * places,
-    )
-    return np.argsort(np.concatenate(keys), kind="stable")
+    ]
 
 
 def _actions(plan: Plan) -> tuple[Ints, Work]:

@@ -1,6 +1,6 @@
 """Layers and their phases: what a pass through a stage consists of."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -56,11 +56,24 @@ class Part:
 class Anatomy:
     """The parts of every pass through every stage: a forward, its backward in reverse, its weight gradients.
 
-    A program of whole actions has one nameless part in each.
+    A program of whole actions has one nameless part in each. `ties` are the stages that share weights, a tuple of them
+    for each set of stages that does. A program of a user's own has the names of its calls instead.
     """
 
-    def __init__(self, layers: Sequence[Sequence[Layer]], *, is_whole: bool = False) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Sequence[Layer]],
+        *,
+        ties: Iterable[Iterable[int]] = (),
+        calls: Iterable[str] = (),
+        is_whole: bool = False,
+    ) -> None:
+        self.calls = tuple(calls)
         self.layers = tuple(map(tuple, layers))
+        self.ties = tuple(sorted({tuple(sorted({*tie})) for tie in ties}))
+        for tie in self.ties:
+            if len(tie) < 2 or not 0 <= tie[0] <= tie[-1] < len(layers):
+                raise PlanError(f"a tie is of two or more of the {len(layers)} stages, by number (got {tie})")
         self.is_whole = is_whole
         self.forward = tuple(
             tuple(Part(n, layer.name, phase) for n, layer in enumerate(stage) for phase in layer.phases)
@@ -76,12 +89,16 @@ class Anatomy:
         )
 
     @staticmethod
-    def whole(stages: int) -> "Anatomy":
+    def whole(stages: int, *, ties: Iterable[Iterable[int]] = (), calls: Iterable[str] = ()) -> "Anatomy":
         """Of stages that are not taken apart."""
-        return Anatomy([[Layer("", (Phase(""),))]] * stages, is_whole=True)
+        return Anatomy([[Layer("", (Phase(""),))]] * stages, ties=ties, calls=calls, is_whole=True)
 
     def name(self, kind: Kind, stage: int, index: int) -> str:
         """What a part of a pass is called; nothing for a whole one or a transfer."""
+        if kind is Kind.CALL:
+            return self.calls[index]
+        if kind is Kind.REDUCE and index:
+            return "tied" + "+".join(map(str, self.ties[index - 1][1:]))
         if self.is_whole or kind not in COMPUTE:
             return ""
         if kind is Kind.F:

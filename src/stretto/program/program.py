@@ -79,9 +79,19 @@ class Program:
         return self.work.among((*SENDS, *RECEIVES))
 
     @property
+    def joint(self) -> Bools:
+        """Which tasks of a training step are an end of something that several devices do together."""
+        return self.work.among((*SENDS, *RECEIVES, Kind.REDUCE))
+
+    @property
     def is_update(self) -> bool:
         """Whether this is a weight update, and no training step."""
         return bool(self.work.among(UPDATES).any())
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is a program of a user's own."""
+        return bool(self.anatomy.calls)
 
     @property
     def recomputes(self) -> bool:

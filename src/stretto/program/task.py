@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import IntEnum
 
-from stretto.ir.action import Action, End, Op, Pair, Transfer
+from stretto.ir.action import Action, End, Op, Pair, Reduce, Transfer
 from stretto.ir.text import Item
 
 
@@ -26,6 +26,8 @@ class Kind(IntEnum):
     H2D = 13
     BROADCAST = 14
     RELOAD = 15
+    REDUCE = 16
+    CALL = 17
 
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.WGRAD, Kind.RECOMPUTE)
@@ -39,6 +41,8 @@ COPIES = (Kind.OFFLOAD, Kind.ONLOAD)
 """Activations leave for host memory, and come back."""
 UPDATES = (Kind.H2D, Kind.BROADCAST, Kind.RELOAD)
 """The steps of a weight update."""
+GRADIENTS = (*BACKWARDS, *WEIGHTS)
+"""Kinds that add to the gradients of a stage's weights."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,8 +50,8 @@ class Lane:
     """An in-order queue of a device.
 
     In training: "compute", "comm" (expert dispatch and combine), "d2h" and "h2d" (copies to and from host
-    memory), and one end of each directed link to or from a peer. In a weight update: "h2d", "broadcast"
-    and "reload".
+    memory), "reduce" (sums of gradients over devices), and one end of each directed link to or from a peer.
+    In a weight update: "h2d", "broadcast" and "reload". In a user's own program: any word.
     """
 
     device: int
@@ -56,9 +60,9 @@ class Lane:
 
     def __str__(self) -> str:
         match self.name:
-            case "send":
+            case "send" if self.peer is not None:
                 return f"send→{self.peer}"
-            case "recv":
+            case "recv" if self.peer is not None:
                 return f"recv←{self.peer}"
             case _:
                 return self.name
@@ -68,7 +72,8 @@ class Lane:
 class Task:
     """One thing to do on one lane. A pair's stage and microbatch are its forward's.
 
-    In a weight update, the microbatch is the bucket and the stage the device it comes from.
+    In a weight update, the microbatch is the bucket and the stage the device it comes from. A sum of gradients is of
+    all microbatches; its part is 0, or the number of the tie (from 1) whose weights it sums.
     """
 
     lane: Lane
@@ -79,7 +84,8 @@ class Task:
     """A pair's backward: its stage and microbatch."""
     part: int = 0
     phase: str = ""
-    """Where a task is only a part of its pass: which, and the name of that phase and its layer's number."""
+    """Where a task is only a part of its pass: which, and the name of that phase and its layer's number. In a user's
+    own program: the number of its name, and the name."""
     slot: int = -1
     """Which of its device's buffers it fills, where buffers are reused."""
 
@@ -97,6 +103,8 @@ class Task:
                 return f"the gradient of {self.stage + 1}B{self.microbatch}"
             case Kind.SEND_F | Kind.SEND_B:
                 return "what it sent to be taken"
+            case Kind.REDUCE:
+                return f"the sum of stage {self.stage}'s gradients over ranks"
             case _:
                 return str(self)
 
@@ -106,6 +114,8 @@ class Task:
         match self.kind:
             case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
                 return Transfer(self.stage, End[self.kind.name], self.microbatch)
+            case Kind.REDUCE:
+                return Reduce(self.stage)
             case Kind.PAIR:
                 assert self.backward is not None
                 return Pair(Action(self.stage, Op.F, self.microbatch), Action(self.backward[0], Op.B, self.backward[1]))
@@ -115,6 +125,8 @@ class Task:
                 return None
 
     def __str__(self) -> str:
+        if self.kind is Kind.CALL:
+            return self.phase
         if self.kind in UPDATES:
             return f"{self.kind.name}{self.microbatch}"
         if self.kind is Kind.WGRAD:

@@ -2,36 +2,41 @@
 
 from collections.abc import Iterator
 
-from stretto.ir.action import Action, End, Op, Pair, Transfer
+from stretto.ir.action import Action, End, Op, Pair, Reduce, Transfer
 from stretto.ir.errors import TextError
 from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan, infer_placement
 from stretto.ir.text import Item, parse_rows
 from stretto.program.link import link_tasks
 from stretto.program.lower import lower
+from stretto.program.phases import Anatomy
 from stretto.program.program import Program
+from stretto.program.sums import Sums
 from stretto.program.task import Kind, Lane, Task
 
 
 def parse_program(text: str) -> Program:
-    """Read either form of CSV. A compute-only one is lowered; otherwise the transfers stay where they are.
+    """Read either form of CSV. A compute-only one is lowered; otherwise the transfers stay where they are, and so do
+    sums of gradients, of stages that live on several devices.
 
     >>> print(parse_program("0F0,0SEND_F0\\n1RECV_F0,1F0"))
     0F0,0SEND_F0
     1RECV_F0,1F0
     """
     rows = parse_rows(text)
-    slots = [tuple(item for item in row if not isinstance(item, Transfer)) for row in rows]
+    slots = [tuple(item for item in row if not isinstance(item, Transfer | Reduce)) for row in rows]
     placement = infer_placement(slots)
-    if sum(map(len, slots)) == sum(map(len, rows)):
+    if not any(isinstance(item, Transfer) for row in rows for item in row):
         return lower(Plan(tuple(slots), placement))
-    return link_tasks((task for device, row in enumerate(rows) for task in _tasks(device, row, placement)), placement)
+    summed = {*Sums(placement, Anatomy.whole(placement.stages)).stage.tolist()}
+    kept = [[item for item in row if not isinstance(item, Reduce) or item.stage in summed] for row in rows]
+    return link_tasks((task for device, row in enumerate(kept) for task in _tasks(device, row, placement)), placement)
 
 
 def _tasks(device: int, row: list[Item], placement: Placement) -> Iterator[Task]:
     owed: Task | None = None  # the weight part of the last full backward
     for item in row:
-        if owed is not None and not isinstance(item, Transfer):
+        if owed is not None and not isinstance(item, Transfer):  # a sum waits for it
             yield owed
             owed = None
         yield _task(device, item, placement)
@@ -50,6 +55,8 @@ def _task(device: int, item: Item, placement: Placement) -> Task:
             return Task(
                 Lane(device), Kind.PAIR, forward.stage, forward.microbatch, (backward.stage, backward.microbatch)
             )
+        case Reduce(stage):
+            return Task(Lane(device, "reduce"), Kind.REDUCE, stage, 0)
         case Action(stage, op, microbatch):
             return Task(Lane(device), Kind[op.name], stage, microbatch)
         case Transfer(stage, end, microbatch):

@@ -1,6 +1,6 @@
 """Where weight gradients are summed: a flat tensor for each stage and type, and a place in it for each parameter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +17,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 class Sum:
     """The gradient of one parameter: what a step's microbatches have added up to so far."""
 
-    __slots__ = ("dtype", "given_as", "parameter", "place", "stream", "value")
+    __slots__ = ("dtype", "given_as", "is_summed", "parameter", "place", "stream", "value")
 
     def __init__(self, parameter: Tensor, dtype: torch.dtype, given_as: torch.dtype) -> None:
         self.parameter, self.dtype, self.given_as = parameter, dtype, given_as
@@ -27,6 +27,8 @@ class Sum:
         """The sum: in its place, or what was added if that is sparse. None if nothing was."""
         self.stream: Any = None
         """The stream that added last, where several do."""
+        self.is_summed = False
+        """Whether it was summed over ranks in this step: then nothing more may be added."""
 
     def add(self, grad: Tensor, rows: slice | None = None) -> None:
         """Add a gradient, or that of some rows. It is copied: others may hold it too, or a view of it."""
@@ -89,6 +91,7 @@ class Block:
         self.offsets = [0, *accumulate(sizes)]
         self.size = self.offsets[-1] + (_up(len(sums), _ALIGNED) if shared else 0)
         self._flat = torch.empty(0)
+        self._used = [True] * len(sums)
 
     def lie_in(self, flat: Tensor) -> None:
         """From now on in this memory, whose contents do not matter."""
@@ -96,22 +99,33 @@ class Block:
         for sum_, offset in zip(self.sums, self.offsets, strict=False):
             sum_.place = _like(sum_.parameter, flat, offset)
 
-    def reduce(self, over: Callable[[Tensor], None]) -> None:
-        """Sum over ranks. What is used by none of them has no gradient; each says which it has used in the end."""
+    def message(self) -> Tensor:
+        """What is to be summed over ranks. In the end each rank says which gradients it has."""
         assert self._shared
-        used = [sum_.value is not None for sum_ in self.sums]
+        self._used = [sum_.value is not None for sum_ in self.sums]
         for sum_ in self.sums:
             sum_.fill()
-        told = self._flat[self.offsets[-1] : self.offsets[-1] + len(used)]
-        if all(used):
-            told.fill_(1)
+            sum_.is_summed = True
+        if all(self._used):
+            self._told.fill_(1)
         else:
-            told.copy_(torch.tensor(used))
-        over(torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat)
-        if not all(used):
-            for sum_, by in zip(self.sums, told.abs().tolist(), strict=True):
-                if not by:
-                    sum_.value = None
+            self._told.copy_(torch.tensor(self._used))
+        return torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether only the sum tells which gradients there are."""
+        return not all(self._used)
+
+    def settle(self) -> None:
+        """What no rank has used has no gradient."""
+        for sum_, by in zip(self.sums, self._told.abs().tolist(), strict=True):
+            if not by:
+                sum_.value = None
+
+    @property
+    def _told(self) -> Tensor:
+        return self._flat[self.offsets[-1] : self.offsets[-1] + len(self.sums)]
 
 
 class Buffer:

@@ -18,8 +18,8 @@ Kind = Literal["cast", "parameter", "float32"]
 """What gradients are summed in, and given out as: in float32, and cast to the parameter's type; in that type; or in
 float32, as `main_grads`.
 """
-Message = tuple[tuple[int, ...], str]
-"""What is summed over ranks at once: the ranks, and a name."""
+Message = tuple[tuple[int, ...], tuple[int, ...]]
+"""What is summed over ranks at once: the ranks, and the stages whose gradients these are."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 
@@ -68,7 +68,7 @@ class Gradients:
         self._blocks: dict[tuple[Message, str, str], Block] = {}  # what is summed over ranks
         self._loose: dict[tuple[Message, str], Sum] = {}
         self._names: list[tuple[Message, str]] = []
-        self._digests: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._digests: dict[tuple[int, ...], int] = {}
         self.several_streams = False
         """Whether gradients are added on several streams of a device."""
 
@@ -100,11 +100,17 @@ class Gradients:
             buffer.divisor = None
         for sum_ in self._sums.values():
             sum_.value = sum_.stream = None
+            sum_.is_summed = False
         return changed
 
     def of(self, parameter: Tensor) -> Sum:
         """The sum to add a parameter's gradient to."""
         sum_ = self._sums.get(id(parameter)) or self._adopted.get(id(parameter)) or self.adopt(parameter)
+        if sum_.is_summed:
+            raise PipelineError(
+                f"a gradient of {self._name_of(parameter)} came after it was summed over the ranks that hold it: a "
+                "layer of another stage uses it; register it there too, or tie the two"
+            )
         if self.several_streams:
             now = torch.cuda.current_stream()
             if sum_.stream is not None and sum_.stream != now:
@@ -155,6 +161,8 @@ class Gradients:
     @torch.no_grad()
     def give_out(self, count: Tensor | None = None) -> None:
         """Divide the sums by a count, if by anything, run the parameters' hooks, and set `.grad`."""
+        for sum_ in self._sums.values():
+            sum_.is_summed = False
         for buffer in self._buffers:
             buffer.divisor = count
         for sum_ in self._all():
@@ -212,16 +220,16 @@ class Gradients:
         sum_, resting = self._sums.get(id(parameter)), self._resting.get(id(parameter))
         return sum_.value if sum_ is not None else None if resting is None else resting[1]
 
-    def blocks(self, ranks: tuple[int, ...]) -> list[Block]:
-        """What is summed over these ranks, in an order that they agree on."""
-        return [self._blocks[key] for key in sorted(self._blocks) if key[0][0] == ranks]
+    def blocks(self, message: Message) -> list[Block]:
+        """What is summed over ranks by this message, in an order that they agree on."""
+        return [self._blocks[key] for key in sorted(self._blocks) if key[0] == message]
 
-    def loose(self, ranks: tuple[int, ...]) -> list[Sum]:
+    def loose(self, message: Message) -> list[Sum]:
         """The same, of what does not lie in blocks."""
-        return [self._loose[key] for key in sorted(self._loose) if key[0][0] == ranks]
+        return [self._loose[key] for key in sorted(self._loose) if key[0] == message]
 
-    def digest(self, ranks: tuple[int, ...]) -> tuple[int, int]:
-        """Two numbers of 16 bits, of what is summed over these ranks: they must be the same on all."""
+    def digest(self, ranks: tuple[int, ...]) -> int:
+        """A number of 63 bits, of what is summed over these ranks: it must be the same on all."""
         if ranks not in self._digests:
             text = "".join(
                 f"{key} {[(*sum_.parameter.shape, *sum_.parameter.stride()) for sum_ in block.sums]}"
@@ -229,8 +237,8 @@ class Gradients:
                 if key[0][0] == ranks
             )
             names = [name for message, name in self._names if message[0] == ranks]
-            made = hashlib.blake2b(f"{text} {sorted(names)}".encode(), digest_size=4).digest()
-            self._digests[ranks] = int.from_bytes(made[:2]), int.from_bytes(made[2:])
+            made = hashlib.blake2b(f"{text} {sorted(names)}".encode(), digest_size=8).digest()
+            self._digests[ranks] = int.from_bytes(made) >> 1
         return self._digests[ranks]
 
     def _all(self) -> Iterable[Sum]:

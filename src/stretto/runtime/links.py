@@ -195,7 +195,7 @@ class Links:
             elif pair is not None:
                 self._receives[source] = _Link(pair, of.get(source), int(source > target))
         if device.type != "cuda":
-            mine = [lane for lane in program.lanes if lane.device == rank and lane.peer is not None]
+            mine = [lane for lane in program.lanes if lane.device == rank and lane.name not in ("compute", "comm")]
             self.lanes = {lane: HostLane(str(lane)) for lane in mine}
         self._warm_up(directed, team)
 

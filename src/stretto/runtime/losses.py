@@ -26,7 +26,7 @@ class Losses:
         rows: int = 0,
     ) -> None:
         """`rows` are those of a batch of targets that was given whole, 0 if it was not."""
-        self._function, self._targets, self._microbatches = function, targets, microbatches
+        self._function, self.targets, self._microbatches = function, targets, microbatches
         self._rows = rows
         self._device = device
         self._losses: dict[int, Tensor] = {}
@@ -37,10 +37,10 @@ class Losses:
 
     def __call__(self, output: Value, microbatch: int, rows: int = 0) -> Tensor:
         """The loss of a microbatch, whose inputs come from a batch of so many rows."""
-        assert self._targets is not None
+        assert self.targets is not None
         if rows and self._rows and rows != self._rows:
             raise PipelineError(f"inputs have {rows} rows, but targets have {self._rows}; give as many of both")
-        made = self._function(output, self._cut_off(self._targets[microbatch]))
+        made = self._function(output, self._cut_off(self.targets[microbatch]))
         loss, count = (made, None) if not isinstance(made, tuple) else made if len(made) == 2 else (None, None)
         if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
             raise PipelineError(

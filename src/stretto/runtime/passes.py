@@ -1,8 +1,8 @@
 """What a rank's tasks are in a step: forwards, backwards and transfers, as callables for the executor."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -15,6 +15,7 @@ from stretto.execute.streams import DeviceLanes
 from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
+from stretto.program.sums import summed_stages
 from stretto.program.task import WEIGHTS, Kind, Task
 from stretto.runtime.descriptions import Description
 from stretto.runtime.links import Arrival, Links
@@ -30,9 +31,16 @@ class Passes:
     """A step, of training or of evaluation. Values and gradients wait between tasks, by stage and microbatch."""
 
     def __init__(
-        self, program: Program, supervisor: Supervisor, stages: dict[int, Stage], links: Links, *, training: bool = True
+        self,
+        program: Program,
+        supervisor: Supervisor,
+        stages: dict[int, Stage],
+        links: Links,
+        *,
+        reduce: Callable[[tuple[int, ...]], Work | None] | None = None,
     ) -> None:
-        self._training = training
+        """With `reduce`, which sums the gradients of stages over ranks, a step of training."""
+        self._training, self._reduce = reduce is not None, reduce
         self._program, self._stages, self._links = program, stages, links
         self._last = program.placement.stages - 1
         self._inputs: list[Value] | None = None
@@ -120,6 +128,9 @@ class Passes:
             case kind if kind in WEIGHTS:
                 of = self._stages[stage]
                 return lambda: of.weight(microbatch, part)
+            case Kind.REDUCE:
+                assert self._reduce is not None
+                return partial(self._reduce, summed_stages(task, self._program.anatomy))
             case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
                 assert task.lane.peer is not None
                 return self._transfer(task, task.lane.peer)

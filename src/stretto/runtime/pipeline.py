@@ -1,6 +1,5 @@
 """A model trained by a plan: each rank runs its part of the checked program."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -11,16 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
-from stretto.check import check
 from stretto.costs import Costs
 from stretto.execute.groups import all_reduce, place_among
 from stretto.execute.record import Recorder
 from stretto.execute.team import Team
-from stretto.ir.errors import PipelineError, PlanError, ProgramError, StrettoError, named, told
+from stretto.ir.errors import PipelineError, StrettoError, named, told
 from stretto.ir.plan import Plan
-from stretto.program.lower import lower
 from stretto.program.phases import Layer, cut_layers
 from stretto.program.program import Program
 from stretto.runtime.gradients import KINDS, Gradients, Kind
@@ -28,7 +26,6 @@ from stretto.runtime.layers import (
     Layers,
     builder,
     demand_own_statistics,
-    even_costs,
     is_sparse,
     modules_named,
     outermost,
@@ -39,12 +36,24 @@ from stretto.runtime.losses import Losses, Total
 from stretto.runtime.microbatches import cut
 from stretto.runtime.modes import evaluating
 from stretto.runtime.passes import Passes
+from stretto.runtime.programs import digest_of, evaluation_of, program_for, wrong_program
 from stretto.runtime.rng import RngKey
+from stretto.runtime.segments import leaves_of
 from stretto.runtime.sharing import find_shared
 from stretto.runtime.stage import Stage, anatomy_of, is_phased
 from stretto.runtime.structure import Value, tensors_of
-from stretto.runtime.ties import conflicting, demand_names, joined, places_of, tie, ties_of, wrong_ties
-from stretto.schedules.forward_only import forward_only
+from stretto.runtime.ties import (
+    conflicting,
+    demand_names,
+    joined,
+    layer_of,
+    names_of,
+    places_of,
+    tie,
+    tied_stages,
+    ties_of,
+    wrong_ties,
+)
 from stretto.timeline import Timeline
 
 _EXAMPLES = {"recompute": '["*.norm"]', "tied": '[("0.weight", "5.weight")]'}
@@ -72,13 +81,15 @@ class StepResult:
 
 
 class Pipeline:
-    """Layers cut into stages, the stages placed on the ranks of a mesh, and a plan to run them by.
+    """Layers cut into stages, the stages placed on the ranks of a mesh, and a plan or a program to run them by.
 
     `layers` are modules, each taking what the one before it returned, as in `nn.Sequential`; or a function that
     builds the layer of a number, with `layer_count`, so that no rank ever holds them all. A layer may offer phases.
     The layers are recomputed in the backward with `checkpoint`, or only the modules whose names match `recompute`
     (norms and activation functions, say: cheap to run, and their outputs are then not kept).
-    A pair's phases are woven by their `costs`; without, compute phases are taken to be alike and hide communication.
+    A `plan` is lowered for the layers: a pair's phases are woven by their `costs`; without, compute phases are taken to
+    be alike and hide communication. A `program`, as `lower` makes it, is run as it is. Either way the attribute
+    `program` is what runs, for `simulate`, `check` and the figures.
     `loss(output, target)` returns its microbatch's mean, or a sum and the count to divide it by.
     `gradients` says how they are summed and given out: "cast" sums those of bfloat16 parameters in float32 and casts
     the sums, "parameter" sums in the parameter's type, "float32" gives the float32 sums as `main_grads()`.
@@ -90,7 +101,8 @@ class Pipeline:
         self,
         layers: Layers | Callable[[int], nn.Module],
         *,
-        plan: Plan,
+        plan: Plan | None = None,
+        program: Program | None = None,
         loss: Loss,
         mesh: DeviceMesh,
         layer_count: int | None = None,
@@ -104,34 +116,39 @@ class Pipeline:
         timeout: float = 300.0,
     ) -> None:
         _demand_mesh(mesh)
-        self.plan, self._loss, self._gradient_kind = plan, loss, gradients
+        self._loss, self._gradient_kind = loss, gradients
         self.rank, self._device = mesh.get_local_rank(), torch.device(mesh.device_type)
         self._finished = ""  # why nothing more can be run
-        wrong = _wrong(plan, loss, mesh, seed, gradients, checkpoint, recompute, tied)
+        wrong = wrong_program(plan, program, costs, mesh.size())
+        wrong = wrong or _wrong(loss, seed, gradients, checkpoint, recompute, tied)
         self._team = Team(mesh.get_group(), self._device, timeout=timeout, wrong=wrong)
         with self._team.closing_if_it_fails():
+            self._placement = (program if program is not None else plan).placement  # type: ignore[union-attr]
             build, shares = self._team.all_or_none(lambda: self._build(layers, layer_count, balance, tied))
-            self._anatomy = self._phases(build, shares)
-            self._costs = costs if costs is not None or self._anatomy is None else even_costs(self._anatomy)
-            self.program = self._team.all_or_none(lambda: self._lowered(plan))
+            phases = self._phases(build, shares)
+            given = layers if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else []
+            together = self._together([*tied, *ties_of(given)], shares)
+            ties = tied_stages(together, shares)
+            self.program = self._team.all_or_none(lambda: program_for(plan, program, phases, ties, costs))
+            """What runs."""
             self._agree(
                 {
-                    "plan": _digest(f"{self.program} {plan.placement}"),
                     "cut": str([len(share) for share in shares]),
                     "checkpoint": str(checkpoint),
                     "recompute": str(list(recompute)),
-                    "tied": str([list(some) for some in tied]),
+                    "tied": str(sorted(set(together.values()))),
+                    "plan": digest_of(self.program),
                     "gradients": gradients,
                     "seed": str(seed),
                     "timeout": str(timeout),
                 }
             )
-            given = layers if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else []
-            self._make_stages(shares, given, tied, checkpointed=checkpoint, recomputed=self._recomputed(recompute))
+            self._make_stages(shares, given, together, checkpointed=checkpoint, recomputed=self._recomputed(recompute))
             self._links = Links(self._team, self.program, self._device)
             if self._device.type == "cuda":  # autograd's thread would find no context for its first matrix product
                 torch.autograd.backward(torch.zeros(1, device=self._device, requires_grad=True).sum())
-            self._passes = Passes(self.program, self._team.supervisor, self._stages, self._links)
+            sums = partial(self._replicas.sum_stages, gradients=self._gradients)
+            self._passes = Passes(self.program, self._team.supervisor, self._stages, self._links, reduce=sums)
         self._gradients.several_streams = self._passes.several_streams
         self._evaluation: Passes | None = None
         self._evaluations = 0
@@ -150,10 +167,10 @@ class Pipeline:
         """Make this rank's layers. How to make any, and the layers of each stage."""
         build, count = builder(layers, layer_count)
         demand_names(tied, count)
-        shares = list(cut_layers(range(count), stages=self.plan.stages, balance=balance))
+        shares = list(cut_layers(range(count), stages=self._placement.stages, balance=balance))
         if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
             demand_own_statistics(layers, shares)
-        here = sorted({stage for device, stage in self.plan.placement.homes if device == self.rank})
+        here = sorted({stage for device, stage in self._placement.homes if device == self.rank})
         self._layers = {number: build(number).to(self._device) for stage in here for number in shares[stage]}
         self._module = nn.ModuleDict({str(number): layer for number, layer in self._layers.items()})
         if (wrong := unfit(self._layers)) is not None:
@@ -164,15 +181,15 @@ class Pipeline:
         self,
         shares: Sequence[Sequence[int]],
         given: Layers | Sequence[nn.Module],
-        tied: Sequence[Sequence[str]],
+        together: dict[str, tuple[str, ...]],
         *,
         checkpointed: bool,
         recomputed: dict[str, nn.Module],
     ) -> None:
         """The stages of this rank, with what it holds together with others, and where gradients are summed."""
-        together = self._tied([*tied, *ties_of(given)])
+        self._tie(together)
         sparse = {id(parameter) for module in self.modules() if is_sparse(module) for parameter in module.parameters()}
-        homes = self.plan.placement.homes
+        homes = self._placement.homes
         self._replicas = find_shared(self._module, homes, shares, together, self._team, sparse=sparse)
         self._all_or_none(self._replicas.wrong(self._device))
         self._replicas.start_equal(self._device)
@@ -236,6 +253,7 @@ class Pipeline:
                 changed = self._gradients.begin(
                     {number: stage.parameters() for number, stage in self._stages.items()}, accumulate=accumulate
                 )
+                self._replicas.begin(self._gradients, partial(self._leaves_behind, microbatches, losses))
                 recorder = Recorder(len(self._passes.tasks)) if record else None
                 self._passes.run(microbatches, losses, recorder, key=self._key, rows=rows)
                 self._catch_up(recorder is not None)
@@ -248,7 +266,7 @@ class Pipeline:
                     raise wrong
                 count = self._count(losses, total, wait=check_finite)
                 self._run_behind(losses, microbatches, (inputs, targets), count)
-                self._replicas.sum_gradients(self._gradients)
+                self._replicas.end(self._gradients)
             if check_finite:
                 _ = total.mean
             with self._guarding():
@@ -268,8 +286,8 @@ class Pipeline:
         self._demand_open()
         self._evaluations += 1
         if self._evaluation is None:
-            program = self._lowered(forward_only(self.plan))
-            self._evaluation = Passes(program, self._team.supervisor, self._stages, self._links, training=False)
+            program = evaluation_of(self.program)
+            self._evaluation = Passes(program, self._team.supervisor, self._stages, self._links)
         with self._guarding(f"evaluation {self._evaluations}"), evaluating(self._layers.values()):
             losses, microbatches, rows = self._batch(inputs, targets)
             self._evaluation.run(microbatches, losses, key=self._key, rows=rows)
@@ -286,7 +304,11 @@ class Pipeline:
                 self._total_of_last.wait()
         self._finished = self._finished or "this pipeline was closed"
         self._team.close()
+        self._close_links()
+
+    def _close_links(self) -> None:
         self._links.close()
+        self._replicas.close()
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's, under the names that `nn.Sequential(*layers)` would give them; a tied one by its first name."""
@@ -340,7 +362,8 @@ class Pipeline:
     def __repr__(self) -> str:
         stages = ", ".join(map(str, sorted(self._stages)))
         layers = repr(self._module).partition("\n")[2]
-        return f"Pipeline(  # rank {self.rank} of {self.plan.devices}, stages {stages} of {self.plan.stages}\n{layers}"
+        ranks, of = self._placement.devices, self._placement.stages
+        return f"Pipeline(  # rank {self.rank} of {ranks}, stages {stages} of {of}\n{layers}"
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's part, under the names that `nn.Sequential(*layers)` would give it."""
@@ -384,13 +407,6 @@ class Pipeline:
             return None
         return [anatomy_of([self._layers.get(number) or build(number) for number in share]) for share in shares]
 
-    def _lowered(self, plan: Plan) -> Program:
-        program = lower(plan, layers=self._anatomy, costs=self._costs)
-        if found := check(program):
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise ProgramError(f"the plan is not sound: {found[0]}{more}")
-        return program
-
     def _agree(self, options: dict[str, str]) -> None:
         """All ranks have been given the same, or none goes on."""
         first, *others = self._team.gather(options, dict[str, str])
@@ -409,21 +425,30 @@ class Pipeline:
 
         self._team.all_or_none(demand)
 
-    def _tied(self, ties: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
-        """For each name that is tied, all that it is tied to. Here, they are one parameter from now on."""
+    def _together(self, ties: Sequence[Sequence[str]], shares: Sequence[Sequence[int]]) -> dict[str, tuple[str, ...]]:
+        """For each name that is tied, all that it is tied to: by these ties, or because they are one parameter already,
+        in layers of several stages.
+        """
+        places, given = places_of(self._module), joined(ties)
+        self._all_or_none(conflicting(given, places))
+        stage_of = {number: stage for stage, share in enumerate(shares) for number in share}
+        several = [
+            names for names in names_of(places).values() if len({stage_of[layer_of(name)] for name in names}) > 1
+        ]
+        found = self._team.gather(several, list[list[str]])
+        return joined([*ties, *(names for some in found for names in some)])
+
+    def _tie(self, together: dict[str, tuple[str, ...]]) -> None:
+        """What has several names here is one parameter from now on."""
 
         def most(table: Tensor) -> Tensor:
             assert self._team.host is not None
             self._team.all_reduce(table, self._team.host, dist.ReduceOp.MAX)
             return table
 
-        together = joined(ties)
         if (wrong := wrong_ties(together, dict(self.named_parameters(remove_duplicate=False)), most)) is not None:
             raise PipelineError(wrong)
-        places = places_of(self._module)
-        tie(together, places)
-        self._all_or_none(conflicting(together, places))
-        return together
+        tie(together, places_of(self._module))
 
     def _gathered(self, recorder: Recorder) -> Timeline | None:
         return self._team.start(lambda: recorder.gathered(self.program, self._team.host, self._team.settle))
@@ -453,7 +478,7 @@ class Pipeline:
         except BaseException as error:
             self._finished = f"this pipeline has failed and is finished ({named(error)})"
             self._team.end()
-            self._links.close()
+            self._close_links()
             raise
 
     def _has_broken(self) -> bool:
@@ -479,9 +504,9 @@ class Pipeline:
 
     def _batch(self, inputs: Any, targets: Any) -> tuple[Losses, list[Value] | None, int]:
         """Where losses go, the microbatches, and how many rows were given if they were given whole."""
-        wanted, target_rows = self._given(targets, "targets", self.plan.stages - 1)
+        wanted, target_rows = self._given(targets, "targets", self._placement.stages - 1)
         microbatches, rows = self._given(inputs, "inputs", 0)
-        return Losses(self._loss, wanted, self.plan.microbatches, self._device, target_rows), microbatches, rows
+        return Losses(self._loss, wanted, self._placement.microbatches, self._device, target_rows), microbatches, rows
 
     def _given(self, batch: Any, name: str, stage: int) -> tuple[list[Value] | None, int]:
         """The microbatches, demanded where they are needed."""
@@ -489,7 +514,7 @@ class Pipeline:
             return None, 0
         if batch is None:
             raise PipelineError(f"rank {self.rank} runs stage {stage} and needs {name}")
-        return cut(batch, self.plan.microbatches, name)
+        return cut(batch, self._placement.microbatches, name)
 
     def _count(self, losses: Losses, total: Total, *, wait: bool) -> Tensor | None:
         """What gradients are to be divided by, if by anything. Only the first step must wait to know that."""
@@ -514,6 +539,11 @@ class Pipeline:
         for stage in self._stages.values():
             self._gradients.collect(stage.parameters(), count)
 
+    def _leaves_behind(self, microbatches: list[Value] | None, losses: Losses) -> set[int]:
+        """The ids of all leaves that inputs and targets depend on."""
+        given = [tensor for tensor in tensors_of((microbatches, losses.targets)) if tensor.requires_grad]
+        return {id(leaf) for leaf in leaves_of([get_gradient_edge(tensor).node for tensor in given], ())}
+
     def _found_wrong(self, check_buffers: Callable[[], None], losses: Losses) -> PipelineError | None:
         """What a step that has run should not have done, on this rank."""
         try:
@@ -527,22 +557,19 @@ class Pipeline:
         return None
 
     def _demand_all_well(self, total: Total, wrong: PipelineError | None) -> None:
-        """Raise if a rank has found something wrong, or if ranks would sum other gradients."""
-        refusing, *digests = total.more()
+        """Raise if a rank has found something wrong."""
+        (refusing,) = total.more()
         if wrong is not None:
             raise wrong
         if refusing:
             raise self._team.supervisor.explained(
                 RuntimeError("another rank refuses the step"), "the others to end the step"
             )
-        self._replicas.demand_same(digests)
 
     def _total(self, losses: Losses, refuses: bool = False) -> Total:
-        """The losses of all ranks; with them it is told whether a rank refuses the step, and what ranks will sum."""
+        """The losses of all ranks; with them it is told whether a rank refuses the step."""
         table = losses.table()
-        told = [float(refuses), *self._replicas.digests(self._gradients)]
-        more = [table.new_full((1,), number) for number in told]  # of a list, a device would be waited for
-        whole = torch.cat([table.flatten(), *more])
+        whole = torch.cat([table.flatten(), table.new_full((1,), float(refuses))])
         everybody = self._team.everybody
         assert everybody is not None
         work = self._team.start(lambda: all_reduce(everybody, whole, dist.ReduceOp.SUM))
@@ -567,16 +594,10 @@ def _demand_mesh(mesh: Any) -> None:
         raise PipelineError(f"mesh lists its ranks as {ranks}; give them in ascending order")
 
 
-def _wrong(
-    plan: Any, loss: Any, mesh: DeviceMesh, seed: Any, gradients: Any, checkpoint: bool, recompute: Any, tied: Any
-) -> StrettoError | None:
+def _wrong(loss: Any, seed: Any, gradients: Any, checkpoint: bool, recompute: Any, tied: Any) -> StrettoError | None:
     """What is wrong with what a pipeline is to be made of, if anything is."""
-    if not isinstance(plan, Plan):
-        return PlanError(f"plan is a Plan, such as stretto.zb_v(devices=4, microbatches=8) (got {plan!r:.60})")
     if not callable(loss):
         return PipelineError(f"loss is a function of output and target (got {loss!r:.60})")
-    if plan.devices != mesh.size():
-        return PlanError(f"the plan is for {plan.devices} devices, but the mesh has {mesh.size()} ranks")
     if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         return PipelineError(f"seed is a whole number of at most 63 bits (got {seed!r:.60})")
     if gradients not in KINDS:
@@ -587,10 +608,6 @@ def _wrong(
     if checkpoint and recompute:
         return PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
     return None
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _name_of(module: nn.Module, tensor: Tensor) -> str:

@@ -1,7 +1,7 @@
 """What lives on several devices: it starts equal, gradients are summed, and buffers must not drift apart."""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -13,9 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
+from stretto.execute.groups import all_reduce
+from stretto.execute.lanes import Work
 from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError
-from stretto.runtime.gradient_buffers import Sum
+from stretto.runtime.agreement import Agreement
+from stretto.runtime.gradient_buffers import Block, Sum
 from stretto.runtime.gradients import Gradients, Message
 from stretto.runtime.ties import Place, description, difference
 
@@ -33,8 +36,8 @@ class Held:
     ranks: tuple[int, ...]
     source: int
     """The rank whose values it starts from."""
-    message: str
-    """What its gradient is summed together with: a stage's, or for a tied parameter nothing else."""
+    stages: tuple[int, ...]
+    """The stages that hold it: its gradient is summed together with those of the same stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,10 @@ class Replicas:
         self._watched = False  # whether a step has shown which buffers change
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._sets = sorted(sets)
+        self._agreement = Agreement(team, self._sets)
+        self._late: list[tuple[_Shared, Message]] = []  # what is to be summed once the step has run
+        self._begun: list[Block] = []
+        self._said: dict[tuple[int, ...], int] = {}
         for ranks in self._sets:
             made = team.make(ranks)
             if made is not None:
@@ -84,6 +91,9 @@ class Replicas:
                 kept = {name: buffers[name] for name in here if name in buffers}
                 at = {name: places[name] for name in mine}
                 self._shared.append(_Shared(ranks, made, mine, at, kept, maybe))
+        self._of_stages = {
+            held[name].stages: shared for shared in self._shared for name in shared.parameters if name in held
+        }
 
     def demand(self, parameters: Iterable[Tensor]) -> None:
         """Refuse to go on without a parameter that other ranks hold too."""
@@ -102,7 +112,7 @@ class Replicas:
                 f"a parameter of shape {tuple(parameter.shape)} was added to stage {stage} after the pipeline was "
                 "made, and several devices hold that stage; make the pipeline anew"
             )
-        return None if held is None or len(held.ranks) < 2 else ((held.ranks, held.message), name)
+        return None if held is None or len(held.ranks) < 2 else ((held.ranks, held.stages), name)
 
     def is_sparse(self, parameter: Tensor) -> bool:
         """Whether its gradient may be sparse on any rank that holds it."""
@@ -158,23 +168,6 @@ class Replicas:
         self._team.all_reduce(least, group, dist.ReduceOp.MIN)
         return most.tolist(), least.tolist()
 
-    def digests(self, gradients: Gradients) -> list[float]:
-        """Numbers for each set of ranks, whose sums over all ranks show whether they are about to sum the same."""
-        mine = {shared.ranks: gradients.digest(shared.ranks) for shared in self._shared}
-        return [float(it**power) for ranks in self._sets for it in mine.get(ranks, (0, 0)) for power in (1, 2)]
-
-    def demand_same(self, sums: Sequence[float]) -> None:
-        """Raise if the sums of all ranks' digests show that they differ: then, and only then, the mean of the squares
-        is not the square of the mean.
-        """
-        for number, ranks in enumerate(self._sets):
-            totals, squares = sums[4 * number : 4 * number + 4 : 2], sums[4 * number + 1 : 4 * number + 4 : 2]
-            if any(len(ranks) * square != total**2 for total, square in zip(totals, squares, strict=True)):
-                raise PipelineError(
-                    f"ranks {', '.join(map(str, ranks))} hold the same parameters, but not the same of them are "
-                    "trained, or not in the same shapes and strides; change parameters alike on all ranks"
-                )
-
     def statistics(self) -> str | None:
         """What is wrong if a layer keeps running statistics: each copy of its stage would see half of the
         microbatches.
@@ -222,13 +215,82 @@ class Replicas:
 
         return check
 
-    def sum_gradients(self, gradients: Gradients) -> None:
-        reduce = self._team.all_reduce
-        for shared in self._shared:
-            for block in gradients.blocks(shared.ranks):
-                block.reduce(partial(reduce, group=shared.group, op=dist.ReduceOp.SUM))
-            for sum_ in gradients.loose(shared.ranks):
-                _sum_loose(sum_, shared.group, reduce)
+    def begin(self, gradients: Gradients, behind: Callable[[], Collection[int]]) -> None:
+        """A step begins: tell others what this rank will sum with them. `behind` gives the ids of the leaves that
+        inputs and targets depend on; their gradients are there when the step has run, and not before.
+        """
+        self._late, self._begun = [], []
+        if self._shared:
+            later = behind()
+            for shared in self._shared:
+                waits = any(id(parameter) in later for parameter in shared.parameters.values()) if later else False
+                self._said[shared.ranks] = 2 * gradients.digest(shared.ranks) + waits
+            self._agreement.tell(self._said)
+
+    def sum_stages(self, stages: tuple[int, ...], gradients: Gradients) -> Work | None:
+        """Sum what these stages hold together with other ranks, which do so too. What was begun, if anything was."""
+        shared = self._of_stages.get(stages)
+        if shared is None:  # they have no parameters
+            return None
+        message = (shared.ranks, stages)
+        others = self._agreement.others(shared.ranks)
+        if any(number >> 1 != self._said[shared.ranks] >> 1 for number in others.values()):
+            raise PipelineError(
+                f"ranks {', '.join(map(str, shared.ranks))} hold the same parameters, but not the same of them are "
+                "trained, or not in the same shapes and strides; change parameters alike on all ranks"
+            )
+        if any(number & 1 for number in (self._said[shared.ranks], *others.values())):
+            self._late.append((shared, message))
+            return None
+        return self._begin(shared, message, gradients)
+
+    def _begin(self, shared: _Shared, message: Message, gradients: Gradients) -> "_Sums | None":
+        begun: list[tuple[dist.Work, Tensor]] = []
+        for block in gradients.blocks(message):
+            gradients.collect(sum_.parameter for sum_ in block.sums)  # what a layer's own backward() has left
+            flat = block.message()
+            start = partial(all_reduce, shared.group, flat, dist.ReduceOp.SUM)
+            begun.append((self._team.start(start), flat))
+            self._begun.append(block)
+        for sum_ in gradients.loose(message):
+            gradients.collect([sum_.parameter])
+            _sum_loose(sum_, shared.group, self._team.all_reduce)
+            sum_.is_summed = True
+        if self._team.device.type == "cuda":
+            for work, flat in begun:
+                self._team.settle(work, flat)
+            return None
+        return _Sums(begun) if begun else None
+
+    def end(self, gradients: Gradients) -> None:
+        """The step has run, and what is behind inputs and targets too: sum what waited for that, and see which
+        gradients there are.
+        """
+        for shared, message in self._late:
+            begun = self._begin(shared, message, gradients)
+            if begun is not None:
+                for work, flat in begun.works:
+                    self._team.settle(work, flat)
+        doubtful = [block for block in self._begun if block.is_in_doubt]
+        if doubtful:
+            self._team.catch_up("the sums over ranks")
+            for block in doubtful:
+                block.settle()
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._agreement.close()
+
+
+class _Sums:
+    """Sums that were begun, on the host."""
+
+    def __init__(self, works: list[tuple[dist.Work, Tensor]]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work, _ in self.works:
+            work.wait()
 
 
 _REPLACED = "the parameter {} was replaced after the pipeline was made, and others hold it too; make the pipeline anew"

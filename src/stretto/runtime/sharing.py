@@ -19,7 +19,7 @@ def find_shared(
     *,
     sparse: Collection[int],
 ) -> Replicas:
-    """What of this rank's module other ranks hold too.
+    """What of this rank's module other ranks hold too. Parameters that several stages hold are tied.
 
     `homes` are the devices and stages of the placement, `shares` the layers of each stage, `together` the names that
     are tied, `sparse` the ids of parameters whose gradients may be sparse.
@@ -32,9 +32,8 @@ def find_shared(
 
     def held(names: Sequence[str]) -> Held:
         every = tuple(sorted(set().union(*(ranks[layer_of(name)] for name in names))))
-        first = layer_of(names[0])
-        message = f"stage {stage_of[first]}" if names[0] not in together else f"tie {names[0]}"
-        return Held(every, min(ranks[first]), message)
+        stages = tuple(sorted({stage_of[layer_of(name)] for name in names}))
+        return Held(every, min(ranks[layer_of(names[0])]), stages)
 
     of, parameters = dict[str, Held](), dict[str, nn.Parameter]()
     buffers, places = dict[str, Place](), places_of(module)

@@ -27,6 +27,13 @@ def ties_of(layers: Layers) -> list[list[str]]:
     return [same for same in names.values() if len(same) > 1]
 
 
+def tied_stages(together: Mapping[str, tuple[str, ...]], shares: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The stages that hold the same parameters: those of each tie that is of several."""
+    stage_of = {number: stage for stage, share in enumerate(shares) for number in share}
+    found = {tuple(sorted({stage_of[layer_of(name)] for name in every})) for every in together.values()}
+    return sorted(stages for stages in found if len(stages) > 1)
+
+
 def layer_of(name: str) -> int:
     return int(name.split(".")[0])
 

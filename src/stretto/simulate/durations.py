@@ -44,6 +44,11 @@ def durations(program: Program, costs: Costs) -> Floats:
         size = costs.leaving_bytes(stages=stages, recompute=program.recomputes)
         with np.errstate(over="ignore"):
             time[copies] = costs.host.latency + size[work.stage[copies]] * _rate(costs.host)
+    sums = work.kind == Kind.REDUCE
+    reduce = costs.per_stage("reduce", stages=stages)
+    time[sums] = np.where(work.part > 0, costs.reduce_tied, reduce[work.stage])[sums]
+    if program.is_own:
+        time = np.array([costs.call_time(name) for name in program.anatomy.calls])[work.part]
     for kind in UPDATES:
         time[work.kind == kind] = getattr(costs.bucket, kind.name.lower())
     return time

@@ -3,9 +3,10 @@
 import msgspec
 import numpy as np
 
-from stretto.costs import Costs, Link, PhaseTimes
+from stretto.costs import Costs, Link, PhaseTimes, family
 from stretto.ir.errors import CostError
 from stretto.program.program import Program
+from stretto.program.sums import reduces
 from stretto.program.task import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Kind
 from stretto.program.work import Bools
 from stretto.timeline.memory import Floats
@@ -16,7 +17,8 @@ def fit(timeline: Timeline) -> Costs:
     """How long each kind of task took: the median over microbatches, stage by stage, or phase by phase.
 
     What a plan does not tell apart is shared out: a full backward without a weight part of its own is half I, half W.
-    Transfers get one latency, the median of all: their time from when both ends were ready.
+    Transfers get one latency, the median of all: their time from when both ends were ready. Sums over devices are
+    timed so too. Of a user's own program: how long calls took that differ by a number only.
 
     >>> from stretto import one_f_one_b, simulate
     >>> fit(simulate(one_f_one_b(devices=2, microbatches=4), Costs(F=(1, 2), I=3, W=1))).F
@@ -25,10 +27,13 @@ def fit(timeline: Timeline) -> Costs:
     program = timeline.program
     if program.is_update:
         raise CostError("a weight update has no costs of stages to be fitted")
+    if program.is_own:
+        return Costs(calls=_calls(timeline), unit=timeline.unit)
     length = timeline.end - timeline.start
     link = Link(latency=_transfer(timeline))
+    reduce, tied = _sums(timeline)
     costs = _passes(program, length) if program.anatomy.is_whole else Costs(phases=_phases(program, length))
-    return msgspec.structs.replace(costs, link=link, unit=timeline.unit)
+    return msgspec.structs.replace(costs, link=link, reduce=reduce, reduce_tied=tied, unit=timeline.unit)
 
 
 def _passes(program: Program, length: Floats) -> Costs:
@@ -103,6 +108,31 @@ def _transfer(timeline: Timeline) -> float:
     ready = np.maximum(timeline.start[send], timeline.start[receive])
     taken = np.maximum(0.0, timeline.end[receive] - ready)
     return float(np.median(taken)) if len(taken) else 0.0
+
+
+def _sums(timeline: Timeline) -> tuple[float | tuple[float, ...], float]:
+    """Of each stage, and of tied weights: from when all ends were ready to when the last had ended."""
+    program = timeline.program
+    found: dict[tuple[int, bool], list[float]] = {}
+    for task in reduces(program.work).tolist():
+        ends = program.ends(task)
+        if task == min(ends):
+            taken = float(timeline.end[ends].max() - timeline.start[ends].max())
+            found.setdefault((program.work.stage.item(task), program.work.part.item(task) > 0), []).append(taken)
+    tied = [time for (_, is_tied), times in found.items() if is_tied for time in times]
+    own = [max(0.0, float(np.median(found.get((stage, False), [0.0])))) for stage in range(program.placement.stages)]
+    return tuple(own) if any(own) else 0.0, max(0.0, float(np.median(tied))) if tied else 0.0
+
+
+def _calls(timeline: Timeline) -> dict[str, float]:
+    program = timeline.program
+    found: dict[str, list[float]] = {}
+    for task, part in enumerate(program.work.part.tolist()):
+        ends = program.ends(task)
+        if task == min(ends):
+            taken = float(timeline.end[ends].max() - timeline.start[ends].max())
+            found.setdefault(family(program.anatomy.calls[part]), []).append(max(0.0, taken))
+    return {name: float(np.median(times)) for name, times in found.items()}
 
 
 def _median(length: Floats, chosen: Bools) -> float | None:

@@ -81,6 +81,8 @@ class Timeline:
                 "a weight update computes nothing, so it has no bubbles; its report has each step's time"
             )
         task = np.flatnonzero(program.compute)
+        if not len(task):
+            raise StrettoError("no lane is called compute, so there are no bubbles to sum up")
         order, bounds = grouped(program.device[task], program.devices)
         task = task[order]
         transfer, comm, copy = (

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stretto.check import check
+from stretto.check import demand_sound
 from stretto.costs import BucketTimes, Costs
-from stretto.ir.errors import ProgramError, WeightsError
+from stretto.ir.errors import WeightsError
 from stretto.program.program import Program
 from stretto.program.update import MODES, Mode, weight_update
 from stretto.simulate import simulate
@@ -85,8 +85,7 @@ def choose(
         if best is None or predicted.makespan < best.predicted.makespan:
             best = Choice(it, program, predicted, speeds)
     assert best is not None
-    if found := check(best.program):
-        raise ProgramError(f"the push is not sound: {found[0]}")
+    demand_sound(best.program, "push")
     return best
 
 

@@ -1,0 +1,73 @@
+"""Gradients that several devices hold are summed over them, once, when the last of them is there."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+
+from stretto.check.violation import Violation
+from stretto.check.waits import Waits
+from stretto.program.program import Program
+from stretto.program.sums import Sums, reduces, sum_needs
+
+_Sum = tuple[int, int]
+"""A stage, and 0 or the number of its tie."""
+
+
+def sums(program: Program, waits: Waits) -> Iterator[Violation]:
+    """Of programs that sum anything: PyTorch's text need not say that."""
+    tasks = reduces(program.work).tolist()
+    if not tasks:
+        return
+    wanted = Sums(program.placement, program.anatomy)
+    there: dict[_Sum, dict[int, list[int]]] = defaultdict(dict)  # by sum and device, the tasks that are that
+    for stage, part, device in zip(wanted.stage.tolist(), wanted.part.tolist(), wanted.device.tolist(), strict=True):
+        there[stage, part][device] = []
+    for task in tasks:
+        device, homes = int(program.device[task]), there.get(_sum(program, task), {})
+        if device in homes:
+            homes[device].append(task)
+        else:
+            lives = f"lives on devices {', '.join(map(str, homes))}" if homes else "lives on one device only"
+            message = f"{program.task(task)} is on device {device}, but what it sums {lives}"
+            yield Violation("placement", message, (task,))
+    for (stage, part), homes in there.items():
+        for device, found in homes.items():
+            if len(found) != 1:
+                times = f"runs {len(found)} times" if found else "never runs"
+                tied = f" tied to {', '.join(map(str, program.anatomy.ties[part - 1][1:]))}" if part else ""
+                message = f"the sum of the gradients of stage {stage}{tied} {times} on device {device}"
+                yield Violation("coverage", message, tuple(found))
+    yield from _meetings(program, there)
+    yield from _orders(program, there)
+    yield from waits.missing(*sum_needs(program.work, program.anatomy, program.lane, program.device))
+
+
+def _sum(program: Program, task: int) -> _Sum:
+    return program.work.stage.item(task), program.work.part.item(task)
+
+
+def _meetings(program: Program, there: dict[_Sum, dict[int, list[int]]]) -> Iterator[Violation]:
+    """Its ends are one on every device that has any of it."""
+    for homes in there.values():
+        if all(len(found) == 1 for found in homes.values()):
+            ends = [found[0] for found in homes.values()]
+            if sorted(ends) != sorted(program.ends(ends[0])):
+                message = f"the ends of {program.task(ends[0])} do not meet, one on every device that has those weights"
+                yield Violation("transfers", message, tuple(ends))
+
+
+def _orders(program: Program, there: dict[_Sum, dict[int, list[int]]]) -> Iterator[Violation]:
+    """Devices that have several sums in common have them in the same order."""
+    common: dict[tuple[int, int], list[_Sum]] = defaultdict(list)
+    for name, homes in there.items():
+        for two in combinations([device for device, found in homes.items() if len(found) == 1], 2):
+            common[two].append(name)
+    for (one, other), names in common.items():
+        for a, b in pairwise(sorted(names, key=lambda name: there[name][one])):
+            if there[a][other] > there[b][other]:
+                first, second = there[a][one][0], there[b][one][0]
+                message = (
+                    f"device {one} has {program.task(first)} before {program.task(second)}, "
+                    f"but device {other} has {program.task(second)} first"
+                )
+                yield Violation("transfers", message, (first, second))

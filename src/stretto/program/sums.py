@@ -1,0 +1,103 @@
+"""Sums of gradients over devices: which there are, and which tasks each one waits for."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+
+from stretto.ir.placement import Placement
+from stretto.program.phases import Anatomy
+from stretto.program.task import GRADIENTS, Kind, Task
+from stretto.program.work import Ints, Work, grouped
+
+
+class Sums:
+    """Every sum of a step: of a stage that lives on several devices, or of weights that several stages share.
+
+    All columns have an entry for each end of a sum, on each of its devices; the ends of a sum stand together.
+    """
+
+    def __init__(self, placement: Placement, anatomy: Anatomy) -> None:
+        homes: dict[int, set[int]] = defaultdict(set)
+        for device, stage in placement.homes:
+            homes[stage].add(device)
+        every: list[tuple[int, int, tuple[int, ...]]] = [(stage, 0, (stage,)) for stage in range(placement.stages)]
+        every += [(tie[0], part, tie) for part, tie in enumerate(anatomy.ties, 1)]
+        found = [
+            (stage, part, stages, device)
+            for stage, part, stages in every
+            for devices in [sorted(set().union(*(homes[it] for it in stages)))]
+            if len(devices) > 1
+            for device in devices
+        ]
+        self.stages = [stages for _, _, stages, _ in found]
+        """The stages whose gradients are added up."""
+        self.stage, self.part, self.device = (
+            np.array([row[column] for row in found], dtype=np.int64) for column in (0, 1, 3)
+        )
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    @property
+    def work(self) -> Work:
+        return Work.simple(np.full(len(self), Kind.REDUCE), self.stage, np.zeros_like(self.stage), part=self.part)
+
+    def latest(self, key: Ints, work: Work) -> Ints:
+        """Of each sum, the greatest of the keys of all tasks that add to its gradients, on any device."""
+        adds = work.among(GRADIENTS)
+        of_stage = np.full(1 + max(max(stages) for stages in self.stages), -1)
+        stage = work.backward[0][adds]
+        known = stage < len(of_stage)
+        np.maximum.at(of_stage, stage[known], key[adds][known])
+        return np.array([max(of_stage[it] for it in stages) for stages in self.stages])
+
+
+def reduces(work: Work) -> Ints:
+    """The tasks that are sums."""
+    return np.flatnonzero(work.kind == Kind.REDUCE)
+
+
+def summed_stages(task: Task, anatomy: Anatomy) -> tuple[int, ...]:
+    """The stages whose gradients a task adds up."""
+    return anatomy.ties[task.part - 1] if task.part else (task.stage,)
+
+
+def sum_needs(work: Work, anatomy: Anatomy, lane: Ints, device: Ints) -> tuple[Ints, Ints]:
+    """Sums, and the last task of each lane of their device that adds to their gradients: a row for each two."""
+    tasks = reduces(work)
+    pairs = [
+        (task, stage)
+        for task, part, own in zip(tasks.tolist(), work.part[tasks].tolist(), work.stage[tasks].tolist(), strict=True)
+        for stage in (anatomy.ties[part - 1] if part else (own,))
+    ]
+    if not pairs:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    adds = np.flatnonzero(work.among(GRADIENTS))[::-1]
+    stages = int(max(work.stage.max(), work.stage_b.max())) + 1
+    _, first = np.unique(lane[adds] * stages + work.backward[0][adds], return_index=True)
+    last = adds[first]  # of each lane and stage
+    place = device[last] * stages + work.backward[0][last]
+    order, start = grouped(place, stages * (int(device.max()) + 1))
+    found = [
+        (task, last[it])
+        for task, stage in pairs
+        for at in [device[task] * stages + stage]
+        for it in order[start[at] : start[at + 1]]
+    ]
+    needing, need = np.array(sorted(found), dtype=np.int64).reshape(-1, 2).T
+    return needing, need
+
+
+def sum_rings(work: Work, mate: Ints) -> None:
+    """Join all ends of each sum, in a ring."""
+    tasks = reduces(work)
+    for ends in _alike(tasks, zip(work.stage[tasks].tolist(), work.part[tasks].tolist(), strict=True)):
+        mate[ends] = np.roll(ends, -1)
+
+
+def _alike(tasks: Ints, names: Iterable[tuple[int, int]]) -> list[Ints]:
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for task, name in zip(tasks.tolist(), names, strict=True):
+        groups[name].append(task)
+    return [np.array(group) for group in groups.values() if len(group) > 1]
