@@ -39,3 +39,16 @@ def plans(draw: st.DrawFn, *, devices: int = 5, microbatches: int = 10) -> stret
 
 
 costs = st.integers(1, 9)
+
+
+@st.composite
+def own_calls(draw: st.DrawFn) -> list[stretto.Call]:
+    """Sound ones: a call needs what stands before it on its device, and ends of one name stand together."""
+    devices = draw(st.integers(1, 3))
+    calls: list[stretto.Call] = []
+    for number in range(draw(st.integers(1, 12))):
+        for device in draw(st.lists(st.integers(0, devices - 1), min_size=1, max_size=devices, unique=True)):
+            before = [call.name for call in calls if call.device == device and call.name != f"c{number}"]
+            needs = draw(st.lists(st.sampled_from(before), max_size=2, unique=True)) if before else []
+            calls.append(stretto.Call(f"c{number}", device, draw(st.sampled_from(["compute", "disk", "send"])), needs))
+    return calls
