@@ -8,7 +8,7 @@ from stretto.costs import BucketTimes, Costs, Link, PhaseTimes, Shared
 from stretto.draw import draw_comparison, draw_figure, draw_insets, draw_text, draw_trace, parse_trace
 from stretto.execute import execute
 from stretto.ir.action import Action, Op, Pair
-from stretto.ir.errors import CostError, PipelineError, PlanError, ProgramError, StrettoError, TextError
+from stretto.ir.errors import CostError, PeerError, PipelineError, PlanError, ProgramError, StrettoError, TextError
 from stretto.ir.extras import demand as _demand
 from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan
@@ -52,6 +52,7 @@ __all__ = [
     "Link",
     "Op",
     "Pair",
+    "PeerError",
     "Phase",
     "PhaseTimes",
     "Pipeline",

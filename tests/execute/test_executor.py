@@ -13,7 +13,7 @@ from stretto.execute.executor import Act, Executor, HostLanes
 from stretto.execute.lanes import HostLane, Work
 from stretto.execute.record import Recorder
 from stretto.execute.supervise import Supervisor
-from stretto.ir.errors import PipelineError
+from stretto.ir.errors import PeerError
 from stretto.program.program import Program
 from stretto.program.task import Kind, Task
 
@@ -154,12 +154,12 @@ def test_a_task_that_fails_ends_it(made: Callable[..., Run], begins: bool) -> No
         def act() -> None:
             run.done.append(str(task))
             if str(task) == "H2D1":
-                raise PipelineError("no copy")
+                raise PeerError("no copy")
 
         return act
 
     run = made(stretto.weight_update(devices=1, buckets=8), bind, begins=begins)
-    with pytest.raises(PipelineError, match="no copy"):
+    with pytest.raises(PeerError, match="no copy"):
         run()
     assert "RELOAD1" not in run.done
     assert "RELOAD7" not in run.done
@@ -172,14 +172,14 @@ def test_what_needs_a_task_that_has_failed_is_never_run(made: Callable[..., Run]
         def act() -> None:
             run.done.append(str(task))
             if task.kind is Kind.H2D:
-                raise PipelineError("no copy")
+                raise PeerError("no copy")
 
         return act
 
     run = made(stretto.weight_update(devices=1, buckets=1), bind)
     issue = run.executor._issues[1]
     run.executor._issues[1] = lambda: (time.sleep(LONG), issue())[1]
-    with pytest.raises(PipelineError, match="no copy"):
+    with pytest.raises(PeerError, match="no copy"):
         run()
     time.sleep(LONG)
     assert run.done == ["H2D0"]
@@ -199,7 +199,7 @@ def test_what_is_known_to_have_failed_ends_a_wait(made: Callable[..., Run]) -> N
     run = made(stretto.weight_update(devices=1, buckets=2), bind)
     began = time.monotonic()
     try:
-        with pytest.raises(PipelineError, match="rank 1 died"):
+        with pytest.raises(PeerError, match="rank 1 died"):
             run()
         assert time.monotonic() - began < 5
     finally:

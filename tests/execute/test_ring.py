@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from stretto.execute import ring
-from stretto.ir.errors import PipelineError
+from stretto.ir.errors import PeerError
 
 
 def _doors(stack: ExitStack, ranks: int) -> tuple[list[socket.socket], list[ring.Door]]:
@@ -65,12 +65,12 @@ def test_strangers_who_say_nothing_delay_nobody() -> None:
 def test_a_neighbour_that_does_not_come_is_named() -> None:
     with ExitStack() as stack:
         servers, doors = _doors(stack, 3)
-        with pytest.raises(PipelineError, match="rank 2 did not connect to rank 0 within 0 s"):
+        with pytest.raises(PeerError, match="rank 2 did not connect to rank 0 within 0 s"):
             ring.neighbours(0, doors, servers[0], timeout=0.2)
         servers[2].close()
         with ThreadPoolExecutor(1) as pool:
             came = pool.submit(ring.connection_to, doors[1], 0, 1)
-            with pytest.raises(PipelineError, match="rank 1 cannot reach rank 2 at 127"):
+            with pytest.raises(PeerError, match="rank 1 cannot reach rank 2 at 127"):
                 ring.neighbours(1, doors, servers[1], timeout=10)
             came.result(10).close()
 
@@ -87,7 +87,7 @@ def test_who_does_not_know_the_word_is_not_let_in_and_learns_nothing() -> None:
             stack.enter_context(right.result(10))
             list(came)
             assert rank == 7
-            with pytest.raises(PipelineError, match=r"rank 3 came to rank 0 at .*, which did not accept the secret"):
+            with pytest.raises(PeerError, match=r"rank 3 came to rank 0 at .*, which did not accept the secret"):
                 wrong.result(10)
 
 

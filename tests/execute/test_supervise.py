@@ -13,7 +13,7 @@ import pytest
 
 from stretto.execute import supervise
 from stretto.execute.supervise import Supervisor
-from stretto.ir.errors import PipelineError
+from stretto.ir.errors import PeerError
 from stretto.wire.frames import packed
 
 SCRIPT = """
@@ -98,7 +98,7 @@ def test_an_error_that_cannot_even_be_asked_is_told(two: list[Supervisor]) -> No
     with pytest.raises(Speechless), first.guarding("step 1"):
         raise Speechless
     time.sleep(0.3)
-    with pytest.raises(PipelineError, match=r"rank 0 failed .*Speechless: \(an error that cannot say what it is"):
+    with pytest.raises(PeerError, match=r"rank 0 failed .*Speechless: \(an error that cannot say what it is"):
         second.check()
 
 
@@ -107,7 +107,7 @@ def test_a_rank_that_is_closed_in_the_middle_of_a_step_is_named(two: list[Superv
     with first.guarding("step 1"):
         first.task = lambda: "0F0"
         first.close()
-    with pytest.raises(PipelineError, match=r"^rank 0 was closed at 0F0 of step 1"), second.guarding("step 1"):
+    with pytest.raises(PeerError, match=r"^rank 0 was closed at 0F0 of step 1"), second.guarding("step 1"):
         second.wait(Never(), lambda: "the value of 0F0")
 
 
@@ -144,7 +144,7 @@ def test_a_rank_that_is_always_seen_at_the_same_task_of_another_step_is_not_blam
     with first.guarding("step 6"):
         first.task = lambda: "0F0"
         time.sleep(1.2)
-    with pytest.raises(PipelineError, match=r"rank 0 has been at 0F0 of step 6 for 1 s"):
+    with pytest.raises(PeerError, match=r"rank 0 has been at 0F0 of step 6 for 1 s"):
         second.check()
 
 
@@ -157,7 +157,7 @@ def test_a_rank_that_left_is_named_by_those_who_go_on_without_it(two: list[Super
         time.sleep(0.3)
     second.check()
     with (
-        pytest.raises(PipelineError, match=r"rank 0 left after step 1, before step 2: it was closed, or its program"),
+        pytest.raises(PeerError, match=r"rank 0 left after step 1, before step 2: it was closed, or its program"),
         second.guarding("step 2"),
     ):
         second.wait(Never(), lambda: "nothing")
@@ -166,9 +166,7 @@ def test_a_rank_that_left_is_named_by_those_who_go_on_without_it(two: list[Super
 def test_who_has_not_begun_is_named(two: list[Supervisor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "SILENCE", 1.0)
     with (
-        pytest.raises(
-            PipelineError, match=r"rank 0 has not begun step 1; it was last seen before its first step; rank 1 "
-        ),
+        pytest.raises(PeerError, match=r"rank 0 has not begun step 1; it was last seen before its first step; rank 1 "),
         two[1].guarding("step 1"),
     ):
         two[1].wait(Never(), lambda: "the value of 0F0")
@@ -178,7 +176,7 @@ def test_ranks_that_do_different_things_are_told(two: list[Supervisor]) -> None:
     first, second = two
     with (
         pytest.raises(
-            PipelineError,
+            PeerError,
             match=r"^rank . runs (evaluation|step) 1 while rank . runs (step|evaluation) 1; all ranks must",
         ),
         first.guarding("evaluation 1"),
@@ -194,7 +192,7 @@ def test_the_step_in_which_a_rank_died_is_known_however_short_steps_are(two: lis
             pass
     first._closing = True  # as if it had died
     time.sleep(0.5)
-    with pytest.raises(PipelineError, match=r"rank 0 died; it was last seen (at the start of|after) step 29"):
+    with pytest.raises(PeerError, match=r"rank 0 died; it was last seen (at the start of|after) step 29"):
         second.check()
 
 
@@ -202,9 +200,9 @@ def test_a_rank_that_was_given_up_on_is_told_so(two: list[Supervisor]) -> None:
     first, second = two
     second.fail("rank 0 has not been heard of for 6 s; it was last seen at 0F0 of step 1", 0)
     time.sleep(0.5)
-    with pytest.raises(PipelineError, match=r"^the other ranks gave up on this one: rank 0 has not been heard of"):
+    with pytest.raises(PeerError, match=r"^the other ranks gave up on this one: rank 0 has not been heard of"):
         first.check()
-    with pytest.raises(PipelineError, match=r"^rank 0 has not been heard of"):
+    with pytest.raises(PeerError, match=r"^rank 0 has not been heard of"):
         second.check()
 
 
@@ -222,9 +220,7 @@ def test_a_process_that_says_nothing_is_blamed_only_if_it_is_stopped(monkeypatch
         watching.check()
         process.send_signal(signal.SIGSTOP)
         time.sleep(0.5)
-        with pytest.raises(
-            PipelineError, match=r"rank 0 has not been heard of for 2 s; it was last seen at 0F0 of step 1"
-        ):
+        with pytest.raises(PeerError, match=r"rank 0 has not been heard of for 2 s; it was last seen at 0F0 of step 1"):
             watching.check()
         process.kill()
         watching.close()
@@ -253,14 +249,14 @@ def test_nobody_is_blamed_while_any_rank_is_busy(monkeypatch: pytest.MonkeyPatch
                 stop.wait(0.5)
 
     def wait() -> None:
-        with contextlib.suppress(PipelineError), made[1].guarding("step 1"):
+        with contextlib.suppress(PeerError), made[1].guarding("step 1"):
             made[1].wait(Never(), lambda: "the value of 0F7")
 
     threads = [threading.Thread(target=it) for it in (work, wait)]
     for thread in threads:
         thread.start()
     begun = time.monotonic()
-    with pytest.raises(PipelineError, match=r"waited for the value of"), made[2].guarding("step 1"):
+    with pytest.raises(PeerError, match=r"waited for the value of"), made[2].guarding("step 1"):
         made[2].wait(Never(), lambda: "the value of 1F7")
     assert time.monotonic() - begun > 4.5  # four seconds of work, and then the timeout
     stop.set()

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pushes import until
 from stretto.execute.record import Recorder
-from stretto.ir.errors import PipelineError, WeightsError
+from stretto.ir.errors import PeerError, WeightsError
 from stretto.weights import Hooks, PushError, Receiver, Sender, status
 from stretto.weights.boxes import whole
 from stretto.weights.doors import Door, connect
@@ -182,7 +182,7 @@ def test_of_one_that_does_not_answer_at_the_end_nothing_is_claimed(engine: Any) 
     until(lambda: slow.receiver.status.version == "v", SECONDS)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no clock"), PipelineError("rank 1 died")])
+@pytest.mark.parametrize("error", [RuntimeError("no clock"), PeerError("rank 1 died")])
 def test_a_push_that_went_well_is_reported_so_whatever_happens_to_its_figures(
     engine: Any, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,7 +197,7 @@ def test_a_push_that_went_well_is_reported_so_whatever_happens_to_its_figures(
         assert report.timeline is None
         assert f"the push has gone well, but how long it took at other senders is not known: {error}" in caplog.text
         monkeypatch.undo()
-        if isinstance(error, PipelineError):
+        if isinstance(error, PeerError):
             with pytest.raises(WeightsError, match="cannot go on: rank 1 died; start the senders again"):
                 sender.push("v", [one.address])
         else:

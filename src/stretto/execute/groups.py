@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from stretto.ir.errors import PipelineError
+from stretto.ir.errors import StrettoError
 
 _LONG = 1800.0  # seconds that a group has patience; supervisors find out sooner what is wrong
 _AT_ONCE = timedelta(milliseconds=1)
@@ -95,7 +95,7 @@ def _group(backend: str, store: c10d.Store, rank: int, size: int, timeout: timed
         options._timeout = timeout
         one = dist.ProcessGroupNCCL(store, rank, size, options)
     else:
-        raise PipelineError(f"process groups of gloo, nccl, onegpu and onecpu can be used (got {backend or 'none'!r})")
+        raise StrettoError(f"process groups of gloo, nccl, onegpu and onecpu can be used (got {backend or 'none'!r})")
     made._set_default_backend(kind)
     made._register_backend(torch.device(device), kind, one)
     return made

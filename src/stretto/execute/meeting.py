@@ -11,7 +11,7 @@ import msgspec
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from stretto.ir.errors import StrettoError, told
+from stretto.ir.errors import PeerError, StrettoError
 
 _SHORTEST, _LONGEST = 0.002, 0.2  # seconds between two looks
 _Shown = tuple[str, list[str], int]
@@ -20,7 +20,11 @@ _Shown = tuple[str, list[str], int]
 class Meeting:
     """The ranks of a group, each of which may have come before to a meeting that did not take place."""
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, timeout: float, failure: Callable[[str], StrettoError] = PeerError
+    ) -> None:
+        """`failure` is the error, of its words, if they do not come together."""
+        self.failure = failure
         self.rank, self.size, self._timeout = group.rank(), group.size(), timeout
         self._said = 0
         self.check: Callable[[], None] = lambda: None
@@ -58,7 +62,7 @@ class Meeting:
                     confirmed.add(name)
             if time.monotonic() > deadline:
                 who = " and rank ".join(self._away(places)) or "another"
-                raise told(f"rank {self.rank} has waited {self._timeout:g} s (timeout) for rank {who} to come")
+                raise self.failure(f"rank {self.rank} has waited {self._timeout:g} s (timeout) for rank {who} to come")
             pause = _slept(pause)
         raise AssertionError("there is always another look")
 
@@ -79,13 +83,13 @@ class Meeting:
             self.check()
             if time.monotonic() > deadline:
                 missing = next(rank for rank, key in enumerate(keys) if not self._store.check([key]))
-                raise told(f"rank {missing} came, but was not heard of for {self._timeout:g} s (timeout)")
+                raise self.failure(f"rank {missing} came, but was not heard of for {self._timeout:g} s (timeout)")
             pause = _slept(pause)
         return [self._store.get(key).decode() for key in keys]
 
     def demand_none(self, wrong: StrettoError | None) -> None:
         """Go on only if nothing is wrong on any rank."""
-        demand_none(wrong, self.gather("" if wrong is None else str(wrong)))
+        demand_none(wrong, self.gather("" if wrong is None else str(wrong)), self.failure)
 
 
 def _client() -> Store:
@@ -95,13 +99,13 @@ def _client() -> Store:
     return client
 
 
-def demand_none(wrong: Exception | None, said: Sequence[str]) -> None:
+def demand_none(wrong: Exception | None, said: Sequence[str], failure: Callable[[str], StrettoError]) -> None:
     """Raise what is wrong here, or else what another rank has said to be wrong there."""
     if wrong is not None:
         raise wrong
     for rank, text in enumerate(said):
         if text:
-            raise told(f"rank {rank}: {text}")
+            raise failure(f"rank {rank}: {text}")
 
 
 def _slept(seconds: float) -> float:

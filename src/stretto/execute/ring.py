@@ -14,7 +14,7 @@ import msgspec
 
 from stretto.execute.meeting import Meeting
 from stretto.execute.supervise import Supervisor
-from stretto.ir.errors import told
+from stretto.ir.errors import PeerError, StrettoError
 from stretto.wire.connection import Connection, Gone
 from stretto.wire.frames import Nonsense, Reader, packed
 from stretto.wire.greeting import Greeting, Hello, Proof
@@ -39,10 +39,11 @@ class Door(msgspec.Struct, frozen=True):
 
 def supervised(meeting: Meeting | None, *, timeout: float, turns: str) -> Supervisor:
     """One that knows its neighbours. Without a meeting, one that watches nobody."""
-    supervisor = Supervisor(0 if meeting is None else meeting.rank, timeout=timeout, turns=turns)
+    failure = PeerError if meeting is None else meeting.failure
+    supervisor = Supervisor(0 if meeting is None else meeting.rank, timeout=timeout, turns=turns, failure=failure)
     if meeting is not None:
         with opened_doors(meeting) as (server, doors):
-            peers = neighbours(meeting.rank, doors, server, timeout=min(timeout, _JOINING))
+            peers = neighbours(meeting.rank, doors, server, timeout=min(timeout, _JOINING), failure=failure)
             supervisor.watch(peers, on_one_machine=doors[0].host == _HERE)
     return supervisor
 
@@ -68,13 +69,18 @@ def _machine() -> str:
 
 
 def neighbours(
-    rank: int, doors: Sequence[Door], server: socket.socket, *, timeout: float = _JOINING
+    rank: int,
+    doors: Sequence[Door],
+    server: socket.socket,
+    *,
+    timeout: float = _JOINING,
+    failure: Callable[[str], StrettoError] = PeerError,
 ) -> dict[int, socket.socket]:
     """Connections with the rank after this one, which it goes to, and with the one before, which comes."""
     if len(doors) == 1:
         return {}
     following, before = (rank + 1) % len(doors), (rank - 1) % len(doors)
-    to, of = connected(rank, [following], [before], doors, server, timeout=timeout)
+    to, of = connected(rank, [following], [before], doors, server, timeout=timeout, failure=failure)
     if following == before:  # two ranks: one connection is enough to watch by
         (to[following] if rank else of[before]).close()
         return {following: of[before] if rank else to[following]}
@@ -90,6 +96,7 @@ def connected(
     *,
     timeout: float = _JOINING,
     check: Callable[[], None] = lambda: None,
+    failure: Callable[[str], StrettoError] = PeerError,
 ) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
     """Connections to some ranks and from some, by their ranks. It goes and receives at the same time: if everybody
     went first, a crowd of strangers at the doors would keep all out.
@@ -98,7 +105,7 @@ def connected(
 
     def go() -> None:
         for target in targets:
-            to[target] = failing.enter_context(connection_to(doors[target], rank, target, timeout=timeout))
+            to[target] = failing.enter_context(connection_to(doors[target], rank, target, timeout, failure))
 
     with contextlib.ExitStack() as failing, ThreadPoolExecutor(1) as pool:
         going = pool.submit(go)
@@ -108,24 +115,30 @@ def connected(
                 if not set(sources) - of.keys():
                     break
         if missing := set(sources) - of.keys():
-            raise told(f"rank {min(missing)} did not connect to rank {rank} within {timeout:.0f} s")
+            raise failure(f"rank {min(missing)} did not connect to rank {rank} within {timeout:.0f} s")
         going.result()
         failing.pop_all()
     return to, of
 
 
-def connection_to(door: Door, rank: int, other: int, *, timeout: float = _JOINING) -> socket.socket:
+def connection_to(
+    door: Door,
+    rank: int,
+    other: int,
+    timeout: float = _JOINING,
+    failure: Callable[[str], StrettoError] = PeerError,
+) -> socket.socket:
     """From a rank to another one's door, where it says who it is, and both prove that they know the word."""
     try:
         stream = socket.create_connection((door.host, door.port), timeout=timeout)
     except OSError as error:
-        raise told(f"rank {rank} cannot reach rank {other} at {door.host}:{door.port}: {error}") from None
+        raise failure(f"rank {rank} cannot reach rank {other} at {door.host}:{door.port}: {error}") from None
     connection = Connection(stream, _DECODER)
     try:
         connection.greet(PROTOCOL, door.word.encode(), serves=False, name=str(rank), seconds=timeout)
     except Gone as error:
         connection.close()
-        raise told(f"rank {rank} came to rank {other} at {door.host}:{door.port}, which {error}") from None
+        raise failure(f"rank {rank} came to rank {other} at {door.host}:{door.port}, which {error}") from None
     return stream
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from stretto.execute.lanes import Awaited
 from stretto.execute.termination import TELLING, Termination
-from stretto.ir.errors import PipelineError, named, one_line, told
+from stretto.ir.errors import PeerError, StrettoError, named, one_line
 from stretto.wire.connection import SILENCE
 from stretto.wire.frames import Nonsense, Reader, packed
 
@@ -60,8 +60,11 @@ class Supervisor:
     From `watch` on, `check` and `wait` raise if any rank has failed, died, gone silent or stood still for too long.
     """
 
-    def __init__(self, rank: int, *, timeout: float, turns: str = "step") -> None:
-        """`turns` are what ranks do together, again and again."""
+    def __init__(
+        self, rank: int, *, timeout: float, turns: str = "step", failure: Callable[[str], StrettoError] = PeerError
+    ) -> None:
+        """`turns` are what ranks do together, again and again; `failure` is the error that ends it, of its words."""
+        self._failure = failure
         self.rank, self._timeout, self._turns = rank, timeout, turns
         self.task: Callable[[], str] = lambda: "the start"
         """What this rank is at, within its turn."""
@@ -121,10 +124,10 @@ class Supervisor:
         if self._reason is not None:
             raise self._error()
 
-    def _error(self, more: str = "") -> PipelineError:
+    def _error(self, more: str = "") -> StrettoError:
         """What all ranks are told of. The rank that it is about, if it hears of that at all, was given up on."""
         given_up = self._about == self.rank and not self._reason_is_ours
-        return told(f"{'the other ranks gave up on this one: ' if given_up else ''}{self._reason}{more}")
+        return self._failure(f"{'the other ranks gave up on this one: ' if given_up else ''}{self._reason}{more}")
 
     def wait(self, ticket: Awaited, what: Callable[[], str], *, patience: float | None = None) -> None:
         """Wait for something that was started; raise if it fails, or if what it waits for can never come.
@@ -149,7 +152,7 @@ class Supervisor:
                 raise self._error("" if mine else f"; rank {self.rank} was waiting for {what()}")
         self._waiting = False
         self.waited += time.monotonic() - since
-        if isinstance(ticket.error, PipelineError) and self._reason is None:
+        if isinstance(ticket.error, StrettoError) and self._reason is None:
             raise ticket.error  # which says itself what is wrong
         if ticket.error is not None:
             raise self.explained(ticket.error, what()) from ticket.error
@@ -172,14 +175,14 @@ class Supervisor:
         except (OSError, RuntimeError) as error:
             raise self.explained(error, what()) from error
 
-    def explained(self, error: BaseException, what: str) -> PipelineError:
+    def explained(self, error: BaseException, what: str) -> StrettoError:
         """Why something that was waited for has failed: a connection fails before its reason is known."""
         deadline = time.monotonic() + _GRACE
         while self._reason is None and time.monotonic() < deadline:
             time.sleep(0.02)
         waiting = f"; rank {self.rank} was waiting for {what}"
         if self._reason is None:
-            return told(f"rank {self.rank} lost a connection: {one_line(error)}{waiting}")
+            return self._failure(f"rank {self.rank} lost a connection: {one_line(error)}{waiting}")
         return self._error(waiting)
 
     def fail(self, reason: str, about: int | None = None) -> None:
@@ -196,7 +199,7 @@ class Supervisor:
 
     def failed_by(self, error: BaseException) -> None:
         """Tell everybody of an error that this rank has run into."""
-        if not (isinstance(error, PipelineError) and self._reason is not None):
+        if not (isinstance(error, StrettoError) and self._reason is not None):
             self.fail(f"rank {self.rank} failed {self._where()}: {named(error)}")
 
     @contextmanager

@@ -16,7 +16,7 @@ from stretto.execute.meeting import Meeting, demand_none
 from stretto.execute.ring import supervised
 from stretto.execute.streams import Reached, StreamTicket
 from stretto.execute.uncaught import print_told_errors_as_one_line
-from stretto.ir.errors import PipelineError, StrettoError, named, one_line
+from stretto.ir.errors import PeerError, StrettoError, named, one_line
 
 T = TypeVar("T")
 _LONG, _USUAL, _LONGEST = 3600.0, 300.0, 1e9  # seconds
@@ -33,17 +33,20 @@ class Team:
         timeout: float,
         turns: str = "step",
         wrong: StrettoError | None = None,
-        error: type[StrettoError] = PipelineError,
+        error: type[StrettoError] = StrettoError,
+        failure: Callable[[str], StrettoError] = PeerError,
     ) -> None:
-        """`turns` are what is done together, again and again. If something is `wrong` on any rank, there is no team."""
+        """`turns` are what is done together, again and again. If something is `wrong` on any rank, there is no team.
+        `error` is what is raised for what a rank was asked for, `failure` for what others do not do.
+        """
         if not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST:
             wrong = wrong or error(f"timeout is a number of seconds above 0, and at most 10⁹ (got {timeout!r:.40})")
             timeout = _USUAL
-        self.device, self._error = device, error
+        self.device, self._error, self._failure = device, error, failure
         self._patience: float | None = None
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         print_told_errors_as_one_line()
-        self.meeting = None if group is None else Meeting(group, timeout=timeout)
+        self.meeting = None if group is None else Meeting(group, timeout=timeout, failure=failure)
         if self.meeting is not None:
             self.meeting.demand_none(wrong)
         elif wrong is not None:
@@ -112,7 +115,7 @@ class Team:
             result = act()
         except Exception as error:
             wrong = error
-        demand_none(wrong, self.gather("" if wrong is None else _what(wrong), str))
+        demand_none(wrong, self.gather("" if wrong is None else _what(wrong), str), self._failure)
         return result
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from stretto.ir.errors import PipelineError
+from stretto.ir.errors import StrettoError
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -23,6 +23,6 @@ class _Hook:
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, PipelineError) and error.is_told:
+        if isinstance(error, StrettoError) and error.is_told:
             error.__cause__, error.__suppress_context__, error.__traceback__, trace = None, True, None, None
         self._before(kind, error, trace)

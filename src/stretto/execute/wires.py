@@ -67,5 +67,5 @@ def wired(meeting: Meeting, directed: Iterable[tuple[int, int]]) -> tuple[dict[i
     sources = {source for source, target in pairs if target == rank}
     targets = sorted(target for source, target in pairs if source == rank)
     with opened_doors(meeting) as (server, doors):
-        to, of = connected(rank, targets, sources, doors, server, check=meeting.check)
+        to, of = connected(rank, targets, sources, doors, server, check=meeting.check, failure=meeting.failure)
     return {peer: Wire(stream) for peer, stream in to.items()}, {peer: Wire(stream) for peer, stream in of.items()}

@@ -4,6 +4,10 @@
 class StrettoError(ValueError):
     """Base of every error that a user's input can cause."""
 
+    is_told = False
+    """Whether its words say all: it was told by others, or found by watching them. The place where it was raised says
+    nothing then, and where nothing catches it, it is printed as one line."""
+
 
 class MissingPackageError(StrettoError, ImportError):
     """A package is not installed that only a part of the system needs."""
@@ -28,13 +32,15 @@ class ProgramError(StrettoError):
 class PipelineError(StrettoError):
     """A step cannot be run as it was asked for, or failed, here or on another rank."""
 
-    is_told = False
-    """Whether its words say all: it was told by others, or found by watching them. The place where it was raised says
-    nothing then, and where nothing catches it, it is printed as one line."""
+
+class PeerError(StrettoError):
+    """Ranks that work together cannot go on: one of them failed, died, stood still, or was given something else."""
+
+    is_told = True
 
 
 def told(text: str) -> PipelineError:
-    """An error whose words say all."""
+    """The same of the ranks of a pipeline."""
     error = PipelineError(text)
     error.is_told = True
     return error

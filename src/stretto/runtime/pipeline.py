@@ -121,7 +121,9 @@ class Pipeline:
         self._finished = ""  # why nothing more can be run
         wrong = wrong_program(plan, program, costs, mesh.size())
         wrong = wrong or _wrong(loss, seed, gradients, checkpoint, recompute, tied)
-        self._team = Team(mesh.get_group(), self._device, timeout=timeout, wrong=wrong)
+        self._team = Team(
+            mesh.get_group(), self._device, timeout=timeout, wrong=wrong, error=PipelineError, failure=told
+        )
         with self._team.closing_if_it_fails():
             self._placement = (program if program is not None else plan).placement  # type: ignore[union-attr]
             build, shares = self._team.all_or_none(lambda: self._build(layers, layer_count, balance, tied))
@@ -472,7 +474,7 @@ class Pipeline:
                 except RuntimeError as error:
                     # Of a collective in a layer too: it ends because another rank has failed.
                     known = self._team.supervisor.has_failed or "gloo/" in str(error) or self._has_broken()
-                    if isinstance(error, PipelineError) or not known:
+                    if isinstance(error, StrettoError) or not known:
                         raise
                     raise self._team.supervisor.explained(error, "the others") from error
         except BaseException as error:

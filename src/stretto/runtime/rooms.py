@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stretto.program.task import RECEIVES, Kind, Task
+from stretto.program.task import COMPUTE, RECEIVES, Kind, Task
 from stretto.runtime.descriptions import Description, TensorMeta, moved_as
 from stretto.runtime.structure import Tree
 
@@ -47,7 +47,7 @@ def share_rooms(tasks: Sequence[Task]) -> tuple[dict[int, Room], dict[int, int]]
 
 def _computes(task: Task) -> list[tuple[int, int]]:
     """The stages and microbatches that a task computes for."""
-    if task.lane.peer is not None:
+    if task.kind not in COMPUTE:
         return []
     return [(task.stage, task.microbatch), *([] if task.backward is None else [task.backward])]
 

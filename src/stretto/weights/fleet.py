@@ -9,7 +9,7 @@ from typing import TypeVar, get_args
 import msgspec
 
 from stretto.execute.team import Team
-from stretto.ir.errors import PipelineError, WeightsError, named, one_line, told
+from stretto.ir.errors import PeerError, WeightsError, named, one_line
 from stretto.weights.endpoint import Endpoint, Offer, Wanted, naming
 from stretto.weights.messages import Assurance, InFlight
 from stretto.weights.report import PushError
@@ -95,9 +95,11 @@ class Fleet:
         here = _each(self._endpoints, commit)
         try:
             said = [it for rank in self._team.gather(here, list[_Committed]) for it in rank]
-        except PipelineError as error:
+        except PeerError as error:
             serve = ", ".join(it.name for it in here if it.assurance is not None)
-            raise told(f"{error}, at the end of a push: {serve or 'nobody'} serves {version}, others may") from error
+            raise PeerError(
+                f"{error}, at the end of a push: {serve or 'nobody'} serves {version}, others may"
+            ) from error
         serving = {it.name: it.assurance for it in said if it.assurance is not None}
         if len(serving) < len(said):
             failed, lost = (

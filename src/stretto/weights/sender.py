@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.execute.record import Recorder
 from stretto.execute.team import Team
-from stretto.ir.errors import PipelineError, WeightsError, named
+from stretto.ir.errors import PeerError, WeightsError, named
 from stretto.program.update import Mode
 from stretto.timeline import Timeline
 from stretto.weights.choose import Choice, Speeds, busy, choose
@@ -278,7 +278,7 @@ class Sender:
             self._speeds = slowest(push.speeds(), self._team, choice.speeds)
         except Exception as error:
             log.warning("the push has gone well, but how long it took at other senders is not known: %s", error)
-            if isinstance(error, PipelineError):
+            if isinstance(error, PeerError):
                 self._break(str(error))
             return mine, None
         seconds = {name: max(it.seconds[name] for it in done) for name in mine.seconds}
@@ -325,7 +325,7 @@ class Sender:
             yield
         except WeightsError:
             raise
-        except PipelineError as error:
+        except PeerError as error:
             self._break(str(error))
             raise WeightsError(f"{error}; start the senders again") from error
         except BaseException as error:
