@@ -144,7 +144,12 @@ class _Grid:
             if end > start:
                 line.append(_Block(start, end, it.task))
         columns = max((line[-1].end for line in lines if line), default=0)
-        return _Grid(list(zip(labels, lines, strict=True)), columns)
+        labelled = list(zip(labels, lines, strict=True))
+        if program.is_own:  # whose devices need not have the same lanes
+            there = {(lane.device, f" {lane.name}") for lane in program.lanes}
+            every = [(device, name) for device in range(program.devices) for name in names]
+            labelled = [line for line, where in zip(labelled, every, strict=True) if where in there]
+        return _Grid(labelled, columns)
 
 
 def _letter(task: Task) -> str:

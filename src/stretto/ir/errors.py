@@ -1,5 +1,7 @@
 """Errors a user can cause; each message states the fact, the values and the way out."""
 
+_LONGEST = 300  # characters of what an error says, where it is only a part of what is said
+
 
 class StrettoError(ValueError):
     """Base of every error that a user's input can cause."""
@@ -61,4 +63,5 @@ def one_line(error: BaseException) -> str:
         text = str(error)
     except BaseException as broken:
         text = f"(an error that cannot say what it is: {type(broken).__name__})"
-    return " ".join(text.encode(errors="replace").decode().split())[:300]
+    words = " ".join(text.encode(errors="replace").decode().split())
+    return words if len(words) <= _LONGEST else words[: _LONGEST - 1] + "…"
