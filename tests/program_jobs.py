@@ -73,7 +73,7 @@ def without_need(program: Program) -> Program:
 
 REFUSED = {
     "both": "give a pipeline a plan, or the program that it is to run, and not both",
-    "neither": "give a pipeline a plan, or the program that it is to run, and not both",
+    "neither": "give a pipeline a plan, or the program that it is to run",
     "a plan for a program": "program is a Program, such as stretto.lower(plan) makes (got Plan(",
     "an update": "this program trains nothing; stretto.lower(plan) makes one that does",
     "an own program": "this program trains nothing; stretto.lower(plan) makes one that does",
@@ -85,7 +85,7 @@ REFUSED = {
     "no ties": "the program is for stages that share weights as [] says, but these layers do as [(0, 1)]; give that",
     "ties": "the program is for stages that share weights as [(0, 1)] says, but these layers do as []; give that to",
     "phases": "the program runs stage 0 in the phases attn (compute), mlp (compute), but its layers offer none",
-    "others": "rank 1 was given another plan than rank 0",
+    "others": "rank 1 was given another program than rank 0",
     "used elsewhere": "a gradient of 1.linear.weight came after it was summed over the ranks that hold it: a layer of",
 }
 
@@ -181,3 +181,61 @@ def summed(mesh: DeviceMesh, case: Case) -> list[str]:
             if timeline.end[need] > timeline.start[task] + 1e-3:
                 wrong.append(f"{program.task(task)} began before the end of {program.task(need)}")
     return [*wrong, str(len(sums))]
+
+
+class Reading(nn.Module):
+    """A head that reads the table of an embedding."""
+
+    def __init__(self, table: nn.Parameter) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.table.t()
+
+
+def sparse_table(mesh: DeviceMesh, transposed: bool) -> list[str]:
+    """What differs where a table has sparse gradients on one rank and dense ones on another."""
+
+    def made() -> list[nn.Module]:
+        torch.manual_seed(1)
+        table = torch.randn(4, 8, dtype=torch.float64).t() if transposed else torch.randn(8, 4, dtype=torch.float64)
+        embedding = nn.Embedding(8, 4, sparse=True)
+        embedding.weight = nn.Parameter(table)
+        return [embedding, nn.Linear(4, 4).double(), Reading(embedding.weight)]
+
+    torch.manual_seed(2)
+    x, y = torch.randint(8, (2, 8))
+    loss = nn.functional.cross_entropy
+    pipe = stretto.Pipeline(made(), plan=stretto.gpipe(devices=2, microbatches=4), loss=loss, mesh=mesh)
+    pipe.step(x, y)
+    model = nn.Sequential(*made())
+    for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
+        (loss(model(part), target) / 4).backward()
+    return differing(pipe, model)
+
+
+def changed_on_one_rank(mesh: DeviceMesh, how: str) -> str:
+    """What is said if a table with sparse gradients, which two ranks hold, becomes another on one of them."""
+    torch.manual_seed(1)
+    made = [nn.Embedding(8, 4, sparse=True), nn.Linear(4, 8)]
+    plan = stretto.dualpipe(devices=2, microbatches=4)
+    pipe = stretto.Pipeline(made, plan=plan, loss=nn.functional.cross_entropy, mesh=mesh, timeout=20)
+    x, y = torch.randint(8, (2, 8))
+    pipe.step(x, y)
+    if mesh.get_local_rank():
+        table: Any = made[0].weight
+        table.grad = None
+        match how:
+            case "rows":
+                table.data = torch.randn(12, 4)
+            case "type":
+                table.data = table.data.double()
+                made[0].register_forward_hook(lambda _module, _given, out: out.float())
+            case "strides":
+                table.data = table.data.t().contiguous().t()
+    try:
+        pipe.step(x, y)
+    except stretto.PipelineError as error:
+        return str(error)
+    return "nothing was refused"

@@ -108,7 +108,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     phases: dict[str, PhaseTimes] = {}
     """Times of phases, by "phase" or "layer.phase", e.g. "attn" or "moe.mlp"; for programs with layers."""
     calls: dict[str, float] = {}
-    """Times of calls in a user's own program, by name, or by name without the number at its end; 1 unless given."""
+    """Times of calls in a user's own program, by name, or by name without the number at its end; without any, all are
+    1."""
     bucket: BucketTimes = BucketTimes()
     """Times of a weight update."""
     host: Link = Link()
@@ -153,6 +154,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 raise CostError(f"phases.{key} must be PhaseTimes (got {times!r:.40})")
             for name in ("F", "I", "W", "recompute"):
                 _demand(f"phases.{key}.{name}", getattr(times, name))
+        if not isinstance(self.calls, dict):
+            raise CostError(f"calls are times by name (got {self.calls!r:.40})")
         for key, time in self.calls.items():
             _demand(f"calls.{key}", time)
         if not isinstance(self.bucket, BucketTimes):
@@ -160,7 +163,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         for name in BucketTimes.__struct_fields__:
             _demand(f"bucket.{name}", getattr(self.bucket, name))
         for key, shared in self.shared.items():
-            _demand_shared(f"shared.{key}", shared)
+            _demand_shared(f"shared.{key}", shared, any_lane=bool(self.calls))
 
     def per_stage(self, name: str, *, stages: int) -> NDArray[np.float64]:
         """A time such as F, or bytes, for each stage."""
@@ -178,8 +181,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         for key in (name, family(name)):
             if key in self.calls:
                 return self.calls[key]
-        if self.unit == "s":
-            raise CostError(f"times in seconds have no defaults: give calls.{family(name)} too")
+        if self.unit == "s" or self.calls:
+            raise CostError(f"no time is given for the call {name!r:.40}: give calls.{family(name)} too")
         return 1.0
 
     def leaving_bytes(self, *, stages: int, recompute: bool) -> NDArray[np.float64]:
@@ -310,14 +313,14 @@ def _demand(name: str, value: PerStage) -> None:
             raise CostError(f"{name} must be a number of at least 0 (got {number!r:.40})")
 
 
-def _demand_shared(name: str, shared: Shared) -> None:
+def _demand_shared(name: str, shared: Shared, *, any_lane: bool) -> None:
     if not isinstance(shared, Shared):
         raise CostError(f"{name} must be Shared (got {shared!r:.40})")
     for lane, draws in {"capacity": shared.capacity, **shared.lanes}.items():
         _demand(f"{name}.{lane}", draws)
         if draws <= 0:
             raise CostError(f"{name}.{lane} must be above 0 (got {draws})")
-    if unknown := [lane for lane in shared.lanes if lane not in LANES]:
+    if not any_lane and (unknown := [lane for lane in shared.lanes if lane not in LANES]):
         raise CostError(f"{name} names lane {unknown[0]!r:.40}; known are {', '.join(LANES)}")
     if not isinstance(shared.devices, int) or shared.devices < 1:
         raise CostError(f"{name}.devices must be at least 1 (got {shared.devices!r:.40})")

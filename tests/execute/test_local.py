@@ -1,9 +1,11 @@
 """execute(): plain functions, all devices in this process; in order, once what they need has ended."""
 
+import gc
 import random
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -132,3 +134,39 @@ def test_a_simulation_with_fitted_costs_takes_as_long() -> None:
     simulated = stretto.simulate(program, stretto.fit(measured))
     assert measured.unit == simulated.unit == "s"
     assert 0.2 <= simulated.makespan <= measured.makespan < PLENTY
+
+
+def test_functions_that_nobody_would_run_are_refused() -> None:
+    async def later() -> None: ...
+
+    def some() -> Iterator[int]:
+        yield 1
+
+    for function in (later, some):
+        with pytest.raises(ProgramError, match=r"^a on device 0 failed: TypeError: it gave a"):
+            execute(program_of([Call("a")]), lambda _, it=function: it)  # type: ignore[misc]
+
+
+def test_a_bind_that_fails_says_for_which_task() -> None:
+    with pytest.raises(ProgramError, match=r"^bind failed for b on device 0: KeyError: 'b'$"):
+        execute(program_of([Call("a"), Call("b")]), lambda task: {"a": time.time}[str(task)])
+    with pytest.raises(ProgramError, match=r"^bind is a function of a task that gives the function to run"):
+        execute(program_of([Call("a")]), {})  # type: ignore[arg-type]
+
+
+def test_nothing_is_kept_or_left_running() -> None:
+    class Large:
+        def __call__(self) -> None: ...
+
+    threads = threading.active_count()
+    gc.collect()
+    gc.disable()
+    try:
+        held = Large()
+        gone = weakref.ref(held)
+        execute(program_of([Call("a"), Call("b", lane="x")]), lambda _, it=held: it)  # type: ignore[misc]
+        del held
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert threading.active_count() == threads

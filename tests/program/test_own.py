@@ -65,6 +65,7 @@ def test_two_devices_that_meet_in_another_order_are_found() -> None:
         ([Call("a\nb")], "a call's name is a word"),
         ([Call("a", -1)], "the device of 'a' is a number from 0 on"),
         ([Call("a", needs="b")], "what 'a' needs is a list of names"),  # type: ignore[arg-type]
+        ([Call("a", needs=None)], "what 'a' needs is a list of names"),  # type: ignore[arg-type]
         ([Call("a", needs=["a"])], "'a' on device 0 needs 'a', which is itself"),
         ([Call("a", needs=["b"])], "'a' on device 0 needs 'b', which is not there$"),
         ([Call("a", needs=["b"]), Call("b", 1)], "not there; what another device does is brought by a call of one"),
@@ -79,9 +80,14 @@ def test_what_is_no_program_is_refused(calls: list[Call], words: str) -> None:
 def test_times_of_calls() -> None:
     program = program_of([Call("load0", lane="disk"), Call("load1", lane="disk"), Call("work", needs=["load1"])])
     assert stretto.simulate(program).makespan == 3.0
-    assert stretto.simulate(program, Costs(calls={"load": 2, "load1": 4})).makespan == 7.0
-    with pytest.raises(CostError, match=r"times in seconds have no defaults: give calls\.work too"):
-        stretto.simulate(program, Costs(unit="s", calls={"load": 2}))
+    assert stretto.simulate(program, Costs(calls={"load": 2, "load1": 4, "work": 1})).makespan == 7.0
+    assert stretto.simulate(program, Costs(calls={"load": 2, "work": 1}, slowdown=(3,))).makespan == 7.0
+    shared = stretto.Shared(capacity=1, lanes={"disk": 1, "cpu": 1})
+    beside = program_of([Call("load", lane="disk"), Call("spin", lane="cpu")])
+    assert stretto.simulate(beside, Costs(calls={"load": 2, "spin": 2}, shared={"core": shared})).makespan == 4.0
+    for costs in (Costs(unit="s"), Costs(calls={"load": 2}), Costs(calls={"lode": 2})):
+        with pytest.raises(CostError, match=r"no time is given for the call '(work|load0)': give calls"):
+            stretto.simulate(program, costs)
     with pytest.raises(CostError, match=r"calls\.load must be a number of at least 0"):
         Costs(calls={"load": -1})
     fitted = stretto.fit(stretto.simulate(program, Costs(calls={"load": 2, "work": 4}, unit="s")))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import stretto
 from strategies import plans
 from stretto.costs import Costs
-from stretto.ir.errors import PlanError
+from stretto.ir.errors import PlanError, ProgramError
 from stretto.program.program import Program
 from stretto.program.sums import summed_stages
 from stretto.program.task import BACKWARDS, WEIGHTS, Kind
@@ -131,3 +131,31 @@ def test_text_says_which() -> None:
 def test_a_tie_is_of_stages_that_are_there(wrong: list[tuple[int, ...]]) -> None:
     with pytest.raises(PlanError, match="a tie is of two or more of the 2 stages"):
         stretto.lower(stretto.gpipe(devices=2, microbatches=1), ties=wrong)
+
+
+@pytest.mark.parametrize("lane", ["compute", "comm", "send", "d2h", "sum"])
+def test_a_sum_on_another_lane_is_found(lane: str) -> None:
+    program = stretto.lower(stretto.dualpipe(devices=2, microbatches=4))
+    lanes = tuple(replace(it, name=lane) if it.name == "reduce" else it for it in program.lanes)
+    found = stretto.check(replace(program, lanes=lanes))
+    assert {it.rule for it in found} >= {"placement"}
+    assert any(f"REDUCE_GRAD on device 0 is on lane {lane}, where such" in it.message for it in found)
+
+
+@pytest.mark.parametrize("how", ["itself", "rho", "far", "need"])
+def test_columns_that_make_no_program_are_found_at_once(how: str) -> None:
+    program = stretto.lower(stretto.dualpipe(devices=2, microbatches=4))
+    mate, need, (a, *_) = program.mate.copy(), program.need.copy(), sums_of(program)
+    match how:
+        case "itself":
+            mate[0] = 0
+        case "rho":
+            mate[mate[a]] = mate[a]
+        case "far":
+            mate[a] = len(program)
+        case "need":
+            need[0] = len(program)
+    broken = replace(program, mate=mate, need=need)
+    assert len(stretto.check(broken)) == 1
+    with pytest.raises(ProgramError, match="this is no program: "):
+        stretto.simulate(broken)

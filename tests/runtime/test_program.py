@@ -5,7 +5,16 @@ from collections.abc import Iterator
 import pytest
 
 from models import Case
-from program_jobs import REFUSED, borrowed, by_program, in_its_order, refused, summed
+from program_jobs import (
+    REFUSED,
+    borrowed,
+    by_program,
+    changed_on_one_rank,
+    in_its_order,
+    refused,
+    sparse_table,
+    summed,
+)
 from ranks import Ranks
 
 
@@ -51,3 +60,14 @@ def test_a_weight_that_a_later_stage_borrows(ranks: Ranks) -> None:
 def test_sums_are_recorded(ranks: Ranks, case: Case, sums: int) -> None:
     first, *others = ranks.run(summed, 4, case)
     assert (first, others) == ([str(sums)], [[]] * 3)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_table_that_is_sparse_on_one_rank_and_dense_on_another(ranks: Ranks, transposed: bool) -> None:
+    assert ranks.run(sparse_table, 2, transposed) == [[], []]
+
+
+@pytest.mark.parametrize("how", ["rows", "type", "strides"])
+def test_a_table_that_changes_on_one_rank_is_refused(ranks: Ranks, how: str) -> None:
+    said = ranks.run(changed_on_one_rank, 2, how)
+    assert all("ranks 0, 1 hold the same parameters, but not the same of them are trained" in it for it in said), said

@@ -5,7 +5,7 @@ from stretto.check.coverage import coverage
 from stretto.check.deadlock import action_graph, deadlock
 from stretto.check.dependencies import dependencies
 from stretto.check.memory import memory
-from stretto.check.placement import judged_transfers, placement
+from stretto.check.placement import judged_transfers, lanes, placement
 from stretto.check.sums import sums
 from stretto.check.transfers import transfer_order, transfers
 from stretto.check.update import update
@@ -45,6 +45,8 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
     dependencies: 1B0 comes before 1F0 on device 1, but needs its result
     """
     program = lowered(program)
+    if (wrong := program.malformed) is not None:
+        return [Violation("transfers" if "rings" in wrong else "dependencies", wrong)]
     waits, actions = Waits(program), action_graph(program)
     if program.is_update:
         found = [*update(program, waits), *buffers(program, waits)]
@@ -55,6 +57,7 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
         circular = bool(actions.stuck())
         found = [
             *coverage(program),
+            *lanes(program),
             *placement(program, judged),
             *transfers(program, judged),
             *(() if circular else transfer_order(program)),

@@ -6,8 +6,17 @@ import numpy as np
 
 from stretto.check.violation import Violation
 from stretto.program.program import Program
-from stretto.program.task import RECEIVES, SENDS, Kind
+from stretto.program.task import LANES, RECEIVES, SENDS, Kind
 from stretto.program.work import Bools, Ints
+
+
+def lanes(program: Program) -> Iterator[Violation]:
+    """Every task is on a lane of its kind."""
+    fits = np.array([[kind in LANES and lane.name in LANES[kind] for kind in Kind] for lane in program.lanes])
+    for task in np.flatnonzero(~fits[program.lane, program.work.kind]).tolist():
+        it = program.task(task)
+        message = f"{it} on device {it.device} is on lane {it.lane}, where such tasks are not done"
+        yield Violation("placement", message, (task,))
 
 
 def placement(program: Program, judged: Bools) -> Iterator[Violation]:

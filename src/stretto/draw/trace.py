@@ -12,7 +12,7 @@ from stretto.ir.placement import Placement
 from stretto.program.link import lanes_of, link_tasks
 from stretto.program.phases import Anatomy, Layer
 from stretto.program.program import Program
-from stretto.program.task import RECEIVES, SENDS, UPDATES, WEIGHTS, Kind, Lane, Task
+from stretto.program.task import LANES, SENDS, UPDATES, WEIGHTS, Kind, Lane, Task
 from stretto.program.work import Work
 from stretto.timeline import Timeline
 
@@ -164,21 +164,9 @@ def _task(slice_: _Slice, placement: Placement, anatomy: Anatomy) -> Task:
     if kind is Kind.CALL:
         if args.peer is not None:
             _refuse(f"a call on lane {lane.name} has no peer")
-    elif lane.name not in _LANES.get(kind, ("compute", "comm")) or (args.peer is not None) != (
-        lane.name in ("send", "recv")
-    ):
+    elif lane.name not in LANES[kind] or (args.peer is not None) != (lane.name in ("send", "recv")):
         _refuse(f"{args.kind} is not done on a lane {lane.name}")
     return Task(lane, kind, args.stage, args.microbatch, args.backward, args.part, slot=args.slot)
-
-
-_LANES: dict[Kind, tuple[str, ...]] = {
-    **dict.fromkeys(SENDS, ("send",)),
-    **dict.fromkeys(RECEIVES, ("recv",)),
-    Kind.OFFLOAD: ("d2h",),
-    Kind.ONLOAD: ("h2d",),
-    Kind.REDUCE: ("reduce",),
-    **{kind: (kind.name.lower(),) for kind in UPDATES},
-}
 
 
 def _refuse(message: str) -> NoReturn:

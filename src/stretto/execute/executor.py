@@ -132,13 +132,12 @@ class HostLanes:
         if recorder is not None:
             act = recorder.timing(at, act)
         if lane is None:
-            if not needs:
-                return act
 
             def run() -> None:
                 for need in needs:
                     self._await(need)
-                act()
+                if (work := act()) is not None:
+                    work.wait()
 
             return run
         check = self._supervisor.check

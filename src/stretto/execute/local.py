@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from inspect import iscoroutine, isgenerator
 
 import numpy as np
 
@@ -38,9 +39,14 @@ def execute(program: Plan | Program, bind: Callable[[Task], Callable[[], object]
     """
     program = lowered(program)
     demand_sound(program)
+    if not callable(bind):
+        raise ProgramError(f"bind is a function of a task that gives the function to run (got {bind!r:.60})")
     run = _Run(program)
     for at, task in enumerate(program.tasks()):
-        function = bind(task)
+        try:
+            function = bind(task)
+        except Exception as wrong:
+            raise ProgramError(f"bind failed for {task} on device {task.device}: {named(wrong)}") from wrong
         if not callable(function):
             raise ProgramError(f"bind gives no function for {task} on device {task.device} (got {function!r:.60})")
         run.acts[task] = run.act(at, task, function)
@@ -49,6 +55,10 @@ def execute(program: Plan | Program, bind: Callable[[Task], Callable[[], object]
     try:
         executor.bind(HostLanes(executor, lanes), run.acts.__getitem__)
         executor.run()
+        for thread in lanes.values():
+            thread.close()
+        for thread in lanes.values():
+            thread.join(_POLL)
     except BaseException:
         if run.failure is None:
             raise
@@ -56,6 +66,8 @@ def execute(program: Plan | Program, bind: Callable[[Task], Callable[[], object]
         raise ProgramError(f"{task} on device {task.device} failed: {named(error)}") from error
     finally:
         run.stop()
+        run.acts.clear()
+        executor.forget()
         for thread in lanes.values():
             thread.close()
     begin = run.start.min()
@@ -96,7 +108,10 @@ class _Run:
                     raise _StoppedError from None
             self.start[at] = time.perf_counter()
             try:
-                function()
+                found = function()
+                if iscoroutine(found) or isgenerator(found):
+                    found.close()
+                    raise TypeError(f"it gave a {type(found).__name__}, which nobody runs; give a plain function")
             except BaseException as error:
                 with self._lock:
                     self.failure = self.failure or (task, error)

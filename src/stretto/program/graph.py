@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stretto.ir.errors import ProgramError
 from stretto.program.program import Program
 from stretto.program.work import Ints, grouped, stable_order
 
@@ -81,6 +82,8 @@ def queue_edges(queue: Ints) -> tuple[Ints, Ints]:
 
 def lane_graph(program: Program) -> Graph:
     """Tasks wait for their needs and for the task before them on their lane."""
+    if (wrong := program.malformed) is not None:
+        raise ProgramError(f"this is no program: {wrong}")
     before, after = queue_edges(program.lane)
     previous = np.full(len(program), -1, dtype=np.int64)
     previous[after] = before

@@ -62,7 +62,10 @@ def lower(
     An unsound plan is lowered too, as far as it goes: `check` says what is wrong with it.
     """
     if not isinstance(plan, Plan):
-        raise PlanError(f"a plan is wanted, and a {type(plan).__name__} is none; parse_plan() reads one from its text")
+        raise PlanError(
+            f"a plan is wanted, and a {type(plan).__name__} is none; parse_plan() reads one from its text, "
+            "and program_of() makes a program of calls"
+        )
     if layers is not None and len(layers) != plan.stages:
         raise PlanError(f"the plan has {plan.stages} stages, but layers are given for {len(layers)}")
     if not isinstance(offload, int) or offload < 0:

@@ -75,7 +75,7 @@ def _demand(call: Call) -> None:
             raise ProgramError(f"a call's {what} is a word (got {value!r:.60})")
     if not isinstance(call.device, int) or not 0 <= call.device < 2**20:
         raise ProgramError(f"the device of {call.name!r:.40} is a number from 0 on (got {call.device!r:.40})")
-    if isinstance(call.needs, str) or not all(isinstance(need, str) for need in call.needs):
+    if not isinstance(call.needs, list | tuple) or not all(isinstance(need, str) for need in call.needs):
         raise ProgramError(f"what {call.name!r:.40} needs is a list of names (got {call.needs!r:.60})")
 
 

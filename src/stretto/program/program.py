@@ -129,6 +129,20 @@ class Program:
         needs: list[int] = self.need[self.need_start.item(index) : self.need_start.item(index + 1)].tolist()
         return needs
 
+    @property
+    def malformed(self) -> str | None:
+        """What is wrong if its columns refer to tasks that are not there, or its ends do not form rings."""
+        count = len(self)
+        ends = np.flatnonzero(self.mate != -1)
+        mates, starts = self.mate[ends], np.diff(self.need_start)
+        if len(self.need_start) != count + 1 or (starts < 0).any() or self.need_start[-1] != len(self.need):
+            return "its needs are not shared out among its tasks"
+        if ((self.need < 0) | (self.need >= count)).any():
+            return "a task needs one that is not there"
+        if not np.array_equal(np.sort(mates), ends) or (mates == ends).any():
+            return "the ends of what devices do together do not form rings"
+        return None
+
     def ends(self, index: int) -> list[int]:
         """All ends of the transfer or broadcast that a task is part of, itself first; only itself if of none."""
         ends = [index]

@@ -45,6 +45,18 @@ GRADIENTS = (*BACKWARDS, *WEIGHTS)
 """Kinds that add to the gradients of a stage's weights."""
 
 
+LANES: dict[Kind, tuple[str, ...]] = {
+    **dict.fromkeys(COMPUTE, ("compute", "comm")),
+    **dict.fromkeys(SENDS, ("send",)),
+    **dict.fromkeys(RECEIVES, ("recv",)),
+    Kind.OFFLOAD: ("d2h",),
+    Kind.ONLOAD: ("h2d",),
+    Kind.REDUCE: ("reduce",),
+    **{kind: (kind.name.lower(),) for kind in UPDATES},
+}
+"""The lanes, by name, that each kind is done on; calls of a user's own may be on any."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Lane:
     """An in-order queue of a device.

@@ -237,6 +237,11 @@ class Gradients:
                 if key[0][0] == ranks
             )
             names = [name for message, name in self._names if message[0] == ranks]
+            text += "".join(
+                f"{key} {sum_.dtype} {sum_.given_as} {_shape_of(sum_.parameter)}"
+                for key, sum_ in sorted(self._loose.items())
+                if key[0][0] == ranks
+            )
             made = hashlib.blake2b(f"{text} {sorted(names)}".encode(), digest_size=8).digest()
             self._digests[ranks] = int.from_bytes(made) >> 1
         return self._digests[ranks]
@@ -380,7 +385,7 @@ def _given_as(tensor: Tensor) -> torch.dtype:
     return getattr(tensor, "grad_dtype", None) or tensor.dtype
 
 
-def _shape_of(parameter: nn.Parameter) -> Any:
+def _shape_of(parameter: Tensor) -> Any:
     return None if isinstance(parameter, UninitializedParameter) else (parameter.shape, parameter.stride())
 
 

@@ -139,7 +139,7 @@ class Pipeline:
                     "checkpoint": str(checkpoint),
                     "recompute": str(list(recompute)),
                     "tied": str(sorted(set(together.values()))),
-                    "plan": digest_of(self.program),
+                    "plan" if plan is not None else "program": digest_of(self.program),
                     "gradients": gradients,
                     "seed": str(seed),
                     "timeout": str(timeout),
@@ -415,7 +415,7 @@ class Pipeline:
         for rank, other in enumerate(others, 1):
             for name, value in first.items():
                 if other[name] != value:
-                    values = f" ({other[name]:.40} and {value:.40})" if name != "plan" else ""
+                    values = f" ({other[name]:.40} and {value:.40})" if name not in ("plan", "program") else ""
                     raise told(f"rank {rank} was given another {name} than rank 0{values}")
 
     def _all_or_none(self, wrong: str | None) -> None:

@@ -20,7 +20,8 @@ from stretto.runtime.layers import even_costs
 def wrong_program(plan: Any, program: Any, costs: Any, ranks: int) -> StrettoError | None:
     """What is wrong with what a pipeline is to run by, if anything is."""
     if (plan is None) == (program is None):
-        return PlanError("give a pipeline a plan, or the program that it is to run, and not both")
+        several = ", and not both" if plan is not None else ""
+        return PlanError(f"give a pipeline a plan, or the program that it is to run{several}")
     if program is None and not isinstance(plan, Plan):
         return PlanError(f"plan is a Plan, such as stretto.zb_v(devices=4, microbatches=8) (got {plan!r:.60})")
     if plan is None and not isinstance(program, Program):

@@ -307,7 +307,10 @@ def _sum_loose(sum_: Sum, group: dist.ProcessGroup, reduce: Reduce) -> None:
     if found[1]:
         whole = torch.zeros_like(parameter, dtype=sum_.dtype) if grad is None else grad if dense else grad.to_dense()
         local = whole.to_local() if isinstance(whole, DTensor) else whole
-        reduce(_real(local), group, dist.ReduceOp.SUM)
+        flat = local.contiguous()  # ranks may have made theirs in other ways, and sums go by places in memory
+        reduce(_real(flat), group, dist.ReduceOp.SUM)
+        if flat is not local:
+            local.copy_(flat)
         sum_.value = whole
         return
     mine = torch.zeros_like(parameter, dtype=sum_.dtype).to_sparse(1) if grad is None else grad.coalesce()

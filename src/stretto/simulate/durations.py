@@ -48,7 +48,8 @@ def durations(program: Program, costs: Costs) -> Floats:
     reduce = costs.per_stage("reduce", stages=stages)
     time[sums] = np.where(work.part > 0, costs.reduce_tied, reduce[work.stage])[sums]
     if program.is_own:
-        time = np.array([costs.call_time(name) for name in program.anatomy.calls])[work.part]
+        time = np.array([float(costs.call_time(name)) for name in program.anatomy.calls])[work.part]
+        time[program.compute] *= costs.device_factors(devices=devices)[program.device[program.compute]]
     for kind in UPDATES:
         time[work.kind == kind] = getattr(costs.bucket, kind.name.lower())
     return time
