@@ -151,7 +151,7 @@ class Program:
         return ends
 
     def __str__(self) -> str:
-        """One line per device, in issue order. Of whole actions this is PyTorch's CSV with transfers."""
+        """One line per device, in issue order. Of whole actions without ties this is PyTorch's CSV with transfers."""
         rows: list[list[str]] = [[] for _ in range(self.devices)]
         for task in self.tasks():
             if task.phase or task.kind is not Kind.WGRAD:
