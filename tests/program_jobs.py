@@ -239,3 +239,18 @@ def changed_on_one_rank(mesh: DeviceMesh, how: str) -> str:
     except stretto.PipelineError as error:
         return str(error)
     return "nothing was refused"
+
+
+def late_sums(mesh: DeviceMesh) -> list[str]:
+    """What differs where inputs depend on a weight that ranks sum: what comes by them is there after the step."""
+    given, other = layers(2), layers(2)
+    pipe = stretto.Pipeline(given, plan=plan_of("dualpipe"), loss=mean, mesh=mesh, timeout=30)
+    x, y = batch()
+    wrong = []
+    for step in range(2):
+        pipe.step(x @ given[0].linear.weight + step, y)  # type: ignore[union-attr,operator]
+        model = nn.Sequential(*other)
+        model.zero_grad()
+        mean(model(x @ other[0].linear.weight + step), y).backward()  # type: ignore[union-attr,operator,no-untyped-call]
+        wrong += [f"step {step}: {name}" for name in differing(pipe, model)]
+    return wrong

@@ -11,6 +11,7 @@ from program_jobs import (
     by_program,
     changed_on_one_rank,
     in_its_order,
+    late_sums,
     refused,
     sparse_table,
     summed,
@@ -71,3 +72,7 @@ def test_a_table_that_is_sparse_on_one_rank_and_dense_on_another(ranks: Ranks, t
 def test_a_table_that_changes_on_one_rank_is_refused(ranks: Ranks, how: str) -> None:
     said = ranks.run(changed_on_one_rank, 2, how)
     assert all("ranks 0, 1 hold the same parameters, but not the same of them are trained" in it for it in said), said
+
+
+def test_inputs_that_depend_on_a_weight_that_ranks_sum(ranks: Ranks) -> None:
+    assert ranks.run(late_sums, 2) == [[], []]
