@@ -85,6 +85,7 @@ REFUSED = {
     "no ties": "the program is for stages that share weights as [] says, but these layers do as [(0, 1)]; give that",
     "ties": "the program is for stages that share weights as [(0, 1)] says, but these layers do as []; give that to",
     "phases": "the program runs stage 0 in the phases attn (compute), mlp (compute), but its layers offer none",
+    "one plan, one program": "rank 1 was given another plan than rank 0",
     "others": "rank 1 was given another program than rank 0",
     "used elsewhere": "a gradient of 1.linear.weight came after it was summed over the ranks that hold it: a layer of",
 }
@@ -136,6 +137,8 @@ def refused(mesh: DeviceMesh, what: str) -> str:
                 given["program"] = stretto.lower(dual, ties=[(0, 1)])
             case "phases":
                 given["program"] = stretto.lower(dual, layers=[[stretto.DENSE]] * 2)
+            case "one plan, one program":
+                given.update({"plan": dual, "program": None} if rank == 0 else {})
             case "others":
                 given["program"] = stretto.lower(plan_of(("one_f_one_b", "gpipe")[rank]))
             case "used elsewhere":

@@ -21,7 +21,7 @@ class Agreement:
         self._supervisor, rank = team.supervisor, team.rank
         every = sorted(sets)
         pairs = sorted({pair for ranks in every for pair in permutations(ranks, 2)})
-        to, of = ({}, {}) if team.meeting is None else wired(team.meeting, pairs)
+        to, of = ({}, {}) if team.meeting is None or not pairs else wired(team.meeting, pairs)
         self._to: dict[int, Wire] = to
         self._of: dict[int, Wire] = of
         self._common = {peer: [ranks for ranks in every if rank in ranks and peer in ranks] for peer in to}

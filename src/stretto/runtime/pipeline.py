@@ -414,7 +414,7 @@ class Pipeline:
         first, *others = self._team.gather(options, dict[str, str])
         for rank, other in enumerate(others, 1):
             for name, value in first.items():
-                if other[name] != value:
+                if other.get(name) != value:
                     values = f" ({other[name]:.40} and {value:.40})" if name not in ("plan", "program") else ""
                     raise told(f"rank {rank} was given another {name} than rank 0{values}")
 
