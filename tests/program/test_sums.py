@@ -12,7 +12,6 @@ from strategies import plans
 from stretto.costs import Costs
 from stretto.ir.errors import PlanError, ProgramError
 from stretto.program.program import Program
-from stretto.program.sums import summed_stages
 from stretto.program.task import BACKWARDS, WEIGHTS, Kind
 
 dualpipes = st.builds(
@@ -30,7 +29,7 @@ def sums_of(program: Program) -> list[int]:
 def adding(program: Program, task: int) -> list[int]:
     """All tasks of its device that add to what a sum adds up, found one by one."""
     it = program.task(task)
-    stages = summed_stages(it, program.anatomy)
+    stages = program.anatomy.summed(it.stage, it.part)
     found = []
     for k, other in enumerate(program.tasks()):
         stage = other.stage if other.backward is None else other.backward[0]
@@ -57,11 +56,11 @@ def test_a_sum_waits_for_all_that_it_adds_up(plan: stretto.Plan, phases: bool, d
     several = {(stages, device) for stages, device in homes if sum(of == stages for of, _ in homes) > 1}
     found = sums_of(program)
     tasks = [program.task(k) for k in found]
-    assert sorted((summed_stages(task, program.anatomy), task.device) for task in tasks) == sorted(several)
+    assert sorted((program.anatomy.summed(task.stage, task.part), task.device) for task in tasks) == sorted(several)
     for k, task in zip(found, tasks, strict=True):
         assert task.lane == stretto.program.task.Lane(task.device, "reduce")
         ends = [program.task(end) for end in program.ends(k)]
-        stages = summed_stages(task, program.anatomy)
+        stages = program.anatomy.summed(task.stage, task.part)
         assert sorted(end.device for end in ends) == sorted(device for of, device in several if of == stages)
         needs = program.needs(k)
         for other in adding(program, k):

@@ -37,7 +37,8 @@ Cost = Annotated[
     str | None,
     typer.Option(
         help="Times per stage, e.g. F=1,I=1,W=1,B=2,FB=3. B defaults to I+W, FB (a woven pair) to F+B. "
-        "BW is the part of B that runs after the gradient has left. Bytes too: activation_bytes=…"
+        "BW is the part of B that runs after the gradient has left. reduce is the sum of a stage's gradients over "
+        "its devices, where it has several. Bytes too: activation_bytes=…"
     ),
 ]
 CostFile = Annotated[Path | None, typer.Option("--costs", help="The same from TOML; lists give a value per stage.")]

@@ -55,10 +55,6 @@ def execute(program: Plan | Program, bind: Callable[[Task], Callable[[], object]
     try:
         executor.bind(HostLanes(executor, lanes), run.acts.__getitem__)
         executor.run()
-        for thread in lanes.values():
-            thread.close()
-        for thread in lanes.values():
-            thread.join(_POLL)
     except BaseException:
         if run.failure is None:
             raise
@@ -70,6 +66,8 @@ def execute(program: Plan | Program, bind: Callable[[Task], Callable[[], object]
         executor.forget()
         for thread in lanes.values():
             thread.close()
+    for thread in lanes.values():
+        thread.join(_POLL)
     begin = run.start.min()
     return Timeline(program, run.start - begin, run.end - begin)
 

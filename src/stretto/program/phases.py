@@ -98,12 +98,16 @@ class Anatomy:
         if kind is Kind.CALL:
             return self.calls[index]
         if kind is Kind.REDUCE and index:
-            return "tied" + "+".join(map(str, self.ties[index - 1][1:]))
+            return "tied" + "+".join(map(str, self.summed(stage, index)[1:]))
         if self.is_whole or kind not in COMPUTE:
             return ""
         if kind is Kind.F:
             return str(self.forward[stage][index])
         return str(self.backward[stage][self.weight_steps[stage][index] if kind in WEIGHTS else index])
+
+    def summed(self, stage: int, part: int) -> tuple[int, ...]:
+        """The stages whose gradients a sum adds up: its own, or those of a tie, which are counted from 1."""
+        return self.ties[part - 1] if part else (stage,)
 
     @cached_property
     def pass_rows(self) -> Ints:

@@ -7,7 +7,7 @@ import numpy as np
 
 from stretto.ir.placement import Placement
 from stretto.program.phases import Anatomy
-from stretto.program.task import GRADIENTS, Kind, Task
+from stretto.program.task import GRADIENTS, Kind
 from stretto.program.work import Ints, Work, grouped
 
 
@@ -58,18 +58,13 @@ def reduces(work: Work) -> Ints:
     return np.flatnonzero(work.kind == Kind.REDUCE)
 
 
-def summed_stages(task: Task, anatomy: Anatomy) -> tuple[int, ...]:
-    """The stages whose gradients a task adds up."""
-    return anatomy.ties[task.part - 1] if task.part else (task.stage,)
-
-
 def sum_needs(work: Work, anatomy: Anatomy, lane: Ints, device: Ints) -> tuple[Ints, Ints]:
     """Sums, and the last task of each lane of their device that adds to their gradients: a row for each two."""
     tasks = reduces(work)
     pairs = [
         (task, stage)
         for task, part, own in zip(tasks.tolist(), work.part[tasks].tolist(), work.stage[tasks].tolist(), strict=True)
-        for stage in (anatomy.ties[part - 1] if part else (own,))
+        for stage in anatomy.summed(own, part)
     ]
     if not pairs:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)

@@ -15,7 +15,6 @@ from stretto.execute.streams import DeviceLanes
 from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
-from stretto.program.sums import summed_stages
 from stretto.program.task import WEIGHTS, Kind, Task
 from stretto.runtime.descriptions import Description
 from stretto.runtime.links import Arrival, Links
@@ -130,7 +129,7 @@ class Passes:
                 return lambda: of.weight(microbatch, part)
             case Kind.REDUCE:
                 assert self._reduce is not None
-                return partial(self._reduce, summed_stages(task, self._program.anatomy))
+                return partial(self._reduce, self._program.anatomy.summed(stage, part))
             case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
                 assert task.lane.peer is not None
                 return self._transfer(task, task.lane.peer)
