@@ -39,7 +39,14 @@ def test_a_step_is_recorded(ranks: Ranks, name: str, phased: bool) -> None:
             assert timeline.end[need] <= timeline.start[task] + slack
     for send, kind in enumerate(program.work.kind.tolist()):
         if kind in SENDS:
-            assert timeline.end[program.mate[send]] >= timeline.start[send] - slack
+            receive = program.mate[send]
+            assert timeline.end[receive] >= timeline.start[send] - slack
+            # One that was asked for long before begins when it is sent.
+            assert timeline.start[receive] >= min(timeline.start[send], timeline.end[receive])
+    assert timeline.issued is not None
+    assert (timeline.issued <= timeline.start + slack).all()
+    busy = timeline.summary()
+    assert all(0 <= device.host_late <= device.bubble for device in busy.devices)
     assert timeline.summary().makespan < 60
     fitted = stretto.simulate(program, stretto.fit(timeline))
     assert 0 < fitted.makespan < 60

@@ -51,6 +51,7 @@ class Comparison(msgspec.Struct, frozen=True):
     exposed_transfer: float
     exposed_comm: float
     exposed_copy: float
+    host_late: float
     peak_activations: float
     peak_pending: float
     parameters: float
@@ -88,7 +89,8 @@ def compare(
     slices in order, however many; each schedule's stages take their share. bubble is idle time over
     the step, in span the worst device's within its own first start and last end; activations, I to W
     (between the two), params, exposed (transfer time not hidden), comm (the same of dispatch and
-    combine), copy (of copies to and from host memory) and bytes are the worst device's.
+    combine), copy (of copies to and from host memory), host late (idle because a measured run's host
+    had not issued the next task yet) and bytes are the worst device's.
     A .trace.json is compared as it is; with --fit, so is what a simulation makes of the costs that it shows.
     What was measured is in seconds, and can only be compared with costs in seconds (unit=s).
     What cannot be made at these sizes, and which files have others, is said below the table.
@@ -214,6 +216,7 @@ def _compared(name: str, timeline: Timeline, costs: Costs) -> Comparison:
         exposed_transfer=max(device.exposed_transfer for device in summary.devices),
         exposed_comm=max(device.exposed_comm for device in summary.devices),
         exposed_copy=max(device.exposed_copy for device in summary.devices),
+        host_late=max(device.host_late for device in summary.devices),
         peak_activations=max(device.peak_activations for device in summary.devices) * share,
         peak_pending=max(device.peak_pending for device in summary.devices) * share,
         parameters=max(Counter(device for device, _ in program.placement.homes).values()) * share,
@@ -227,12 +230,19 @@ def _print(rows: list[Comparison], *, seconds: bool) -> None:
     # Columns that say nothing here are left out.
     devices, microbatches = len({row.devices for row in rows}) > 1, len({row.microbatches for row in rows}) > 1
     exposed, comm = any(row.exposed_transfer for row in rows), any(row.exposed_comm for row in rows)
-    copy = any(row.exposed_copy for row in rows)
+    copy, late = any(row.exposed_copy for row in rows), any(row.host_late for row in rows)
     sized = any(row.peak_bytes is not None for row in rows)
     headings = ["schedule", *["devices"] * devices, *["microbatches"] * microbatches]
     headings += ["makespan, s" if seconds else "makespan", "bubble", "in span", "activations", "I to W", "params"]
     print_table(
-        [*headings, *["exposed"] * exposed, *["comm"] * comm, *["copy"] * copy, *["bytes"] * sized],
+        [
+            *headings,
+            *["exposed"] * exposed,
+            *["comm"] * comm,
+            *["copy"] * copy,
+            *["host late"] * late,
+            *["bytes"] * sized,
+        ],
         [
             [
                 row.name,
@@ -247,6 +257,7 @@ def _print(rows: list[Comparison], *, seconds: bool) -> None:
                 *[number(row.exposed_transfer)] * exposed,
                 *[number(row.exposed_comm)] * comm,
                 *[number(row.exposed_copy)] * copy,
+                *[number(row.host_late)] * late,
                 *[number(row.peak_bytes)] * sized,
             ]
             for row in rows

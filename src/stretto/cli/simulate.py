@@ -44,7 +44,8 @@ def simulate(
 
     Costs are per stage: with two stages per device, halve them to compare with one. bubble is the
     makespan less busy; exposed is idle time with an awaited transfer under way, comm with an awaited
-    dispatch or combine, copy with an awaited copy to or from host memory; activations, those between
+    dispatch or combine, copy with an awaited copy to or from host memory; of a measured trace, host
+    late is idle time because the host had not issued the next task yet; activations, those between
     I and W, and bytes are peaks.
 
     Examples:
@@ -68,6 +69,7 @@ def simulate(
 
 
 def _print(summary: Summary, timeline: Timeline) -> None:
+    recorded = timeline.issued is not None
     rows = [
         [
             str(index),
@@ -77,15 +79,17 @@ def _print(summary: Summary, timeline: Timeline) -> None:
             number(device.exposed_transfer),
             number(device.exposed_comm),
             number(device.exposed_copy),
+            *[number(device.host_late)] * recorded,
             str(device.peak_activations),
             str(device.peak_pending),
             number(device.peak_bytes),
         ]
         for index, device in enumerate(summary.devices)
     ]
-    times = [f"{name}, s" if timeline.unit else name for name in ("busy", "span", "bubble", "exposed", "comm", "copy")]
+    names = ("busy", "span", "bubble", "exposed", "comm", "copy", *["host late"] * recorded)
+    times = [f"{name}, s" if timeline.unit else name for name in names]
     print_table(["device", *times, "activations", "I to W", "bytes"], rows)
     out.print(f"\nmakespan {time_text(summary.makespan, timeline.unit)}, bubble {summary.bubble_ratio:.1%}")
-    names = [str(span.task).removesuffix("OVERLAP_F_B") for span in timeline.critical_path() if span.end > span.start]
-    shown = names if len(names) <= 24 else [*names[:12], "…", *names[-11:]]
-    out.print(f"critical path, {len(names)} tasks: {' '.join(shown)}")
+    path = [str(span.task).removesuffix("OVERLAP_F_B") for span in timeline.critical_path() if span.end > span.start]
+    shown = path if len(path) <= 24 else [*path[:12], "…", *path[-11:]]
+    out.print(f"critical path, {len(path)} tasks: {' '.join(shown)}")

@@ -7,7 +7,7 @@ import numpy as np
 
 from stretto.costs import family
 from stretto.draw.canvas import Box, bare, figure_at, legend, paint, time_axis, write_labels
-from stretto.draw.lanes import Shown, rows_of, shown
+from stretto.draw.lanes import Shown, host_late, rows_of, shown
 from stretto.draw.update import draw_update
 from stretto.ir.errors import StrettoError
 from stretto.program.program import Program
@@ -16,7 +16,7 @@ from stretto.timeline import Timeline
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHTS = "#f5a742", "#2e8b57", "#a3dca7", "#7fb2e5"
 _RECOMPUTE, _EXPERTS, _TRANSFER, _OUT, _IN = "#c9b18a", "#ffe070", "#9bd0c4", "#c3b1e1", "#8f79c2"
-_REDUCE = "#e39a9a"
+_REDUCE, _LATE = "#e39a9a", "#d62728"
 _CALLS = ("#f5a742", "#7fb2e5", "#a3dca7", "#c3b1e1", "#ffe070", "#9bd0c4", "#e39a9a", "#c9b18a")
 _COLOUR = {
     Kind.F: _FORWARD,
@@ -40,6 +40,7 @@ _LEGEND = {
     "Offload": _OUT,
     "Onload": _IN,
     "Sum of gradients over devices": _REDUCE,
+    "Idle: not issued yet by the host": _LATE,
 }
 _PAIR = "Overlapped forward & Backward"
 _ROW = 0.3  # inches
@@ -53,7 +54,8 @@ def draw_figure(timeline: Timeline, path: str | Path, *, number_up_flow: bool = 
     Cells carry their microbatch where there is room for it; a plan too large for that shows colours
     only. Of a bidirectional plan only the first route is numbered, unless `number_up_flow`. With `lanes`,
     each device has a row for computation, one for communication, one for what is offloaded and one for sums of
-    gradients. A weight update has a row for each buffer, a user's own program one for each lane.
+    gradients. Where it was recorded, a thin line shows that a device was idle because its host had not issued the next
+    task yet. A weight update has a row for each buffer, a user's own program one for each lane.
     """
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
@@ -117,6 +119,8 @@ def boxes_of(timeline: Timeline, *, lanes: bool = False, number_up_flow: bool = 
     numbered = placement.microbatches // (1 if number_up_flow else len(placement.routes))
     rows = len(rows_of(timeline)) if lanes else 1
     colours = _colours(timeline.program)
+    for it in host_late(timeline):
+        yield Box(it.task.device * rows + 0.4, it.start, it.end - it.start, _LATE, height=0.2)
     for it in shown(timeline):
         if lanes or it.task.lane.name == "compute":
             row = it.task.device * rows + (it.row if lanes else 0)

@@ -50,6 +50,16 @@ def shown(timeline: Timeline) -> Iterator[Shown]:
             yield Shown(span.task, rows[span.task.lane.name], span.start - begin, span.end - begin)
 
 
+def host_late(timeline: Timeline) -> Iterator[Shown]:
+    """Where a compute lane stood idle because the host had not issued a task yet, as `shown` shows the task."""
+    if timeline.issued is None:
+        return
+    late, begin = timeline.host_late(), float(timeline.start.min())
+    for index in np.flatnonzero((late > 0) & timeline.program.compute).tolist():
+        end = min(timeline.start.item(index), timeline.issued.item(index)) - begin
+        yield Shown(timeline.program.task(index), 0, end - late.item(index), end)
+
+
 def _rows(timeline: Timeline) -> dict[str, str]:
     """The row of each lane, by name; in a user's own program each has one, in the order in which they are used."""
     program = timeline.program

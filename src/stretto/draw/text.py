@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.text import Text
 
-from stretto.draw.lanes import rows_of, shown
+from stretto.draw.lanes import host_late, rows_of, shown
 from stretto.program.task import Kind, Task
 from stretto.timeline import Timeline
 
@@ -36,6 +36,7 @@ _SHADES = {  # two of each, so that neighbours stand apart
     "L": ("on #a48fd0", "on #bdadde"),
     "H": ("on #9ecae1", "on #c6dbef"),
     "G": ("on #e39a9a", "on #edbcbc"),
+    "!": ("on #d62728", "on #d62728"),
 }
 _MEANING = {
     "F": "forward",
@@ -50,6 +51,7 @@ _MEANING = {
     "O": "offload",
     "L": "onload",
     "G": "sum of gradients over devices",
+    "!": "idle: not issued yet by the host",
 }
 _UPDATE_MEANING = {"H": "host to device", "S": "broadcast (source)", "D": "broadcast (destination)", "R": "reload"}
 _CALLS = "FWIOSDHG"  # the shades of a user's own calls
@@ -61,7 +63,7 @@ def draw_text(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> s
 
     With `lanes`, and for a weight update always, a line for each of computation, communication, offload and sums over
     devices; for a user's own program a line for each lane. Of what runs beside each other in one line, the first is
-    shown.
+    shown. Dots are idle time; of a measured timeline, "!" is idle time because the host had not issued the next task.
 
     >>> from stretto import one_f_one_b, simulate
     >>> print(draw_text(simulate(one_f_one_b(devices=2, microbatches=2)), width=60))
@@ -92,7 +94,9 @@ def draw_rich(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> T
             text.append(" " * (block.start - column))
             for letter, number, columns in _parts(block):
                 labels = (f"{letter}{number}", str(number), "")  # the longest that fits
-                if block.task.kind is Kind.CALL:
+                if block.task is None:
+                    labels = ("", "", "")
+                elif block.task.kind is Kind.CALL:
                     labels = (block.task.phase, block.task.phase[:columns], "")
                 fits = next(label for label in labels if len(label) <= columns).center(columns)
                 text.append(fits, style=f"black {_SHADES[letter][number % 2]}")
@@ -110,7 +114,8 @@ def draw_rich(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> T
 class _Block:
     start: int
     end: int
-    task: Task
+    task: Task | None
+    """None where the host was late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +142,13 @@ class _Grid:
         if not math.isfinite(scale):  # times too small for any scale
             return _Grid([(label, []) for label in labels], 0)
         lines: list[list[_Block]] = [[] for _ in labels]
-        for it in sorted(found, key=lambda it: it.start):
+        late = [(it, None) for it in host_late(timeline)]
+        for it, task in sorted([*late, *((it, it.task) for it in found)], key=lambda both: both[0].start):
             line = lines[it.task.device * len(names) + (it.row if lanes else 0)]
             start = max(int(np.rint(it.start * scale)), line[-1].end if line else 0)
             end = int(np.rint(it.end * scale))
             if end > start:
-                line.append(_Block(start, end, it.task))
+                line.append(_Block(start, end, task))
         columns = max((line[-1].end for line in lines if line), default=0)
         labelled = list(zip(labels, lines, strict=True))
         if program.is_own:  # whose devices need not have the same lanes
@@ -173,6 +179,8 @@ def _number(task: Task) -> int:
 
 def _plain(block: _Block) -> str:
     columns, task = block.end - block.start, block.task
+    if task is None:
+        return "!" * columns
     letter = _letter(task)
     label = f"{letter}{_number(task)}"
     if task.kind is Kind.CALL:
@@ -185,7 +193,9 @@ def _plain(block: _Block) -> str:
 def _parts(block: _Block) -> Iterator[tuple[str, int, int]]:
     """The coloured parts of a block: letter, microbatch, columns. A pair is a third forward, two thirds backward."""
     columns, task = block.end - block.start, block.task
-    if task.backward is None:
+    if task is None:
+        yield "!", 0, columns
+    elif task.backward is None:
         yield _letter(task), _number(task), columns
     else:
         forward = max(1, columns // 3)

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from stretto.costs import Costs, Unit
+from stretto.draw.lanes import host_late
 from stretto.ir.errors import StrettoError, TextError
 from stretto.ir.placement import Placement
 from stretto.program.link import lanes_of, link_tasks
@@ -41,7 +42,7 @@ def draw_trace(timeline: Timeline, *, costs: Costs | None = None) -> str:
     Seconds show as seconds; times without a unit show as milliseconds. The file says which, and holds the times
     themselves too. Bytes are counted if the costs name any, activations always.
     """
-    events = [*_names(timeline), *_slices(timeline), *_counters(timeline, costs)]
+    events = [*_names(timeline), *_slices(timeline), *_late(timeline), *_counters(timeline, costs)]
     program = timeline.program
     origin = _Origin(
         [list(route) for route in program.placement.routes],
@@ -79,7 +80,11 @@ def parse_trace(text: str) -> Timeline:
     start, end = (np.array([getattr(slice_.args, name) for slice_ in slices]) for name in ("start", "end"))
     if not (np.isfinite(start).all() and np.isfinite(end).all() and (start <= end).all()):
         raise TextError("not a sound trace of Stretto's: a task ends before it starts")
-    return Timeline(program, start, end, origin.unit)
+    times = [slice_.args.issued for slice_ in slices]
+    issued = np.array([time for time in times if time is not None])
+    if len(issued) not in (0, len(times)) or not np.isfinite(issued).all():
+        raise TextError("not a sound trace of Stretto's: it says of some tasks only when they were issued")
+    return Timeline(program, start, end, origin.unit, issued if len(issued) else None)
 
 
 _Index = Annotated[int, msgspec.Meta(ge=-1, lt=2**40)]
@@ -94,6 +99,7 @@ class _Args(msgspec.Struct, omit_defaults=True):
     lane: str
     start: float
     end: float
+    issued: float | None = None
     peer: _Index | None = None
     backward: tuple[_Index, _Index] | None = None
     part: _Index = 0
@@ -187,6 +193,7 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
     program, scale = timeline.program, _MICROSECONDS[timeline.unit]
     lanes, mates = program.lane.tolist(), program.mate.tolist()
     says_needs = program.is_update or program.is_own
+    issued = [None] * len(program) if timeline.issued is None else timeline.issued.tolist()
     for index, span in enumerate(timeline.spans()):
         task, start, end = span.task, span.start * scale, span.end * scale
         place = {"pid": task.device, "tid": lanes[index]}
@@ -204,6 +211,7 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 lane=task.lane.name,
                 start=span.start,
                 end=span.end,
+                issued=issued[index],
                 needs=program.needs(index) if says_needs else None,
                 peer=task.lane.peer,
                 backward=task.backward,
@@ -220,6 +228,15 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
                     yield {"ph": "s", "ts": start, "id": end_index, **flow}
             else:
                 yield {"ph": "f", "bp": "e", "ts": end, "id": index, **flow}
+
+
+def _late(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """A track of its own for each device: what is no task of the program must not be read back as one."""
+    scale, begin = _MICROSECONDS[timeline.unit], float(timeline.start.min())
+    for number, it in enumerate(host_late(timeline)):
+        track = {"pid": it.task.device, "cat": "host", "id": number, "name": f"{it.task} not issued yet"}
+        yield {"ph": "b", "ts": (begin + it.start) * scale, **track}
+        yield {"ph": "e", "ts": (begin + it.end) * scale, **track}
 
 
 def _counters(timeline: Timeline, costs: Costs | None) -> Iterator[dict[str, Any]]:

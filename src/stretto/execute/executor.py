@@ -81,7 +81,7 @@ class Executor:
         doing = self.supervisor.task = self._doing
         issues = self._issues
         if recorder is not None:
-            issues = [self._lanes.compile(at, act, recorder) for at, act in enumerate(self._acts)]
+            issues = [recorder.issuing(at, self._lanes.compile(at, act, recorder)) for at, act in enumerate(self._acts)]
         try:
             self._lanes.begin()
             for at, issue in enumerate(issues):

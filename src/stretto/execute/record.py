@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.program.program import Program
+from stretto.program.sums import reduces
+from stretto.program.task import RECEIVES
 from stretto.timeline import Timeline
+from stretto.timeline.memory import Floats
 
 T = TypeVar("T")
 _PINGS = 8
@@ -22,7 +25,8 @@ class Recorder:
     """One rank's times, in the order of its tasks."""
 
     def __init__(self, tasks: int) -> None:
-        self._start, self._end = np.zeros(tasks), np.zeros(tasks)
+        self._times = np.zeros((3, tasks))
+        self._start, self._end, self._issued = self._times
         self._events: dict[int, tuple[Any, Any]] = {}
         self._zero: Any = None
         self._host = 0.0
@@ -37,6 +41,19 @@ class Recorder:
             return found
 
         return timed
+
+    def issuing(self, at: int, issue: Callable[[], object]) -> Callable[[], object]:
+        """The same, noting when it is called."""
+
+        def noted() -> object:
+            self.note(at)
+            return issue()
+
+        return noted
+
+    def note(self, at: int) -> None:
+        """A task is issued now."""
+        self._issued[at] = time.perf_counter()
 
     def take(self, spans: Mapping[int, tuple[float, float]]) -> None:
         """Tasks that began and ended in other threads, when they did."""
@@ -63,19 +80,29 @@ class Recorder:
         """All ranks' times, on the first rank, by its clock; None on the others. Without a group there is only one."""
         self._read_events()
         if group is None:
-            return Timeline(program, self._start - self._start.min(), self._end - self._start.min())
+            return _timeline(program, self._times)
         talk = _Talk(group, settle)
-        mine = torch.from_numpy(np.stack((self._start, self._end)) + talk.offset())
+        mine = torch.from_numpy(self._times + talk.offset())
         if group.rank():
             talk.send(mine, 0)
             return None
-        start, end = np.zeros(len(program)), np.zeros(len(program))
+        whole = np.zeros((3, len(program)))
         for other in range(group.size()):
             here = np.flatnonzero(program.device == other)
-            times = talk.receive(torch.zeros(2, len(here), dtype=torch.float64, device="cpu"), other) if other else mine
-            start[here], end[here] = times.numpy()
-        begin = start.min()
-        return Timeline(program, start - begin, end - begin)
+            times = talk.receive(torch.zeros(3, len(here), dtype=torch.float64, device="cpu"), other) if other else mine
+            whole[:, here] = times.numpy()
+        return _timeline(program, whole)
+
+
+def _timeline(program: Program, times: Floats) -> Timeline:
+    """What was asked for before it was there began when that did: a receive with its send, a sum with its last end."""
+    start, end, issued = times - times[0].min()
+    receive = np.flatnonzero(program.work.among(RECEIVES) & (program.mate >= 0))
+    begun = start.copy()
+    begun[receive] = np.maximum(start[receive], start[program.mate[receive]])
+    for task in reduces(program.work).tolist():
+        begun[task] = start[program.ends(task)].max()
+    return Timeline(program, np.minimum(begun, end), end, issued=issued)
 
 
 def _event() -> Any:

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ class DeviceLanes:
         self._streams = [self._made.get(task.lane) for task in tasks]  # None is the caller's own
         self._main: Any = None
         self._begun: dict[int, Begun] = {}
-        self._flying: deque[tuple[int, Begun]] = deque()
+        self._flying: deque[Begun] = deque()
         self._kept: deque[tuple[Any, object]] = deque()
 
     def compile(self, at: int, act: Act, recorder: Recorder | None = None) -> Issue:
@@ -94,7 +93,9 @@ class DeviceLanes:
         def issue() -> None:
             check()
             now = self._main if own is None else own
-            with nullcontext() if own is None else torch.cuda.stream(own):
+            if own is not None:
+                torch.cuda.set_stream(own)
+            try:
                 for need in needs:
                     if need in begun:
                         begun[need].wait()
@@ -105,9 +106,12 @@ class DeviceLanes:
                     if event is not None:
                         begun[at] = work
                     if work.landed is not None:
-                        self._fly(at, work)
+                        self._fly(work)
                 elif event is not None:
                     event.record(now)
+            finally:
+                if own is not None:
+                    torch.cuda.set_stream(self._main)
             if self._used is not None:
                 self._keep(now)
 
@@ -120,7 +124,7 @@ class DeviceLanes:
             stream.wait_stream(self._main)
 
     def end(self, ended: Callable[[int], None]) -> None:
-        """The caller's stream goes on when all lanes have ended; the host, when all that was sent has left."""
+        """The caller's stream goes on when all lanes have ended, and all that was sent has left. The host goes on."""
         for stream in self._made.values():
             self._main.wait_stream(stream)
         while self._flying:
@@ -133,15 +137,15 @@ class DeviceLanes:
         """What a device may still read or write after a failure stays."""
         self._begun.clear()
 
-    def _fly(self, at: int, work: Begun) -> None:
-        while self._flying and all(ticket.done for ticket in self._flying[0][1].tickets):
+    def _fly(self, work: Begun) -> None:
+        while self._flying and all(ticket.done for ticket in self._flying[0].tickets):
             self._land()
-        self._flying.append((at, work))
+        self._flying.append(work)
 
     def _land(self) -> None:
-        at, work = self._flying.popleft()
-        for ticket in work.tickets:
-            self._supervisor.wait(ticket, lambda: self._tasks[at].awaited)
+        """Let go of what was begun: it has ended, or the caller's stream waits for it."""
+        work = self._flying.popleft()
+        work.follow()
         if work.landed is not None:
             work.landed()
         work.tickets, work.landed = [], None  # what they kept alive may go
@@ -162,9 +166,10 @@ class DeviceLanes:
 
 
 def _timed(recorder: Recorder, at: int, act: Act) -> Act:
-    """Between two events, with all that it has begun."""
+    """Between two events, with all that it has begun; issued only now, when the host has waited for what it must."""
 
     def timed() -> Any:
+        recorder.note(at)
         first, last = recorder.events(at)
         first.record()
         work = act()

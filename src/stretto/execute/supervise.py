@@ -167,13 +167,9 @@ class Supervisor:
         if knowing:
             self.fail(waited)
 
-    @contextmanager
-    def explaining(self, what: Callable[[], str]) -> Iterator[None]:
-        """If a group or connection fails, say why that is."""
-        try:
-            yield
-        except (OSError, RuntimeError) as error:
-            raise self.explained(error, what()) from error
+    def explaining(self, what: Callable[[], str]) -> "_Explaining":
+        """If a group or connection fails within, say why that is."""
+        return _Explaining(self, what)
 
     def explained(self, error: BaseException, what: str) -> StrettoError:
         """Why something that was waited for has failed: a connection fails before its reason is known."""
@@ -355,6 +351,22 @@ class Supervisor:
             elif label and message.label and message.turn == turn and message.label != label:
                 said = f"rank {peer} runs {message.label} while rank {self.rank} runs {label}"
                 self.fail(f"{said}; all ranks must call the same", _NOBODY)
+
+
+class _Explaining:
+    """What `explaining` opens; a class because it is opened for every message."""
+
+    __slots__ = ("_supervisor", "_what")
+
+    def __init__(self, supervisor: Supervisor, what: Callable[[], str]) -> None:
+        self._supervisor, self._what = supervisor, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, OSError | RuntimeError):
+            raise self._supervisor.explained(error, self._what()) from error
 
 
 def is_stopped(process: int) -> bool:

@@ -64,7 +64,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
 class Description:
     """All of a message but its tensors' numbers. Two that are equal make the same value of the same numbers."""
 
-    __slots__ = ("leaves", "rows", "shared", "spec")
+    __slots__ = ("leaves", "metas", "rows", "shared", "spec")
 
     def __init__(
         self, spec: pytree.TreeSpec, leaves: Sequence[_Leaf], shared: tuple[int, ...] = (), rows: int = 0
@@ -72,6 +72,8 @@ class Description:
         self.spec, self.leaves, self.shared = spec, tuple(leaves), shared
         self.rows = rows
         """How many rows the batch had that it comes from, 0 if that is not known."""
+        self.metas = [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
+        """Of the tensors that travel, in order."""
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -83,11 +85,6 @@ class Description:
         )
 
     __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def metas(self) -> list[TensorMeta]:
-        """Of the tensors that travel, in order."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
 
     def empty(self, device: torch.device) -> list[Tensor]:
         return [meta.empty(device) for meta in self.metas]

@@ -89,11 +89,21 @@ class Losses:
         """A row of losses and one of counts, by microbatch, and one that tells whether they were counted; zero for
         those of other ranks, so that all ranks' add up.
         """
-        zero, one = (torch.full((), value, dtype=torch.float64, device=self._device) for value in (0.0, 1.0))
-        here = dict.fromkeys(self._losses, one)
+        if not self._losses:
+            return torch.zeros((3, self._microbatches), dtype=torch.float64, device=self._device)
+        here = dict.fromkeys(self._losses, torch.ones((), device=self._device))
         rows = (self._losses, self._counts or here, here if self._counts else {})
-        found = [row.get(microbatch, zero) for row in rows for microbatch in range(self._microbatches)]
-        return torch.stack([number.to(zero).reshape(()) for number in found]).view(len(rows), -1)
+        return torch.stack([self._row(row) for row in rows])
+
+    def _row(self, numbers: dict[int, Tensor]) -> Tensor:
+        """Those of all microbatches, in double precision: cast at once where all have one type."""
+        if len({(number.dtype, number.device) for number in numbers.values()}) != 1:
+            zero = torch.zeros((), dtype=torch.float64, device=self._device)
+            numbers = {microbatch: number.to(zero) for microbatch, number in numbers.items()}
+        else:
+            zero = torch.zeros_like(next(iter(numbers.values())).reshape(()))
+        found = [numbers.get(microbatch, zero).reshape(()) for microbatch in range(self._microbatches)]
+        return torch.stack(found).to(self._device, torch.float64)
 
 
 class OneLoss:

@@ -19,6 +19,13 @@ Grads = Sequence[Tensor | None]
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
 
+def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without its preparations for functorch, which take as long as the rest. It is not for use under
+    transforms.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
+
+
 class _Arrived:
     """The gradients of a segment's inputs, as they come. They come only while the segment's own backward runs."""
 
@@ -150,4 +157,4 @@ class _Enter(torch.autograd.Function):
         return None, None, None, None
 
 
-_enter: Callable[..., Tensor] = _Enter.apply
+_enter: Callable[..., Tensor] = direct(_Enter)

@@ -18,6 +18,7 @@ from stretto.runtime.gradient_buffers import Sum
 from stretto.runtime.gradients import Gradients
 from stretto.runtime.grouped import GroupedLinear, grouped_linear, grouped_outer
 from stretto.runtime.overrides import Forward, Overrides
+from stretto.runtime.segments import direct
 
 Closure = Callable[[], None]
 SumOf = Callable[[nn.Parameter], Sum]
@@ -356,9 +357,9 @@ def _autocast(tensor: Tensor) -> Tensor:
 
 
 _embedding_backward = torch.ops.aten.embedding_dense_backward
-_linear: Callable[..., Tensor] = _Linear.apply
-_grouped: Callable[..., Tensor] = _Grouped.apply
-_embedding: Callable[..., Tensor] = _Embedding.apply
+_linear: Callable[..., Tensor] = direct(_Linear)
+_grouped: Callable[..., Tensor] = direct(_Grouped)
+_embedding: Callable[..., Tensor] = direct(_Embedding)
 
 
 def _own(parameter: Tensor | None) -> TypeGuard[nn.Parameter]:

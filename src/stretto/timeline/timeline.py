@@ -38,6 +38,8 @@ class DeviceSummary(msgspec.Struct, frozen=True):
     """The same for expert dispatch and combine."""
     exposed_copy: float
     """The same for what leaves for host memory and comes back."""
+    host_late: float
+    """Idle time before compute tasks that could have run, had the host issued them; 0 where that was not recorded."""
     peak_activations: int
     peak_pending: int
     peak_live: int
@@ -60,6 +62,8 @@ class Timeline:
     end: Floats
     unit: Unit = "s"
     """Times that were measured are seconds; simulated ones are in the unit of the costs."""
+    issued: Floats | None = None
+    """When the host issued each task, where that was recorded."""
 
     def spans(self) -> Iterator[Span]:
         for task, start, end in zip(self.program.tasks(), self.start.tolist(), self.end.tolist(), strict=True):
@@ -89,6 +93,7 @@ class Timeline:
             self._exposed(awaited)[task]
             for awaited in (program.moving, program.on_lane("comm"), program.work.among(COPIES))
         )
+        late = self.host_late()[task]
         memory = self.memory(costs)
         devices = []
         for device, (a, b) in enumerate(pairwise(bounds.tolist())):
@@ -102,6 +107,7 @@ class Timeline:
                     exposed_transfer=float(transfer[a:b].sum()),
                     exposed_comm=float(comm[a:b].sum()),
                     exposed_copy=float(copy[a:b].sum()),
+                    host_late=float(late[a:b].sum()),
                     peak_activations=memory[device].peak_activations,
                     peak_pending=memory[device].peak_pending,
                     peak_live=memory[device].peak_live,
@@ -111,6 +117,26 @@ class Timeline:
         total = makespan * len(devices)
         ratio = sum(device.bubble for device in devices) / total if total else 0.0
         return Summary(makespan, ratio, tuple(devices))
+
+    def host_late(self) -> Floats:
+        """For each task, how long its lane stood idle only because the host had not issued it yet: the lane was free,
+        and all that the task needs was there. The ends of what devices do together can begin when all of them can.
+        """
+        program = self.program
+        if self.issued is None:
+            return np.zeros(len(program))
+        ready = np.full(len(program), self.start.min())
+        before, after = queue_edges(program.lane)
+        np.maximum.at(ready, after, self.end[before])
+        np.maximum.at(ready, program.needing, self.end[program.need])
+        own = ready.copy()
+        joint = np.flatnonzero(program.mate >= 0)
+        end = program.mate[joint]
+        while (end != joint).any():
+            ready[joint] = np.maximum(ready[joint], own[end])
+            end = program.mate[end]
+        late: Floats = np.maximum(0.0, np.minimum(self.start, self.issued) - ready)
+        return late
 
     def critical_path(self) -> list[Span]:
         """The chain of tasks that set the makespan, first to last; a transfer is shown by its receiving end."""
