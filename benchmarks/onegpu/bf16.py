@@ -3,15 +3,18 @@
     stretto onegpu run --devices 4 benchmarks/onegpu/bf16.py [TOKENS …] [--only "ours, ZB-V, cast"] [--profile]
 
 8 blocks of RMSNorm + Linear(4096 → 8192) + SiLU + Linear(8192 → 4096), 16 microbatches of so many tokens (512 and
-2048), the same groups for all. The least of 6 steps, all ranks together; and the most that a rank held beyond the
-weights, sums that stay between steps included. DeepSeek's is run if `dualpipe` can be imported. With --profile, what
-the GPU did for rank 0 in a step.
+2048), the same groups for all. The least and the median of 10 steps, all ranks together; the least time after which the
+slowest rank's host had queued its step; of ours, from a recorded step, for how long the worst device was idle because
+its host was late; and the most that a rank held beyond the weights, sums that stay between steps included. DeepSeek's
+is run if `dualpipe` can be imported, and sums over its replicas in the end, as ours does. With --profile, what the GPU
+did for rank 0 in a step.
 """
 
 import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,10 +29,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 import stretto
 import stretto.onegpu
 
-WIDTH, LAYERS, MICROBATCHES, WARM_UP, STEPS = 4096, 8, 16, 2, 6
+WIDTH, LAYERS, MICROBATCHES, WARM_UP, STEPS = 4096, 8, 16, 3, 10
 PLANS: dict[str, Callable[..., stretto.Plan]] = {
     "1F1B": stretto.one_f_one_b,
-    "interleaved": lambda **sizes: stretto.interleaved(**sizes, overlap=True),
+    "interleaved": stretto.interleaved,
+    "interleaved overlapped": lambda **sizes: stretto.interleaved(**sizes, overlap=True),
     "ZB-V": stretto.zb_v,
     "DualPipe": stretto.dualpipe,
     "DualPipeV": stretto.dualpipev,
@@ -40,8 +44,30 @@ PEERS: dict[str, tuple[type[Any], int]] = {
     "ZB-V": (torch_schedules.ScheduleZBVZeroBubble, 2),
     "DualPipeV": (torch_schedules.ScheduleDualPipeV, 2),
 }
-Made = tuple[Callable[[], None], list[nn.Parameter], Callable[[], None]]
-"""A step, the parameters that it trains, and what ends it."""
+
+
+@dataclass
+class Made:
+    step: Callable[[], None]
+    parameters: list[nn.Parameter]
+    close: Callable[[], None] = lambda: None
+    record: Callable[[], stretto.Timeline | None] | None = None
+    """The timeline of a step, on rank 0."""
+
+
+@dataclass
+class Found:
+    """Milliseconds, and GiB beyond the weights."""
+
+    least: float
+    median: float
+    queued: float
+    late: float | None
+    held: float
+
+    def row(self, name: str) -> str:
+        late = "" if self.late is None else f"{self.late:.1f}"
+        return f"| {name} | {self.least:.1f} | {self.median:.1f} | {self.queued:.1f} | {late} | {self.held:.2f} |"
 
 
 class Block(nn.Module):
@@ -67,7 +93,12 @@ def ours(mesh: DeviceMesh, plan: stretto.Plan, gradients: Any, x: Tensor, y: Ten
     pipe = stretto.Pipeline(
         lambda _: block(), layer_count=LAYERS, plan=plan, loss=loss, mesh=mesh, gradients=gradients, timeout=60
     )
-    return lambda: _ignore(pipe.step(x, y, check_finite=False)), list(pipe.parameters()), pipe.close
+    return Made(
+        lambda: _ignore(pipe.step(x, y, check_finite=False)),
+        list(pipe.parameters()),
+        pipe.close,
+        lambda: pipe.step(x, y, record=True).timeline,
+    )
 
 
 def torchs(mesh: DeviceMesh, schedule: type[Any], per_rank: int, x: Tensor, y: Tensor) -> Made:
@@ -81,10 +112,9 @@ def torchs(mesh: DeviceMesh, schedule: type[Any], per_rank: int, x: Tensor, y: T
     runner = schedule(stages if per_rank > 1 else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss)
     given = (x,) if 0 in here else ()
     wanted = {"target": y, "losses": []} if count - 1 in here else {}
-    return (
+    return Made(
         lambda: _ignore(runner.step(*given, **wanted)),
         [parameter for stage in stages for parameter in stage.submod.parameters()],
-        lambda: None,
     )
 
 
@@ -138,7 +168,18 @@ def deepseeks(mesh: DeviceMesh, x: Tensor, y: Tensor) -> Made:
     dualpipe.set_p2p_tensor_shapes([(1, *x.shape[1:])])
     dualpipe.set_p2p_tensor_dtype(torch.bfloat16)
     runner = dualpipe.DualPipe(chunks)
-    half = {0: 0, mesh.size() - 1: 1}.get(mesh.get_local_rank())
+    rank, last = mesh.get_local_rank(), mesh.size() - 1
+    half = {0: 0, last: 1}.get(rank)
+    pairs = [dist.new_group([k, last - k]) for k in range(mesh.size() // 2)]
+    mirrored = pairs[min(rank, last - rank)]
+    replicated = [list(chunk.parameters()) for chunk in (chunks if rank <= last - rank else reversed(chunks))]
+
+    def sum_replicas() -> None:
+        grads = [p.grad for parameters in replicated for p in parameters if p.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=mirrored)
+        for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
 
     def step() -> None:
         if half is None:
@@ -146,8 +187,9 @@ def deepseeks(mesh: DeviceMesh, x: Tensor, y: Tensor) -> Made:
         else:
             labels = [y.chunk(2)[1 - half]]
             runner.step(x.chunk(2)[half], num_chunks=MICROBATCHES, criterion=loss, labels=labels, return_outputs=False)
+        sum_replicas()
 
-    return step, list(chunks.parameters()), lambda: None
+    return Made(step, list(chunks.parameters()))
 
 
 def cases(mesh: DeviceMesh, x: Tensor, y: Tensor) -> Iterator[tuple[str, Callable[[], Made]]]:
@@ -157,31 +199,36 @@ def cases(mesh: DeviceMesh, x: Tensor, y: Tensor) -> Iterator[tuple[str, Callabl
             yield f"ours, {name}, {kind}", partial(ours, mesh, made, kind, x, y)
         if name in PEERS:
             yield f"peer, {name} (PyTorch)", partial(torchs, mesh, *PEERS[name], x, y)
-        else:
+        elif name == "DualPipe":
             yield f"peer, {name} (DeepSeek)", partial(deepseeks, mesh, x, y)
 
 
-def measure(make: Callable[[], Made]) -> tuple[float, float, Made]:
-    """Milliseconds, and GiB beyond the weights."""
+def measure(make: Callable[[], Made]) -> tuple[Found, Made]:
     before = torch.cuda.memory_allocated()
-    step, parameters, close = make()
-    weights = sum(parameter.nbytes for parameter in parameters)
-    least, most = float("inf"), 0.0
-    for k in range(WARM_UP + STEPS):
-        for parameter in parameters:
+    made = make()
+    weights = sum(parameter.nbytes for parameter in made.parameters)
+    rows = []
+    for _ in range(WARM_UP + STEPS):
+        for parameter in made.parameters:
             parameter.grad = None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         dist.barrier()
         start = time.perf_counter()
-        step()
+        made.step()
+        queued = time.perf_counter() - start
         torch.cuda.synchronize()
         took, held = time.perf_counter() - start, torch.cuda.max_memory_allocated() - before - weights
-        worst = torch.tensor([took, float(held)], dtype=torch.float64)
+        worst = torch.tensor([took, queued, float(held)], dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        if k >= WARM_UP:
-            least, most = min(least, float(worst[0])), max(most, float(worst[1]))
-    return least * 1e3, most / 2**30, (step, parameters, close)
+        rows.append(worst)
+    took_all, queued_all, held_all = torch.stack(rows[WARM_UP:]).T
+    timeline = None if made.record is None else made.record()
+    late = None if timeline is None else max(device.host_late for device in timeline.summary().devices) * 1e3
+    ms = took_all * 1e3
+    return Found(
+        float(ms.min()), float(ms.median()), float(queued_all.min()) * 1e3, late, float(held_all.max()) / 2**30
+    ), made
 
 
 def profile(step: Callable[[], None]) -> str:
@@ -210,22 +257,22 @@ def main() -> None:
 
     for tokens in options.tokens:
         say(f"\n{tokens} tokens, {mesh.size()} devices, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
-        say("| | ms | GiB |\n|---|---|---|")
+        say("| | least, ms | median, ms | queued after, ms | host late, ms | GiB |\n|---|---|---|---|---|---|")
         torch.manual_seed(1)
         x, y = torch.randn(2, MICROBATCHES, tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
         for name, make in cases(mesh, x, y):
             if options.only and not any(name == part or name.startswith(f"{part} (") for part in options.only):
                 continue
             try:
-                milliseconds, gib, (step, parameters, close) = measure(make)
+                found, made = measure(make)
             except ImportError as error:
-                say(f"| {name} | {error} | |")
+                say(f"| {name} | {error} | | | | |")
                 continue
-            say(f"| {name} | {milliseconds:.1f} | {gib:.2f} |")
+            say(found.row(name))
             if options.profile:
-                say(profile(step))
-            close()
-            del step, parameters, make, close
+                say(profile(made.step))
+            made.close()
+            del made, make
             gc.collect()  # the allocator keeps its memory: what the broker has mapped is not given back before it ends
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they sum over each other, so that nobody waits for a sum that will not come."""
+"""What ranks tell each other when a step begins: what they will sum, and whether it begins like an earlier one."""
 
 import struct
 from collections.abc import Iterable, Mapping
@@ -12,8 +12,8 @@ Ranks = tuple[int, ...]
 
 
 class Agreement:
-    """A number for each set of ranks that sums something, told to all of its ranks when a step begins. It is heard when
-    it is asked for, and has mostly come by then.
+    """A number for each of some sets of ranks, told to all ranks of the set when a step begins. It is heard when it is
+    asked for, and has mostly come by then.
     """
 
     def __init__(self, team: Team, sets: Iterable[Ranks]) -> None:
@@ -43,14 +43,14 @@ class Agreement:
         if peer not in self._heard:
             wire, sets = self._of[peer], self._common[peer]
             form = struct.Struct(f"<{1 + len(sets)}Q")
-            what = f"rank {peer} to say what it sums"
+            what = f"rank {peer} to begin {self._supervisor.label}"
             self._supervisor.wait(wire, lambda: what)
             with self._supervisor.explaining(lambda: what):
                 mark, *said = form.unpack(wire.receive(form.size, self._supervisor.check))
             if mark != self._supervisor.mark:
                 raise told(
-                    f"rank {peer} sums in another step than {self._supervisor.label}; all ranks must call step() and "
-                    "eval_step() in the same order, with the same record and accumulate"
+                    f"rank {peer} is not in {self._supervisor.label}; all ranks must call step() and eval_step() in "
+                    "the same order, with the same record and accumulate"
                 )
             self._heard[peer] = dict(zip(sets, said, strict=True))
         return self._heard[peer]

@@ -64,7 +64,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
 class Description:
     """All of a message but its tensors' numbers. Two that are equal make the same value of the same numbers."""
 
-    __slots__ = ("leaves", "metas", "rows", "shared", "spec")
+    __slots__ = ("leaves", "lone", "metas", "rows", "shared", "spec")
 
     def __init__(
         self, spec: pytree.TreeSpec, leaves: Sequence[_Leaf], shared: tuple[int, ...] = (), rows: int = 0
@@ -74,6 +74,8 @@ class Description:
         """How many rows the batch had that it comes from, 0 if that is not known."""
         self.metas = [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
         """Of the tensors that travel, in order."""
+        self.lone: tuple[Any, ...] | None = None
+        """By what a sender knows a plain contiguous tensor that looks like this, once it has seen one."""
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -85,6 +87,12 @@ class Description:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        """As in "float32 of shape (4, 8)"."""
+        leaves = ", ".join(map(_said, self.leaves))
+        rows = f" of a batch of {self.rows} rows" if self.rows else ""
+        return f"{leaves if self.spec is LEAF else f'{leaves} in {self.spec}'}{rows}"
 
     def empty(self, device: torch.device) -> list[Tensor]:
         return [meta.empty(device) for meta in self.metas]
@@ -120,6 +128,17 @@ class Description:
     def decode(text: bytes) -> "Description":
         wire = _WIRE.decode(text)
         return Description(_specified(wire.root), wire.leaves, wire.shared, wire.rows)
+
+
+def _said(leaf: _Leaf) -> str:
+    match leaf:
+        case TensorMeta():
+            strides = "" if leaf.stride is None else f" and strides {leaf.stride}"
+            return f"{leaf.dtype} of shape {leaf.shape}{strides}{' that needs gradients' * leaf.needs_grad}"
+        case _Same():
+            return f"leaf {leaf.leaf} again"
+        case _Plain():
+            return repr(_unpacked(msgspec.msgpack.decode(leaf.value)))
 
 
 _WIRE: msgspec.msgpack.Decoder[_Wire] = msgspec.msgpack.Decoder(_Wire)

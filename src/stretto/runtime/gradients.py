@@ -238,7 +238,7 @@ class Gradients:
             )
             names = [name for message, name in self._names if message[0] == ranks]
             text += "".join(
-                f"{key} {sum_.dtype} {sum_.given_as} {_shape_of(sum_.parameter)}"
+                f"{key} {sum_.dtype} {sum_.given_as} {shape_of(sum_.parameter)}"
                 for key, sum_ in sorted(self._loose.items())
                 if key[0][0] == ranks
             )
@@ -263,7 +263,7 @@ class Gradients:
     def _lay_out(self, stages: Mapping[int, Sequence[nn.Parameter]]) -> bool:
         """Find places for the sums of all parameters that are trained, if they are other ones than before."""
         trained = [(stage, p) for stage, parameters in stages.items() for p in parameters if p.requires_grad]
-        signature = [(stage, id(p), _shape_of(p), p.device, p.dtype, _given_as(p)) for stage, p in trained]
+        signature = [(stage, id(p), shape_of(p), p.device, p.dtype, _given_as(p)) for stage, p in trained]
         if signature == self._signature:
             return False
         self._demand([p for parameters in stages.values() for p in parameters])
@@ -385,7 +385,8 @@ def _given_as(tensor: Tensor) -> torch.dtype:
     return getattr(tensor, "grad_dtype", None) or tensor.dtype
 
 
-def _shape_of(parameter: Tensor) -> Any:
+def shape_of(parameter: Tensor) -> Any:
+    """Its shape and strides, None as long as it has none."""
     return None if isinstance(parameter, UninitializedParameter) else (parameter.shape, parameter.stride())
 
 

@@ -15,7 +15,7 @@ from stretto.execute.streams import Begun, StreamTicket
 from stretto.execute.supervise import Supervisor
 from stretto.execute.team import Team
 from stretto.execute.wires import Wire, wired
-from stretto.ir.errors import told
+from stretto.ir.errors import PipelineError, told
 from stretto.program.program import Program
 from stretto.program.task import Kind, Lane
 from stretto.runtime.descriptions import Description, describe, moved_as
@@ -38,8 +38,6 @@ class _Link:
     """The other end, as a rank of the group."""
     known: dict[Channel, Description] = field(default_factory=dict)
     """The last message of each channel."""
-    lone: dict[Channel, tuple[Any, ...]] = field(default_factory=dict)
-    """What it was if it was one contiguous tensor: by that most messages are known at a glance."""
     steady: set[Channel] = field(default_factory=set)
     """Channels whose last message had tensors like those of the one before."""
     last: "Arrival | None" = None
@@ -53,7 +51,6 @@ class _Link:
         else:
             self.steady.discard(channel)
         self.known[channel] = what
-        self.lone.pop(channel, None)
 
     def guess(self, channel: Channel) -> Description | None:
         """What the next message is taken to be, so that nobody has to wait for its description; both ends take the
@@ -99,6 +96,11 @@ class Arrival(Begun):
         self.what = self._link.known[self._channel]
         self._lent = self._room(self.what)
 
+    def come_as(self, what: Description) -> None:
+        """Make its room ready for what is known to come."""
+        self.what = what
+        self._fill(what)
+
     def begin(self) -> None:
         """Make its room ready, if it can be known what is to come."""
         guess = self._link.guess(self._channel)
@@ -123,6 +125,10 @@ class _ToHost(Arrival):
     """Its lane waits for the tensors that were guessed, for the word, and for what the word says."""
 
     _is_begun = False
+
+    def come_as(self, what: Description) -> None:
+        self._is_begun = True
+        super().come_as(what)
 
     def ask(self, before: Arrival | None) -> None:
         """Now, if it is known what comes before; else its lane does."""
@@ -169,7 +175,7 @@ class _ToDevice(Arrival):
 class Links:
     """This rank's ends of all links that a program uses.
 
-    Ahead of every message goes a word: that it looks like the one before of its channel, or how long the description
+    Both ends may know what a message looks like (`send_as`, `receive_as`). Otherwise a word goes ahead of it: that it looks like the one before of its channel, or how long the description
     is that follows. So what arrives is never taken for anything but what was sent. Where messages of a channel look
     alike, the next one's room is made ready before its word has come; if it looks otherwise then, its sender knows, and
     fills that room with anything first. On a device the host waits for the word when the message is used, and not for
@@ -210,35 +216,63 @@ class Links:
                 link = self._receives[source]
                 team.settle(team.start(partial(link.group.recv, [nothing], link.peer, 0)), nothing)
 
-    def send(self, peer: int, channel: Channel, tree: Tree, rows: int = 0) -> Work | None:
-        """Send a message; `rows` are those of the batch that it comes from. What was begun, if anything was."""
+    def send_as(self, what: Description, peer: int, tree: Tree, rows: int, of: str) -> Work | None:
+        """Send a message that the other end knows to look like this; `of` says whose it is. What was begun."""
+        lone = _lone(tree, rows)
+        tensors = tree.leaves
+        if lone is None or lone != what.lone:
+            found, tensors = describe(tree, self.device, rows)
+            if found != what:
+                raise PipelineError(
+                    f"{of} other shapes or values than in an earlier step that began alike; if it should, make the "
+                    f"pipeline with dynamic_shapes=True ({found}, where it was {what})"
+                )
+            what.lone = lone
+        return self._start(self._sends[peer], tree, [moved_as(tensor) for tensor in tensors if tensor.numel()])
+
+    def receive_as(
+        self, what: Description, peer: int, channel: Channel, room: Callable[[Description], Lent], of: str
+    ) -> tuple[Arrival, Work | None]:
+        """Ask for a message that is known to look like this."""
+        coming = self._arrival(self._receives[peer], channel, room, of)
+        with self.supervisor.explaining(lambda: f"rank {peer}"):
+            coming.come_as(what)
+        return coming, coming
+
+    def _start(self, link: _Link, tree: Tree, moved: list[Tensor]) -> Work | None:
+        unchanged = partial(demand_unchanged, tree, tree.versions())
+        with self.supervisor.explaining(lambda: "what it sent to be taken"):
+            works = [link.group.send([part], link.peer, 0) for part in moved]
+        if self.device.type == "cuda":
+            return Begun([StreamTicket(work, raw) for work, raw in zip(works, moved, strict=True)], unchanged)
+        return _Sent(works, moved, unchanged) if works else None
+
+    def send(self, peer: int, channel: Channel, tree: Tree, rows: int = 0) -> tuple[Description, Work | None]:
+        """Send a message, and say what it is; `rows` are those of the batch that it comes from. What it looks like, and
+        what was begun, if anything was.
+        """
         link = self._sends[peer]
         guess = link.guess(channel)
-        lone = _lone(tree, rows)
-        if lone is not None and link.lone.get(channel) == lone:
-            said, tensors = None, tree.leaves
+        before, lone = link.known.get(channel), _lone(tree, rows)
+        if lone is not None and before is not None and before.lone == lone:
+            what, said, tensors = before, None, tree.leaves
             link.steady.add(channel)
         else:
             what, tensors = describe(tree, self.device, rows)
-            said = None if link.known.get(channel) == what else what
+            what.lone = lone
+            said = None if before == what else what
             link.learn(channel, what)
-            if lone is not None:
-                link.lone[channel] = lone
         if self._instant:
-            return None
+            return what, None
         assert link.wire is not None
         text = b"" if said is None else said.encode()
         moved = [moved_as(tensor) for tensor in tensors if tensor.numel()]
         if guess is not None and said is not None and said.metas != guess.metas:
             # the room that was made ready is filled with anything
             moved = [*(moved_as(part) for part in guess.empty(self.device) if part.numel()), *moved]
-        unchanged = partial(demand_unchanged, tree, tree.versions())
         with self.supervisor.explaining(lambda: "what it sent to be taken"):
             link.wire.send(_WORD.pack(len(text), _mark(channel, self.supervisor)) + text, self.supervisor.check)
-            works = [link.group.send([part], link.peer, 0) for part in moved]
-            if self.device.type == "cuda":
-                return Begun([StreamTicket(work, raw) for work, raw in zip(works, moved, strict=True)], unchanged)
-            return _Sent(works, moved, unchanged) if works else None
+        return what, self._start(link, tree, moved)
 
     def receive(
         self, peer: int, channel: Channel, room: Callable[[Description], Lent], of: str
@@ -251,11 +285,16 @@ class Links:
             arrival = Arrival(self, link, channel, room, of)
             arrival.instant()
             return arrival, None
-        coming = (_ToDevice if self.device.type == "cuda" else _ToHost)(self, link, channel, room, of)
+        coming = self._arrival(link, channel, room, of)
         before, link.last = link.last, coming
         with self.supervisor.explaining(lambda: f"rank {peer}"):
             coming.ask(before)
         return coming, coming
+
+    def _arrival(
+        self, link: _Link, channel: Channel, room: Callable[[Description], Lent], of: str
+    ) -> "_ToDevice | _ToHost":
+        return (_ToDevice if self.device.type == "cuda" else _ToHost)(self, link, channel, room, of)
 
     def forget(self) -> None:
         """What was asked for last is over."""

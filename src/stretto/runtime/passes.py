@@ -1,6 +1,6 @@
 """What a rank's tasks are in a step: forwards, backwards and transfers, as callables for the executor."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
@@ -17,8 +17,9 @@ from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind, Task
 from stretto.runtime.descriptions import Description
-from stretto.runtime.links import Arrival, Links
+from stretto.runtime.links import Arrival, Channel, Links
 from stretto.runtime.losses import Losses
+from stretto.runtime.precedents import Messages, Precedents
 from stretto.runtime.rng import RngKey
 from stretto.runtime.rooms import Lent, Rooms, share_rooms
 from stretto.runtime.segments import Grads
@@ -37,8 +38,15 @@ class Passes:
         links: Links,
         *,
         reduce: Callable[[tuple[int, ...]], Work | None] | None = None,
+        precedents: Precedents | None = None,
     ) -> None:
-        """With `reduce`, which sums the gradients of stages over ranks, a step of training."""
+        """With `reduce`, which sums the gradients of stages over ranks, a step of training. Without `precedents` every
+        message is described.
+        """
+        self._precedents = precedents
+        self._known: Messages | None = None  # if it is known how the messages of this step look
+        self._described: dict[int, Description | Arrival] = {}  # how they look, as far as it was told
+        self._transfers = 0
         self._training, self._reduce = reduce is not None, reduce
         self._program, self._stages, self._links = program, stages, links
         self._last = program.placement.stages - 1
@@ -67,6 +75,11 @@ class Passes:
         )
         self._executor.bind(lanes, self._bound)
 
+    def begin(self, begin: Hashable | None) -> None:
+        """A step is to be run. Those that `begin` alike on each rank have messages that look alike."""
+        if self._precedents is not None:
+            self._precedents.begin(begin)
+
     def run(
         self,
         inputs: list[Value] | None,
@@ -84,9 +97,13 @@ class Passes:
                 stage.used = self._used
                 opened.enter_context(stage.running(key or RngKey(), training=self._training))
             try:
+                self._known = None if self._precedents is None else self._precedents.find()
                 self._executor.run(recorder)
+                if self._precedents is not None and self._known is None:
+                    self._precedents.learn({number: _look(it) for number, it in self._described.items()})
             finally:
                 self._links.forget()
+                self._described.clear()
                 self._values.clear()
                 self._versions.clear()
                 self._grads.clear()
@@ -214,24 +231,38 @@ class Passes:
     def _transfer(self, task: Task, peer: int) -> Act:
         links, stage, microbatch = self._links, task.stage, task.microbatch
         here = stage, microbatch
+        number, self._transfers = self._transfers, self._transfers + 1
 
         def room(what: Description) -> Lent:
             return self._rooms.take(self._room_of[task], what)
 
+        def send(kind: Kind, tree: Tree, rows: int, of: str) -> Work | None:
+            if self._known is not None:
+                return links.send_as(self._known[number], peer, tree, rows, of)
+            self._described[number], begun = links.send(peer, (kind, stage), tree, rows)
+            return begun
+
+        def receive(channel: Channel) -> tuple[Arrival, Work | None]:
+            if self._known is not None:
+                return links.receive_as(self._known[number], peer, channel, room, task.awaited)
+            arrival, begun = links.receive(peer, channel, room, task.awaited)
+            self._described[number] = arrival
+            return arrival, begun
+
         def send_value() -> Work | None:
-            return links.send(peer, (Kind.SEND_F, stage), self._outputs.pop(here), self._rows)
+            return send(Kind.SEND_F, self._outputs.pop(here), self._rows, f"stage {stage} hands on")
 
         def receive_value() -> Work | None:
-            self._values[here], begun = links.receive(peer, (Kind.SEND_F, stage - 1), room, task.awaited)
+            self._values[here], begun = receive((Kind.SEND_F, stage - 1))
             return begun
 
         def send_grads() -> Work | None:
             grads = self._grads.pop((stage - 1, microbatch))
             assert not isinstance(grads, Arrival)
-            return links.send(peer, (Kind.SEND_B, stage), _tree_of(grads))
+            return send(Kind.SEND_B, _tree_of(grads), 0, f"stage {stage} hands back")
 
         def receive_grads() -> Work | None:
-            self._grads[here], begun = links.receive(peer, (Kind.SEND_B, stage + 1), room, task.awaited)
+            self._grads[here], begun = receive((Kind.SEND_B, stage + 1))
             return begun
 
         return {
@@ -240,6 +271,13 @@ class Passes:
             Kind.SEND_B: send_grads,
             Kind.RECV_B: receive_grads,
         }[task.kind]
+
+
+def _look(described: Description | Arrival) -> Description:
+    """What a message looked like that was sent, or has come."""
+    what = described.what if isinstance(described, Arrival) else described
+    assert what is not None, "a message that nobody has waited for"
+    return what
 
 
 def _tree_of(grads: Grads) -> Tree:

@@ -1,6 +1,6 @@
 """A model trained by a plan: each rank runs its part of the checked program."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -15,13 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.costs import Costs
 from stretto.execute.groups import all_reduce, place_among
+from stretto.execute.lanes import Work
 from stretto.execute.record import Recorder
 from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError, StrettoError, named, told
 from stretto.ir.plan import Plan
 from stretto.program.phases import Layer, cut_layers
 from stretto.program.program import Program
-from stretto.runtime.gradients import KINDS, Gradients, Kind
+from stretto.runtime.agreement import Agreement
+from stretto.runtime.gradients import KINDS, Gradients, Kind, shape_of
 from stretto.runtime.layers import (
     Layers,
     builder,
@@ -36,6 +38,7 @@ from stretto.runtime.losses import Losses, Total
 from stretto.runtime.microbatches import cut
 from stretto.runtime.modes import evaluating
 from stretto.runtime.passes import Passes
+from stretto.runtime.precedents import Precedents, look_of
 from stretto.runtime.programs import digest_of, evaluation_of, program_for, wrong_program
 from stretto.runtime.rng import RngKey
 from stretto.runtime.segments import leaves_of
@@ -91,6 +94,8 @@ class Pipeline:
     be alike and hide communication. A `program`, as `lower` makes it, is run as it is. Either way the attribute
     `program` is what runs, for `simulate`, `check` and the figures.
     `loss(output, target)` returns its microbatch's mean, or a sum and the count to divide it by.
+    Layers may hand on anything; but where a step begins like an earlier one, with inputs of the same shapes, they hand
+    on what looks the same, or the step is refused, unless with `dynamic_shapes`.
     `gradients` says how they are summed and given out: "cast" sums those of bfloat16 parameters in float32 and casts
     the sums, "parameter" sums in the parameter's type, "float32" gives the float32 sums as `main_grads()`.
 
@@ -112,6 +117,7 @@ class Pipeline:
         gradients: Kind = "cast",
         checkpoint: bool = False,
         recompute: Sequence[str] = (),
+        dynamic_shapes: bool = False,
         seed: int = 0,
         timeout: float = 300.0,
     ) -> None:
@@ -120,7 +126,7 @@ class Pipeline:
         self.rank, self._device = mesh.get_local_rank(), torch.device(mesh.device_type)
         self._finished = ""  # why nothing more can be run
         wrong = wrong_program(plan, program, costs, mesh.size())
-        wrong = wrong or _wrong(loss, seed, gradients, checkpoint, recompute, tied)
+        wrong = wrong or _wrong(loss, seed, gradients, checkpoint, recompute, tied, dynamic_shapes)
         self._team = Team(
             mesh.get_group(), self._device, timeout=timeout, wrong=wrong, error=PipelineError, failure=told
         )
@@ -141,6 +147,7 @@ class Pipeline:
                     "tied": str(sorted(set(together.values()))),
                     "plan" if plan is not None else "program": digest_of(self.program),
                     "gradients": gradients,
+                    "dynamic_shapes": str(dynamic_shapes),
                     "seed": str(seed),
                     "timeout": str(timeout),
                 }
@@ -150,7 +157,10 @@ class Pipeline:
             if self._device.type == "cuda":  # autograd's thread would find no context for its first matrix product
                 torch.autograd.backward(torch.zeros(1, device=self._device, requires_grad=True).sum())
             sums = partial(self._replicas.sum_stages, gradients=self._gradients)
-            self._passes = Passes(self.program, self._team.supervisor, self._stages, self._links, reduce=sums)
+            everybody = tuple(range(self._team.size))
+            self._begins = None if dynamic_shapes else Agreement(self._team, [everybody])
+            self._passes = self._make_passes(self.program, reduce=sums)
+        self._layout = 0  # how often other parameters were trained than before
         self._gradients.several_streams = self._passes.several_streams
         self._evaluation: Passes | None = None
         self._evaluations = 0
@@ -255,6 +265,8 @@ class Pipeline:
                 changed = self._gradients.begin(
                     {number: stage.parameters() for number, stage in self._stages.items()}, accumulate=accumulate
                 )
+                self._layout += changed
+                self._passes.begin(self._begin_of(microbatches, rows, self._layout))
                 self._replicas.begin(self._gradients, partial(self._leaves_behind, microbatches, losses))
                 recorder = Recorder(len(self._passes.tasks)) if record else None
                 self._passes.run(microbatches, losses, recorder, key=self._key, rows=rows)
@@ -289,9 +301,11 @@ class Pipeline:
         self._evaluations += 1
         if self._evaluation is None:
             program = evaluation_of(self.program)
-            self._evaluation = Passes(program, self._team.supervisor, self._stages, self._links)
+            self._evaluation = self._make_passes(program)
         with self._guarding(f"evaluation {self._evaluations}"), evaluating(self._layers.values()):
             losses, microbatches, rows = self._batch(inputs, targets)
+            kinds = tuple((parameter.dtype, shape_of(parameter)) for parameter in self.parameters())
+            self._evaluation.begin(self._begin_of(microbatches, rows, kinds))
             self._evaluation.run(microbatches, losses, key=self._key, rows=rows)
             total = self._total(losses)
             total.wait()
@@ -311,6 +325,8 @@ class Pipeline:
     def _close_links(self) -> None:
         self._links.close()
         self._replicas.close()
+        if self._begins is not None:
+            self._begins.close()
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's, under the names that `nn.Sequential(*layers)` would give them; a tied one by its first name."""
@@ -393,6 +409,19 @@ class Pipeline:
         }
         every = self.named_parameters(remove_duplicate=False)
         return {name: id(parameter) in late for name, parameter in every}
+
+    def _make_passes(self, program: Program, reduce: Callable[[tuple[int, ...]], Work | None] | None = None) -> Passes:
+        precedents = None if self._begins is None else Precedents(self._begins, self._team.size)
+        return Passes(program, self._team.supervisor, self._stages, self._links, reduce=reduce, precedents=precedents)
+
+    def _begin_of(self, microbatches: list[Value] | None, rows: int, parameters: Hashable) -> Hashable | None:
+        """All that decides here, as far as can be seen, what messages look like; None if too little can."""
+        look, kind = look_of(microbatches), self._device.type
+        if look is None:
+            return None
+        modes = tuple(module.training for module in self._module.modules())
+        types = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.get_default_dtype()
+        return look, rows, parameters, modes, types
 
     def _recomputed(self, patterns: Sequence[str]) -> dict[str, nn.Module]:
         """This rank's modules with such names. Each name must be somebody's."""
@@ -596,7 +625,9 @@ def _demand_mesh(mesh: Any) -> None:
         raise PipelineError(f"mesh lists its ranks as {ranks}; give them in ascending order")
 
 
-def _wrong(loss: Any, seed: Any, gradients: Any, checkpoint: bool, recompute: Any, tied: Any) -> StrettoError | None:
+def _wrong(
+    loss: Any, seed: Any, gradients: Any, checkpoint: bool, recompute: Any, tied: Any, dynamic_shapes: Any
+) -> StrettoError | None:
     """What is wrong with what a pipeline is to be made of, if anything is."""
     if not callable(loss):
         return PipelineError(f"loss is a function of output and target (got {loss!r:.60})")
@@ -607,6 +638,8 @@ def _wrong(loss: Any, seed: Any, gradients: Any, checkpoint: bool, recompute: An
     for name, given in (("recompute", recompute), ("tied", tied)):
         if isinstance(given, str) or not isinstance(given, Sequence):
             return PipelineError(f"{name} is a list, such as {_EXAMPLES[name]} (got {given!r:.40})")
+    if not isinstance(dynamic_shapes, bool):
+        return PipelineError(f"dynamic_shapes is True or False (got {dynamic_shapes!r:.60})")
     if checkpoint and recompute:
         return PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
     return None

@@ -1,0 +1,46 @@
+"""Messages are described once: a step that begins like an earlier one takes them to look as they did, or is refused."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from precedent_jobs import MICROBATCHES, THEN, changes, many_shapes, odd_inputs, unforeseen, words
+from ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(2)
+    yield made
+    made.stop()
+
+
+def test_a_step_like_an_earlier_one_says_nothing(ranks: Ranks) -> None:
+    # One word when it begins; else one for every microbatch too, in evaluation only from the first rank.
+    m = MICROBATCHES + 1
+    assert ranks.run(words, 2, False) == [[m, 1, m, 1, 1, m, 1], [m, 1, m, 1, 1, 1, 1]]
+
+
+def test_with_dynamic_shapes_every_message_is_described(ranks: Ranks) -> None:
+    m = MICROBATCHES
+    assert ranks.run(words, 2, True) == [[m] * 7, [m] * 5 + [0, 0]]
+
+
+def test_what_may_change_between_steps(ranks: Ranks) -> None:
+    assert ranks.run(changes, 2) == [[], []]
+
+
+def test_more_shapes_than_are_remembered(ranks: Ranks) -> None:
+    assert ranks.run(many_shapes, 2) == [[], []]
+
+
+def test_inputs_that_cannot_be_compared(ranks: Ranks) -> None:
+    assert ranks.run(odd_inputs, 2) == [[], []]
+
+
+@pytest.mark.parametrize("what", THEN)
+def test_messages_that_change_unforeseen(ranks: Ranks, what: str) -> None:
+    assert ranks.run(unforeseen, 2, what, True) == ["", ""]
+    for said in ranks.run(unforeseen, 2, what, False):
+        assert "stage 0 hands on other shapes or values than in an earlier step that began alike; if it should" in said
+        assert "make the pipeline with dynamic_shapes=True (float64 of shape" in said
