@@ -1,4 +1,4 @@
-"""Moves values between devices: one group of two ranks for each directed link, and words ahead of every message."""
+"""Moves values between devices: one group of two ranks for each directed link, and words ahead of messages."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -175,11 +175,11 @@ class _ToDevice(Arrival):
 class Links:
     """This rank's ends of all links that a program uses.
 
-    Both ends may know what a message looks like (`send_as`, `receive_as`). Otherwise a word goes ahead of it: that it looks like the one before of its channel, or how long the description
-    is that follows. So what arrives is never taken for anything but what was sent. Where messages of a channel look
-    alike, the next one's room is made ready before its word has come; if it looks otherwise then, its sender knows, and
-    fills that room with anything first. On a device the host waits for the word when the message is used, and not for
-    the tensors.
+    Both ends may know what a message looks like (`send_as`, `receive_as`). Otherwise a word goes ahead of it: that it
+    looks like the one before of its channel, or how long the description is that follows. So what arrives is never
+    taken for anything but what was sent. Where messages of a channel look alike, the next one's room is made ready
+    before its word has come; if it looks otherwise then, its sender knows, and fills that room with anything first. On
+    a device the host waits for the word when the message is used, and not for the tensors.
     """
 
     def __init__(self, team: Team, program: Program, device: torch.device) -> None:
