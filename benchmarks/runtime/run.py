@@ -23,11 +23,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import stretto
 from stretto.execute.team import Team
 from stretto.program.task import COMPUTE, Kind
+from stretto.runtime.agreement import Agreement
 from stretto.runtime.descriptions import describe
 from stretto.runtime.gradients import Gradients
 from stretto.runtime.links import Links
 from stretto.runtime.losses import Losses
 from stretto.runtime.passes import Passes, list_of
+from stretto.runtime.precedents import Precedents
 from stretto.runtime.stage import Stage
 from stretto.runtime.structure import Tree, take_apart
 
@@ -94,12 +96,14 @@ def ours(plan: stretto.Plan, inputs: Tensor, targets: Tensor) -> tuple[Callable[
     for stage in range(plan.stages):  # what stages hand on is known: nobody is there to say it
         for link in (*links._sends.values(), *links._receives.values()):
             link.known[Kind.SEND_F, stage], link.known[Kind.SEND_B, stage] = value, grad
-    passes = Passes(program, supervisor, stages, links, reduce=lambda _: None)  # nothing is shared here
+    known = Precedents(Agreement(team, []), 1)  # from the second step on, what messages look like
+    passes = Passes(program, supervisor, stages, links, reduce=lambda _: None, precedents=known)  # nothing is shared
     microbatches = list(inputs.chunk(plan.microbatches))
     wanted = list(targets.chunk(plan.microbatches))
 
     def run() -> None:
         gradients.begin({number: stage.parameters() for number, stage in stages.items()})
+        passes.begin("like any other")
         passes.run(microbatches, Losses(loss, wanted, plan.microbatches, device))
         gradients.give_out()
 
