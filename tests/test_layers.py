@@ -20,6 +20,7 @@ ROOMS = [
     "runtime",
     "onegpu",
     "weights",
+    "doctor",
     "cli",
 ]
 SOURCE = Path(stretto.__file__).parent

@@ -11,6 +11,7 @@ from stretto import __version__
 from stretto.cli.check import check
 from stretto.cli.compare import compare
 from stretto.cli.console import err, out
+from stretto.cli.doctor import doctor
 from stretto.cli.onegpu import app as onegpu
 from stretto.cli.push import push
 from stretto.cli.show import show
@@ -19,7 +20,7 @@ from stretto.cli.update import update
 from stretto.ir.errors import StrettoError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-for command in (show, simulate, check, compare, update, push):
+for command in (show, simulate, check, compare, update, push, doctor):
     app.command()(command)
 app.add_typer(onegpu, name="onegpu")
 
@@ -45,7 +46,8 @@ def stretto(
 ) -> None:
     """Plan, check, simulate and compare pipeline schedules and weight updates; push weights. Start with: stretto show
 
-    Exit code 0: fine. 1: a checked schedule has violations, or a push failed. 2: bad input. One line says why.
+    Exit code 0: fine. 1: a schedule has violations, a push failed, or doctor found something. 2: bad input. One line
+    says why.
     """
     if context.invoked_subcommand is None:
         out.print(context.get_help())

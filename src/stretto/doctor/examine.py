@@ -1,0 +1,153 @@
+"""Starts ranks on this machine, waits for what they find out, and leaves nothing behind."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from stretto.doctor.report import Check, Note, Report, Setting, merged
+from stretto.ir.errors import StrettoError
+
+_RANK = str(Path(__file__).with_name("rank.py"))
+_ENDING = 10.0  # seconds that ranks have to end when they are told to
+_MOST = 8  # ranks, unless more are asked for
+_ALWAYS = [
+    "several machines",
+    "engines: vLLM and SGLang (docs/weights.md says how to feed them)",
+    "large models, and speed under load (benchmarks/)",
+]
+_UNTESTED: dict[Setting, list[str]] = {
+    "gloo": ["GPUs", "NCCL"],
+    "onegpu": ["several GPUs", "NCCL"],
+    "nccl": [],
+}
+
+
+def setting_of(gpus: int) -> Setting:
+    """What a machine with so many GPUs runs its ranks by."""
+    return "gloo" if gpus == 0 else "onegpu" if gpus == 1 else "nccl"
+
+
+def examine(
+    setting: Setting | None = None,
+    ranks: int | None = None,
+    *,
+    seconds: int = 110,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Try everything on this machine, for that long at most. `progress` is told what was tried last."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    setting = setting or setting_of(gpus)
+    if setting != "gloo" and not gpus:
+        raise StrettoError(f"no GPU is to be seen here, which {setting} needs; gloo needs none")
+    if ranks is None:
+        ranks = min(gpus, _MOST) if setting == "nccl" else 4
+    if ranks < 1:
+        raise StrettoError(f"a check runs at least 1 rank (got {ranks})")
+    if setting == "nccl" and ranks > gpus:
+        raise StrettoError(f"nccl runs one rank on each GPU, and there are {gpus} (got {ranks} ranks)")
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="stretto-doctor-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        ended = _run(_command(setting, ranks, folder, seconds), folder, seconds, progress)
+        notes = [_read(folder / f"rank-{rank}.jsonl") for rank in range(ranks)]
+        report = Report(
+            versions=_versions(),
+            setting=setting,
+            ranks=ranks,
+            training=merged(notes, "training"),
+            links=sorted(merged(notes, "links"), key=lambda check: int(check.what.split()[0])),
+            push=merged(notes, "push"),
+            untested=[*_UNTESTED[setting], *_ALWAYS],
+            seconds=time.monotonic() - begin,
+        )
+        if ended or not report.push:
+            report.push.append(Check("the whole", "failed", _why(ended, folder, notes)))
+        return report
+
+
+def _command(setting: Setting, ranks: int, folder: Path, seconds: int) -> list[str]:
+    script = [_RANK, str(folder), setting, str(seconds + int(_ENDING))]
+    if setting != "onegpu":
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return [sys.executable, *launcher, *script]
+    mps = [] if shutil.which("nvidia-cuda-mps-control") else ["--no-mps"]
+    return [sys.executable, "-m", "stretto", "onegpu", "run", "--devices", str(ranks), *mps, *script]
+
+
+def _run(command: list[str], folder: Path, seconds: int, progress: Callable[[str], None]) -> str:
+    """Run the ranks; why they did not end well, if they did not."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "said").open("wb") as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+        with _ending(process):
+            deadline = time.monotonic() + seconds
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    return f"not done after {seconds} s"
+                with contextlib.suppress(OSError, IndexError):
+                    progress(_read(folder / "rank-0.jsonl")[-1].check.what)
+                time.sleep(0.2)
+    return f"exit code {process.returncode}" if process.returncode else ""
+
+
+@contextlib.contextmanager
+def _ending(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Nothing that was started is left, however this ends."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_ENDING)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _read(path: Path) -> list[Note]:
+    """What a rank has written down; the last line may not be complete."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [msgspec.json.decode(line, type=Note) for line in lines]
+
+
+def _why(ended: str, folder: Path, notes: list[list[Note]]) -> str:
+    """How far ranks came that did not end well, and the last that was said."""
+    came = ", ".join(
+        f"rank {rank} after {own[-1].check.what}" if own else f"rank {rank} before anything was tried"
+        for rank, own in enumerate(notes)
+    )
+    lines = (folder / "said").read_text(errors="replace").splitlines()
+    errors = [line.strip() for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return f"{ended or 'ended too soon'}: {came}" + (f"; {errors[-1]:.300}" if errors else "")
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    found = {
+        "stretto": importlib.metadata.version("stretto"),
+        "Python": platform.python_version(),
+        "PyTorch": str(torch.__version__),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": str(len(os.sched_getaffinity(0))),
+    }
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+        found["GPUs"] = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+        found["CUDA"] = str(torch.version.cuda)
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found

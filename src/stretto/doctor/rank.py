@@ -1,0 +1,205 @@
+"""What each rank does for `stretto doctor`, and writes down as it goes: a rank that hangs has said how far it came."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from stretto.doctor.report import Check, Note
+from stretto.ir.errors import PlanError, named
+from stretto.ir.plan import Plan
+from stretto.runtime.pipeline import Pipeline
+from stretto.schedules.catalogue import SCHEDULES
+from stretto.weights.sender import Sender
+
+WIDTH, ROWS, STEPS, RATE = 16, 2, 2, 0.1
+BOUND = 1e-12
+"""The relative error up to which gradients of float64 are the same."""
+PUSHED = 64 * 2**20
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return x + y
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+class Notes:
+    """A file of this rank's own."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    def add(self, part: Any, check: Check) -> None:
+        self._file.write(msgspec.json.encode(Note(part, check)) + b"\n")
+        self._file.flush()
+
+    def trying(self, part: Any, what: str, act: Callable[[], Check]) -> None:
+        try:
+            check = act()
+        except PlanError as error:
+            check = Check(what, "skipped", str(error))
+        except Exception as error:
+            check = Check(what, "failed", named(error))
+        self.add(part, check)
+
+
+def trained(mesh: DeviceMesh, what: str, make: Callable[[], Plan]) -> Check:
+    """The worst error of two steps' losses and gradients, beside the same layers in this process alone."""
+    plan, device = make(), torch.device(mesh.device_type)
+
+    def block(number: int) -> Block:
+        return Block(number).to(device, torch.float64)
+
+    alone = nn.Sequential(*(block(number) for number in range(plan.stages)))
+    pipe = Pipeline(block, layer_count=plan.stages, plan=plan, loss=loss, mesh=mesh, timeout=30)
+    wanted, worst = dict(alone.named_parameters()), 0.0
+    try:
+        for step in range(STEPS):
+            draw = torch.Generator().manual_seed(step)
+            shape = (ROWS * plan.microbatches, WIDTH)
+            x, y = (torch.randn(shape, generator=draw, dtype=torch.float64).to(device) for _ in range(2))
+            alone.zero_grad()
+            total = torch.stack([loss(alone(a), b) for a, b in _pieces(x, y, plan.microbatches)]).mean()
+            torch.autograd.backward(total)
+            worst = max(worst, abs(pipe.step(x, y).loss - total.item()) / total.item())
+            for name, parameter in pipe.named_parameters():
+                worst = max(worst, _error(parameter.grad, wanted[name].grad))
+            with torch.no_grad():
+                for parameter in (*pipe.parameters(), *alone.parameters()):
+                    if parameter.grad is not None:
+                        parameter.sub_(RATE * parameter.grad)
+    finally:
+        pipe.close()
+    if not worst <= BOUND:
+        return Check(what, "failed", f"losses and gradients are {worst:.1e} off those of one process", worst)
+    return Check(what, "ok", f"{worst:.1e}", worst)
+
+
+def _pieces(x: Tensor, y: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.chunk(count), y.chunk(count), strict=True))
+
+
+def _error(grad: Tensor | None, wanted: Tensor | None) -> float:
+    if grad is None or wanted is None:
+        return 0.0 if grad is wanted else float("inf")
+    return float((grad - wanted).abs().max() / wanted.abs().max())
+
+
+def linked(mesh: DeviceMesh, source: int, target: int) -> Check:
+    """How fast messages travel from a rank to another, by the clock of the one that receives them."""
+    cuda = mesh.device_type == "cuda"
+    large, small = (torch.zeros(size, dtype=torch.uint8, device=mesh.device_type) for size in (2**26, 2**10))
+    rank, seconds = dist.get_rank(), []
+    for tensor, times in ((large, 5), (small, 20)):
+        for k in range(times + 2):
+            if k == 2:  # the first make the connection
+                begin = _now(cuda)
+            if rank == source:
+                dist.send(tensor, target)
+            elif rank == target:
+                dist.recv(tensor, source)
+        seconds.append((_now(cuda) - begin) / times)
+    speed, latency = large.nbytes / seconds[0] / 1e9, seconds[1] * 1e6
+    if rank == source:
+        return Check(f"{source} → {target}", "ok", "")
+    return Check(f"{source} → {target}", "ok", f"{speed:.1f} GB/s, {latency:.0f} µs", speed)
+
+
+def _now(cuda: bool) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def pushed(mesh: DeviceMesh, folder: Path) -> Check:
+    """Weights of all ranks, into a process that holds tensors of other values."""
+    what, address = "a process of its own", f"unix://{folder}/engine"
+    engine = _engine(address, mesh.device_type) if dist.get_rank() == 0 else None
+    dist.barrier()
+    sender = Sender(mesh, timeout=30)
+    try:
+        sender.register("1", weights(mesh.device_type, 1.0).items())
+        sender.push("1", [address])  # the first measures speeds
+        sender.register("2", weights(mesh.device_type, 2.0).items())
+        report = sender.push("2", [address])
+        told = report.receivers[address]
+        said = f"{report.nbytes / 2**20:.0f} MiB at {report.gb_per_second:.1f} GB/s, {told}"
+        return Check(what, "ok" if told == "verified" else "failed", said, report.gb_per_second)
+    finally:
+        sender.close()
+        if engine is not None:
+            engine.kill()
+            engine.wait()
+
+
+def _engine(address: str, device: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "stretto.doctor.engine", address, device]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    if engine.stdout.readline().strip() != "ready":
+        engine.kill()
+        raise RuntimeError("the process to push into did not start")
+    return engine
+
+
+def weights(device: str, value: float) -> dict[str, Tensor]:
+    """As many as are pushed, each of its own value."""
+    count = PUSHED // 16 // 4
+    return {f"w{k}": torch.arange(k * count, (k + 1) * count, device=device) * value for k in range(16)}
+
+
+def main() -> None:
+    folder, backend, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    signal.alarm(seconds)  # whatever happens, this process ends
+    local = int(os.environ["LOCAL_RANK"])
+    if backend != "gloo":
+        torch.cuda.set_device(local if backend == "nccl" else 0)
+    if backend == "onegpu":
+        import stretto.onegpu  # noqa: F401
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu" if backend == "gloo" else "cuda", (size,), mesh_dim_names=("pp",))
+    notes = Notes(folder / f"rank-{rank}.jsonl")
+    for schedule in SCHEDULES.values():
+        for overlap in (False, True) if schedule.variable else (False,):
+            name = schedule.name + " +overlap" * overlap
+
+            def make(make: Callable[..., Plan] = schedule.make, overlap: bool = overlap) -> Plan:
+                more = {"overlap": True} if overlap else {}
+                return make(devices=size, microbatches=2 * size, **more)
+
+            notes.trying("training", name, lambda name=name, make=make: trained(mesh, name, make))  # type: ignore[misc]
+    for source in range(size if size > 1 else 0):
+        target = (source + 1) % size
+        if rank in (source, target):
+            notes.trying("links", f"{source} → {target}", lambda a=source, b=target: linked(mesh, a, b))  # type: ignore[misc]
+        dist.barrier()
+    notes.trying("push", "a process of its own", lambda: pushed(mesh, folder))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""`stretto doctor` says what works, what does not, and leaves nothing behind."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import stretto
+from ranks import Ranks
+from stretto.doctor import rank
+from stretto.doctor.examine import examine, setting_of
+from stretto.doctor.report import Check, Note, Report, merged
+from stretto.schedules.catalogue import SCHEDULES
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(2)
+    yield made
+    made.stop()
+
+
+def test_all_is_well_here() -> None:
+    command = [sys.executable, "-m", "stretto", "doctor", "--backend", "gloo", "-d", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    report = msgspec.json.decode(done.stdout, type=Report)
+    assert done.returncode == 0, report
+    assert report.failed == []
+    assert {check.what.split()[0] for check in report.training} == set(SCHEDULES)
+    assert all(check.state == "ok" and check.value is not None and check.value <= 1e-12 for check in report.training)
+    assert [check.what for check in report.links] == ["0 → 1", "1 → 0"]
+    assert [check.said.split(", ")[-1] for check in report.push] == ["verified"]
+    assert {"GPUs", "NCCL"} <= set(report.untested)
+    assert report.versions["stretto"] == stretto.__version__
+
+
+def test_what_takes_too_long_is_ended_and_told() -> None:
+    said: list[str] = []
+    report = examine("gloo", 2, seconds=1, progress=said.append)
+    (failed,) = report.failed
+    assert failed.said.startswith("not done after 1 s: rank 0 "), failed
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert str(Path(rank.__file__)) not in running
+
+
+def wrong(mesh: Any, what: str) -> Check:
+    """Training that cannot be right."""
+    if what == "numbers":
+        rank.BOUND = -1.0
+    elif what == "error":
+        rank.Block = None  # type: ignore[assignment, misc]
+    notes = Notes()
+    notes.trying("training", "zb_v", lambda: rank.trained(mesh, "zb_v", plan(what)))
+    return notes.found[0]
+
+
+def plan(what: str) -> Any:
+    if what == "skipped":
+        return lambda: stretto.dualpipe(devices=2, microbatches=3)
+    return lambda: stretto.zb_v(devices=2, microbatches=4)
+
+
+class Notes(rank.Notes):
+    """Kept, not written."""
+
+    def __init__(self) -> None:
+        self.found: list[Check] = []
+
+    def add(self, part: Any, check: Check) -> None:  # noqa: ARG002
+        self.found.append(check)
+
+
+def test_wrong_numbers_are_found(ranks: Ranks) -> None:
+    for check in ranks.run(wrong, 2, "numbers"):
+        assert check.state == "failed"
+        assert check.said.startswith("losses and gradients are ")
+
+
+def test_errors_and_what_cannot_be(ranks: Ranks) -> None:
+    assert {check.state for check in ranks.run(wrong, 2, "error")} == {"failed"}
+    skipped = ranks.run(wrong, 2, "skipped")
+    assert {check.state for check in skipped} == {"skipped"}
+    assert "dualpipe" in skipped[0].said
+
+
+def test_what_fails_on_one_rank_has_failed() -> None:
+    notes = [
+        [Note("training", Check("a", "ok", "1e-16", 1e-16)), Note("training", Check("b", "failed", "rank 1 failed"))],
+        [Note("training", Check("a", "ok", "2e-16", 2e-16)), Note("training", Check("b", "failed", "ValueError: no"))],
+    ]
+    a, b = merged(notes, "training")
+    assert (a.state, a.value) == ("ok", 2e-16)
+    assert (b.state, b.said) == ("failed", "ValueError: no")
+
+
+def test_bad_input_is_one_line() -> None:
+    for options, said in (
+        (["--backend", "tpu"], "--backend is one of gloo, nccl, onegpu (got tpu)"),
+        (["-d", "0", "--backend", "gloo"], "runs at least 1 rank"),
+    ):
+        command = [sys.executable, "-m", "stretto", "doctor", *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_as_many_gpus_decide_as_there_are() -> None:
+    assert [setting_of(count) for count in (0, 1, 2, 8)] == ["gloo", "onegpu", "nccl", "nccl"]
