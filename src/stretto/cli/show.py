@@ -133,7 +133,7 @@ def _write(
         write_figure(timeline, path, costs=table.costs, lanes=lanes)
         return
     if is_file(name):
-        raise PlanError("-o writes a schedule's order; name one")
+        raise PlanError(f"-o draws a file as .svg, .png or .trace.json; its order is in {name} (got {path})")
     if cost is not None or costs is not None or making.given() or lanes:
         raise PlanError(f"{path} holds the order of a schedule's actions: leave costs, layers, offload and lanes out")
     match kind:

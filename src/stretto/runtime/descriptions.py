@@ -88,11 +88,14 @@ class Description:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __str__(self) -> str:
-        """As in "float32 of shape (4, 8)"."""
-        leaves = ", ".join(map(_said, self.leaves))
-        rows = f" of a batch of {self.rows} rows" if self.rows else ""
-        return f"{leaves if self.spec is LEAF else f'{leaves} in {self.spec}'}{rows}"
+    def unlike(self, other: "Description") -> str:
+        """The first thing in which it differs, as in "float32 of shape (4, 8), was of shape (4, 7)"."""
+        if self.spec != other.spec or _typed(self.spec) != _typed(other.spec):
+            return f"in {' '.join(str(self.spec).split())}, was in {' '.join(str(other.spec).split())}"
+        for place, (leaf, before) in enumerate(zip(self.leaves, other.leaves, strict=True)):
+            if leaf != before:
+                return f"{_where(self.spec, place)}{_said(leaf)}, was {_said(before)}"
+        return f"of a batch of {self.rows} rows, was of {other.rows}"
 
     def empty(self, device: torch.device) -> list[Tensor]:
         return [meta.empty(device) for meta in self.metas]
@@ -130,15 +133,26 @@ class Description:
         return Description(_specified(wire.root), wire.leaves, wire.shared, wire.rows)
 
 
+def _where(spec: pytree.TreeSpec, place: int) -> str:
+    """As in "['x'] is ", for a leaf of a container."""
+    if spec is LEAF:
+        return ""
+    try:
+        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * spec.num_leaves, spec))
+    except Exception:  # a class of somebody's own need not take zeros
+        return f"item {place} is "
+    return f"{pytree.keystr(paths[place][0])} is "
+
+
 def _said(leaf: _Leaf) -> str:
     match leaf:
         case TensorMeta():
             strides = "" if leaf.stride is None else f" and strides {leaf.stride}"
-            return f"{leaf.dtype} of shape {leaf.shape}{strides}{' that needs gradients' * leaf.needs_grad}"
+            return f"{leaf.dtype} of shape {leaf.shape}{strides}{' with gradients' * leaf.needs_grad}"
         case _Same():
-            return f"leaf {leaf.leaf} again"
+            return f"item {leaf.leaf} again"
         case _Plain():
-            return repr(_unpacked(msgspec.msgpack.decode(leaf.value)))
+            return f"{_unpacked(msgspec.msgpack.decode(leaf.value))!r:.60}"
 
 
 _WIRE: msgspec.msgpack.Decoder[_Wire] = msgspec.msgpack.Decoder(_Wire)

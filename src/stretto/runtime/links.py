@@ -223,8 +223,8 @@ class Links:
             found, tensors = describe(tree, self.device, rows)
             if found != what:
                 raise PipelineError(
-                    f"{of} other shapes or values than in an earlier step that began alike; if it should, make the "
-                    f"pipeline with dynamic_shapes=True ({found}, where it was {what})"
+                    f"{of} other shapes or values than in an earlier step that began alike ({found.unlike(what)}); "
+                    "if it should, make the pipeline with dynamic_shapes=True"
                 )
             what.lone = lone
         return self._start(self._sends[peer], tree, [moved_as(tensor) for tensor in tensors if tensor.numel()])

@@ -119,8 +119,9 @@ class Timeline:
         return Summary(makespan, ratio, tuple(devices))
 
     def host_late(self) -> Floats:
-        """For each task, how long its lane stood idle only because the host had not issued it yet: the lane was free,
-        and all that the task needs was there. The ends of what devices do together can begin when all of them can.
+        """For each task, in the order of `spans`, how long its lane stood idle only because the host had not issued it
+        yet: the lane was free, and all that the task needs was there. The ends of what devices do together can begin
+        when all of them can.
         """
         program = self.program
         if self.issued is None:
