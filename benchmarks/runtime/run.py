@@ -103,7 +103,7 @@ def ours(plan: stretto.Plan, inputs: Tensor, targets: Tensor) -> tuple[Callable[
 
     def run() -> None:
         gradients.begin({number: stage.parameters() for number, stage in stages.items()})
-        passes.begin("like any other")
+        passes.begin(lambda: "like any other")
         passes.run(microbatches, Losses(loss, wanted, plan.microbatches, device))
         gradients.give_out()
 

@@ -4,7 +4,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from precedent_jobs import MICROBATCHES, THEN, changes, many_shapes, odd_inputs, unforeseen, words
+from precedent_jobs import (
+    DEVICE,
+    MICROBATCHES,
+    SEEN,
+    THEN,
+    changes,
+    freezing_in_turns,
+    inference,
+    many_shapes,
+    nested,
+    odd_inputs,
+    scripted,
+    seen,
+    unforeseen,
+    words,
+)
 from ranks import Ranks
 
 UNLIKE = {"shapes": "float64 of shape (2, ", "values": "['factor'] is 5.0, was 1.0"}
@@ -12,7 +27,8 @@ UNLIKE = {"shapes": "float64 of shape (2, ", "values": "['factor'] is 5.0, was 1
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    made = Ranks(2)
+    cuda = DEVICE.type == "cuda"
+    made = Ranks(2, backend="onegpu" if cuda else "gloo", device=DEVICE.type)
     yield made
     made.stop()
 
@@ -48,3 +64,29 @@ def test_messages_that_change_unforeseen(ranks: Ranks, what: str) -> None:
             f"stage 0 hands on other shapes or values than in an earlier step that began alike ({UNLIKE[what]}" in said
         )
         assert "); if it should, make the pipeline with dynamic_shapes=True" in said
+
+
+@pytest.mark.parametrize("what", SEEN)
+def test_what_is_seen_when_a_step_begins_may_change(ranks: Ranks, what: str) -> None:
+    assert ranks.run(seen, 2, what) == [[], []]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inputs_without_strides(ranks: Ranks, dynamic: bool) -> None:
+    assert ranks.run(nested, 2, dynamic) == [[], []]
+
+
+def test_evaluation_in_inference_mode(ranks: Ranks) -> None:
+    for losses in ranks.run(inference, 2):
+        assert len(set(losses)) == 1
+
+
+def test_scripted_layers(ranks: Ranks) -> None:
+    assert ranks.run(scripted, 2) == [True, True]
+
+
+def test_what_is_trained_in_turns_is_described_once_each(ranks: Ranks) -> None:
+    m = MICROBATCHES
+    first, last = ranks.run(freezing_in_turns, 2)
+    assert first == [m + 1, m + 1, 1, 1, 1, 1]
+    assert last[2:] == [1, 1, 1, 1]

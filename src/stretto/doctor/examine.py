@@ -135,11 +135,18 @@ def _why(ended: str, folder: Path, notes: list[list[Note]]) -> str:
     return f"{ended or 'ended too soon'}: {came}" + (f"; {errors[-1]:.300}" if errors else "")
 
 
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("stretto")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return "not installed"
+
+
 def _versions() -> dict[str, str]:
     import torch
 
     found = {
-        "stretto": importlib.metadata.version("stretto"),
+        "stretto": _own_version(),
         "Python": platform.python_version(),
         "PyTorch": str(torch.__version__),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

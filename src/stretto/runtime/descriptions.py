@@ -2,7 +2,7 @@
 
 import importlib
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from stretto.ir.errors import PipelineError
-from stretto.runtime.structure import LEAF, Tree, full_name
+from stretto.runtime.structure import LEAF, Tree, full_name, storage_of
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True, tag="tensor"):
@@ -95,6 +95,8 @@ class Description:
         for place, (leaf, before) in enumerate(zip(self.leaves, other.leaves, strict=True)):
             if leaf != before:
                 return f"{_where(self.spec, place)}{_said(leaf)}, was {_said(before)}"
+        if self.shared != other.shared:
+            return "other tensors share memory with each other than did"
         return f"of a batch of {self.rows} rows, was of {other.rows}"
 
     def empty(self, device: torch.device) -> list[Tensor]:
@@ -209,6 +211,35 @@ def moved_as(tensor: Tensor) -> Tensor:
     """A dense tensor as any process group can move it: most know few types."""
     lying = as_it_lies(tensor)
     return lying if tensor.dtype in _MOVED_AS_THEY_ARE else lying.reshape(-1).view(torch.uint8)
+
+
+def look_of(values: Sequence[Any] | None) -> Hashable | None:
+    """All that a layer can see of some values without looking at a tensor's numbers, and which tensors share memory.
+    None if that cannot be told.
+    """
+    found: list[Hashable] = []
+    try:
+        for value in values or ():
+            leaves, spec = ([value], LEAF) if isinstance(value, Tensor) else pytree.tree_flatten(value)
+            found.append(None if spec is LEAF else _look_of_spec(spec))
+            first: dict[int, int] = {}  # by tensor and by storage, the first leaf that has it
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    same = first.setdefault(id(leaf), place), first.setdefault(storage_of(leaf), place)
+                    found.append((_look_of_tensor(leaf), same))
+                else:
+                    found.append(msgspec.msgpack.encode(_packed(leaf)))
+    except (PipelineError, RuntimeError, NotImplementedError):
+        return None
+    return tuple(found)
+
+
+def _look_of_spec(spec: pytree.TreeSpec) -> Hashable:
+    return spec.type, msgspec.msgpack.encode(_packed(spec.context)), tuple(map(_look_of_spec, _children(spec)))
+
+
+def _look_of_tensor(tensor: Tensor) -> Hashable:
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _noded(spec: pytree.TreeSpec) -> _Node:

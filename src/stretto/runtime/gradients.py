@@ -60,6 +60,7 @@ class Gradients:
         self._adopted: dict[int, Sum] = {}
         self._buffers: list[Buffer] = []
         self._signature: list[Any] | None = None
+        self._layouts: dict[tuple[Any, ...], int] = {}
         self._kept: list[_Kept] = []
         self._exact: dict[int, Tensor] = {}  # the sums of the steps before, that gradients are added to
         self._resting: dict[int, tuple[Tensor, Tensor]] = {}  # frozen parameters, and sums that they had before
@@ -117,6 +118,11 @@ class Gradients:
                 now.wait_stream(sum_.stream)
             sum_.stream = now
         return sum_
+
+    @property
+    def layout(self) -> int:
+        """A number for which parameters are trained, and what they look like."""
+        return self._layouts.setdefault(tuple(self._signature or ()), len(self._layouts))
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether this is a parameter of this rank's layers that is trained, or was adopted, or is to be left alone."""

@@ -8,7 +8,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from stretto.ir.errors import PipelineError
-from stretto.runtime.structure import Value, tensors_of
+from stretto.runtime.structure import Value, tensors_of, version_of
 
 
 def cut(batch: Value | Iterable[Value], count: int, name: str) -> tuple[list[Value], int]:
@@ -26,11 +26,11 @@ def cut(batch: Value | Iterable[Value], count: int, name: str) -> tuple[list[Val
         microbatches, versions = [], []
         for microbatch in islice(batch, count + 1):
             microbatches.append(microbatch)
-            versions.append([tensor._version for tensor in tensors_of(microbatch)])
+            versions.append([version_of(tensor) for tensor in tensors_of(microbatch)])
         if len(microbatches) != count:
             more = "more" if len(microbatches) > count else len(microbatches)
             raise PipelineError(f"the plan has {count} microbatches, but {name} has {more}")
-        if versions != [[tensor._version for tensor in tensors_of(microbatch)] for microbatch in microbatches]:
+        if versions != [[version_of(tensor) for tensor in tensors_of(microbatch)] for microbatch in microbatches]:
             raise PipelineError(f"the iterator of {name} changes a tensor that it gave before; let it give copies")
         return microbatches, 0
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of(batch)}

@@ -75,10 +75,10 @@ class Passes:
         )
         self._executor.bind(lanes, self._bound)
 
-    def begin(self, begin: Hashable | None) -> None:
+    def begin(self, begin: Callable[[], Hashable | None]) -> None:
         """A step is to be run. Those that `begin` alike on each rank have messages that look alike."""
         if self._precedents is not None:
-            self._precedents.begin(begin)
+            self._precedents.begin(begin())
 
     def run(
         self,

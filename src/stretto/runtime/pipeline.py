@@ -23,6 +23,7 @@ from stretto.ir.plan import Plan
 from stretto.program.phases import Layer, cut_layers
 from stretto.program.program import Program
 from stretto.runtime.agreement import Agreement
+from stretto.runtime.descriptions import look_of
 from stretto.runtime.gradients import KINDS, Gradients, Kind, shape_of
 from stretto.runtime.layers import (
     Layers,
@@ -38,7 +39,7 @@ from stretto.runtime.losses import Losses, Total
 from stretto.runtime.microbatches import cut
 from stretto.runtime.modes import evaluating
 from stretto.runtime.passes import Passes
-from stretto.runtime.precedents import Precedents, look_of
+from stretto.runtime.precedents import Precedents
 from stretto.runtime.programs import digest_of, evaluation_of, program_for, wrong_program
 from stretto.runtime.rng import RngKey
 from stretto.runtime.segments import leaves_of
@@ -160,7 +161,7 @@ class Pipeline:
             everybody = tuple(range(self._team.size))
             self._begins = None if dynamic_shapes else Agreement(self._team, [everybody])
             self._passes = self._make_passes(self.program, reduce=sums)
-        self._layout = 0  # how often other parameters were trained than before
+        self._layout = 0  # of the parameters that are trained
         self._gradients.several_streams = self._passes.several_streams
         self._evaluation: Passes | None = None
         self._evaluations = 0
@@ -265,8 +266,9 @@ class Pipeline:
                 changed = self._gradients.begin(
                     {number: stage.parameters() for number, stage in self._stages.items()}, accumulate=accumulate
                 )
-                self._layout += changed
-                self._passes.begin(self._begin_of(microbatches, rows, self._layout))
+                if changed:
+                    self._layout = self._gradients.layout
+                self._passes.begin(partial(self._begin_of, microbatches, rows, losses.targets, self._layout))
                 self._replicas.begin(self._gradients, partial(self._leaves_behind, microbatches, losses))
                 recorder = Recorder(len(self._passes.tasks)) if record else None
                 self._passes.run(microbatches, losses, recorder, key=self._key, rows=rows)
@@ -294,7 +296,6 @@ class Pipeline:
             self._team.supervisor.answer()
         return StepResult(total, timeline)
 
-    @torch.no_grad()
     def eval_step(self, inputs: Any = None, targets: Any = None) -> StepResult:
         """The loss of a batch, without gradients, in evaluation mode."""
         self._demand_open()
@@ -302,10 +303,10 @@ class Pipeline:
         if self._evaluation is None:
             program = evaluation_of(self.program)
             self._evaluation = self._make_passes(program)
-        with self._guarding(f"evaluation {self._evaluations}"), evaluating(self._layers.values()):
+        label = f"evaluation {self._evaluations}"
+        with self._guarding(label), evaluating(self._layers.values()), torch.inference_mode(False), torch.no_grad():
             losses, microbatches, rows = self._batch(inputs, targets)
-            kinds = tuple((parameter.dtype, shape_of(parameter)) for parameter in self.parameters())
-            self._evaluation.begin(self._begin_of(microbatches, rows, kinds))
+            self._evaluation.begin(partial(self._begin_of, microbatches, rows, losses.targets, -1))
             self._evaluation.run(microbatches, losses, key=self._key, rows=rows)
             total = self._total(losses)
             total.wait()
@@ -414,14 +415,21 @@ class Pipeline:
         precedents = None if self._begins is None else Precedents(self._begins, self._team.size)
         return Passes(program, self._team.supervisor, self._stages, self._links, reduce=reduce, precedents=precedents)
 
-    def _begin_of(self, microbatches: list[Value] | None, rows: int, parameters: Hashable) -> Hashable | None:
-        """All that decides here, as far as can be seen, what messages look like; None if too little can."""
-        look, kind = look_of(microbatches), self._device.type
-        if look is None:
+    def _begin_of(
+        self, microbatches: list[Value] | None, rows: int, targets: list[Value] | None, layout: int
+    ) -> Hashable | None:
+        """All that decides here, as far as can be seen, what messages look like; None if too little can. Parameters
+        that are trained are known by their layout, unless that is negative.
+        """
+        looks, kind = (look_of(microbatches), look_of(targets)), self._device.type
+        if None in looks:
             return None
-        modes = tuple(module.training for module in self._module.modules())
+        own = self._loss.modules() if isinstance(self._loss, nn.Module) else ()
+        modes = tuple(module.training for module in (*self._module.modules(), *own))
+        others = [parameter for parameter in self.parameters() if layout < 0 or not parameter.requires_grad]
+        tensors = tuple((tensor.dtype, shape_of(tensor)) for tensor in (*others, *self._module.buffers()))
         types = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.get_default_dtype()
-        return look, rows, parameters, modes, types
+        return looks, rows, layout, modes, tensors, types
 
     def _recomputed(self, patterns: Sequence[str]) -> dict[str, nn.Module]:
         """This rank's modules with such names. Each name must be somebody's."""

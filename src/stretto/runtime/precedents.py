@@ -1,14 +1,9 @@
 """What the messages of a step look like, known from an earlier step that began alike: then no message has to say it."""
 
-from collections.abc import Hashable, Mapping, Sequence
-
-import torch
-import torch.utils._pytree as pytree
-from torch import Tensor
+from collections.abc import Hashable, Mapping
 
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.descriptions import Description
-from stretto.runtime.structure import PLAIN, Value
 
 _KEPT = 64  # steps that are remembered
 
@@ -55,29 +50,3 @@ class Precedents:
         self._steps[self._now] = messages
         if len(self._steps) > _KEPT:  # on all ranks the same
             del self._steps[next(iter(self._steps))]
-
-
-def look_of(values: Sequence[Value] | None) -> Hashable | None:
-    """All of some values that a layer can see without looking at a tensor's numbers; None if that cannot be told."""
-    found: list[Hashable] = []
-    for value in values or ():
-        leaves, spec = ([value], "") if isinstance(value, Tensor) else _flattened(value)
-        found.append(spec)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                found.append(_look_of(leaf))
-            elif type(leaf) in PLAIN:
-                found.append((type(leaf), leaf))
-            else:
-                return None
-    return tuple(found)
-
-
-def _flattened(value: Value) -> tuple[list[Value], str]:
-    leaves, spec = pytree.tree_flatten(value)
-    return leaves, str(spec)
-
-
-def _look_of(tensor: Tensor) -> Hashable:
-    strides = tensor.stride() if tensor.layout is torch.strided else None
-    return type(tensor), tensor.shape, strides, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad

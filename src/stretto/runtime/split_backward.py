@@ -102,7 +102,7 @@ class Deferral:
 
     def _forward(self, layer: nn.Module) -> Forward | None:
         """How a layer is to run instead, None for one that we do not know."""
-        known = type(layer).forward
+        known = getattr(type(layer), "forward", None)  # a scripted module's class has none
         makers = {
             _FORWARDS[nn.Linear]: self._linear,
             _FORWARDS[nn.Embedding]: self._embedding,

@@ -41,7 +41,7 @@ class Tree:
 
     def versions(self) -> list[int]:
         """Of the tensors; what was changed in place has another one."""
-        return [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor)]
+        return [version_of(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def value(self) -> Value:
         """The value again, in new containers: a layer may write into them without changing anybody else's."""
@@ -101,6 +101,11 @@ def flatten_once(value: Value, who: str) -> tuple[list[Any], pytree.TreeSpec]:
         return False
 
     return pytree.tree_flatten(value, is_leaf=repeats)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was changed in place; 0 for those of inference mode, of which nobody knows."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def storage_of(tensor: Tensor) -> int:
