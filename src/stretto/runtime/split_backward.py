@@ -40,8 +40,9 @@ class Deferral:
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._anchored = get_gradient_edge(self.anchor).node
         self.overrides = Overrides()
+        self._module = module
         self._known: dict[int, nn.Module] = {}
-        inside: set[int] = set()
+        inside = _compiled(module)
         for layer in module.modules():
             forward = None if id(layer) in inside else self._forward(layer)
             if forward is not None:
@@ -52,7 +53,8 @@ class Deferral:
     @property
     def layers(self) -> list[nn.Module]:
         """Those that put their weight gradients off."""
-        return list(self._known.values())
+        compiled = _compiled(self._module)  # since then, perhaps
+        return [layer for layer in self._known.values() if id(layer) not in compiled]
 
     def into(self, closures: list[Closure] | None) -> "_Into":
         """Put the weight gradients of a backward within off into this list; with None, put none off."""
@@ -332,6 +334,13 @@ class _Embedding(torch.autograd.Function):
 def _add_embedding(sum_of: SumOf, rows: Tensor, grad: Tensor, weight: nn.Parameter, padding: int) -> None:
     # autograd's own: the same bits every time, which index_add_ on CUDA does not give
     sum_of(weight).add(_embedding_backward(grad, rows, weight.shape[0], padding, False))
+
+
+def _compiled(module: nn.Module) -> set[int]:
+    """The ids of all modules within those that `torch.compile` has compiled, or that have compiled themselves."""
+    # By the name that torch.compile keeps a module under: importing its class takes as long as all of torch.
+    whole = (it for it in module.modules() if "_orig_mod" in it._modules or it._compiled_call_impl is not None)
+    return {id(part) for it in whole for part in it.modules()}
 
 
 def _unless_changed(layer: nn.Module, usual: Forward, forward: Forward, before: Forward | None) -> Forward | None:
