@@ -1,5 +1,6 @@
 """`stretto doctor` says what works, what does not, and leaves nothing behind."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 import stretto
 from ranks import Ranks
@@ -54,7 +56,7 @@ def wrong(mesh: Any, what: str) -> Check:
     elif what == "error":
         rank.Block = None  # type: ignore[assignment, misc]
     notes = Notes()
-    notes.trying("training", "zb_v", lambda: rank.trained(mesh, "zb_v", plan(what)))
+    notes.attempt("training", "zb_v", lambda: rank.trained(mesh, "zb_v", plan(what)))
     return notes.found[0]
 
 
@@ -78,6 +80,12 @@ def test_wrong_numbers_are_found(ranks: Ranks) -> None:
     for check in ranks.run(wrong, 2, "numbers"):
         assert check.state == "failed"
         assert check.said.startswith("losses and gradients are ")
+
+
+def test_no_number_is_no_small_error() -> None:
+    nan, one, zero = (torch.tensor([value]) for value in (float("nan"), 1.0, 0.0))
+    assert rank.relative_error(nan, one) == rank.relative_error(None, one) == rank.relative_error(one, zero) == math.inf
+    assert rank.relative_error(one, one) == rank.relative_error(None, None) == 0
 
 
 def test_errors_and_what_cannot_be(ranks: Ranks) -> None:

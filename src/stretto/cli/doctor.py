@@ -16,7 +16,9 @@ _SETTINGS = ("gloo", "nccl", "onegpu")
 def doctor(
     backend: Annotated[
         str | None,
-        typer.Option(help="How ranks communicate: nccl, onegpu or gloo. As many GPUs decide as there are."),
+        typer.Option(
+            help="How ranks communicate. If not given: nccl with several GPUs, onegpu with one, gloo with none."
+        ),
     ] = None,
     devices: Annotated[
         int | None, typer.Option("--devices", "-d", help="Ranks: 4, or with nccl as many as there are GPUs.")

@@ -1,7 +1,6 @@
 """A process that weights are pushed into."""
 
 import sys
-import time
 
 from stretto.doctor.rank import weights
 from stretto.weights.receiver import Receiver
@@ -11,7 +10,7 @@ def main() -> None:
     address, device = sys.argv[1:]
     receiver = Receiver(address, into=weights(device, 0.0)).start()
     print("ready", flush=True)
-    time.sleep(300)
+    sys.stdin.read()  # until whoever started this ends
     receiver.close()
 
 

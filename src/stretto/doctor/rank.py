@@ -1,5 +1,6 @@
 """What each rank does for `stretto doctor`, and writes down as it goes: a rank that hangs has said how far it came."""
 
+import math
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ class Notes:
         self._file.write(msgspec.json.encode(Note(part, check)) + b"\n")
         self._file.flush()
 
-    def trying(self, part: Any, what: str, act: Callable[[], Check]) -> None:
+    def attempt(self, part: Any, what: str, act: Callable[[], Check]) -> None:
         try:
             check = act()
         except PlanError as error:
@@ -83,16 +85,17 @@ def trained(mesh: DeviceMesh, what: str, make: Callable[[], Plan]) -> Check:
             alone.zero_grad()
             total = torch.stack([loss(alone(a), b) for a, b in _pieces(x, y, plan.microbatches)]).mean()
             torch.autograd.backward(total)
-            worst = max(worst, abs(pipe.step(x, y).loss - total.item()) / total.item())
+            lost = torch.tensor(pipe.step(x, y).loss, dtype=torch.float64)
+            worst = max(worst, relative_error(lost, total.detach().cpu()))
             for name, parameter in pipe.named_parameters():
-                worst = max(worst, _error(parameter.grad, wanted[name].grad))
+                worst = max(worst, relative_error(parameter.grad, wanted[name].grad))
             with torch.no_grad():
                 for parameter in (*pipe.parameters(), *alone.parameters()):
                     if parameter.grad is not None:
                         parameter.sub_(RATE * parameter.grad)
     finally:
         pipe.close()
-    if not worst <= BOUND:
+    if worst > BOUND:
         return Check(what, "failed", f"losses and gradients are {worst:.1e} off those of one process", worst)
     return Check(what, "ok", f"{worst:.1e}", worst)
 
@@ -101,10 +104,14 @@ def _pieces(x: Tensor, y: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x.chunk(count), y.chunk(count), strict=True))
 
 
-def _error(grad: Tensor | None, wanted: Tensor | None) -> float:
-    if grad is None or wanted is None:
-        return 0.0 if grad is wanted else float("inf")
-    return float((grad - wanted).abs().max() / wanted.abs().max())
+def relative_error(found: Tensor | None, wanted: Tensor | None) -> float:
+    """By the largest number that is wanted. What is missing or no number is infinitely wrong."""
+    if found is None or wanted is None:
+        return 0.0 if found is wanted else math.inf
+    if torch.equal(found, wanted):
+        return 0.0
+    error = float((found - wanted).abs().max() / wanted.abs().max())
+    return error if math.isfinite(error) else math.inf
 
 
 def linked(mesh: DeviceMesh, source: int, target: int) -> Check:
@@ -136,10 +143,13 @@ def _now(cuda: bool) -> float:
 def pushed(mesh: DeviceMesh, folder: Path) -> Check:
     """Weights of all ranks, into a process that holds tensors of other values."""
     what, address = "a process of its own", f"unix://{folder}/engine"
-    engine = _engine(address, mesh.device_type) if dist.get_rank() == 0 else None
-    dist.barrier()
+    engine = _start_engine(address, mesh.device_type) if dist.get_rank() == 0 else None
+    started = [engine is not None and _is_ready(engine)]
+    dist.broadcast_object_list(started, src=0)
     sender = Sender(mesh, timeout=30)
     try:
+        if not started[0]:
+            return Check(what, "failed", "the process to push into did not start")
         sender.register("1", weights(mesh.device_type, 1.0).items())
         sender.push("1", [address])  # the first measures speeds
         sender.register("2", weights(mesh.device_type, 2.0).items())
@@ -154,14 +164,15 @@ def pushed(mesh: DeviceMesh, folder: Path) -> Check:
             engine.wait()
 
 
-def _engine(address: str, device: str) -> "subprocess.Popen[str]":
+def _start_engine(address: str, device: str) -> "subprocess.Popen[str]":
+    """It ends when this process does, which closes its input."""
     command = [sys.executable, "-m", "stretto.doctor.engine", address, device]
-    engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _is_ready(engine: "subprocess.Popen[str]") -> bool:
     assert engine.stdout is not None
-    if engine.stdout.readline().strip() != "ready":
-        engine.kill()
-        raise RuntimeError("the process to push into did not start")
-    return engine
+    return engine.stdout.readline().strip() == "ready"
 
 
 def weights(device: str, value: float) -> dict[str, Tensor]:
@@ -183,20 +194,18 @@ def main() -> None:
     mesh = init_device_mesh("cpu" if backend == "gloo" else "cuda", (size,), mesh_dim_names=("pp",))
     notes = Notes(folder / f"rank-{rank}.jsonl")
     for schedule in SCHEDULES.values():
-        for overlap in (False, True) if schedule.variable else (False,):
-            name = schedule.name + " +overlap" * overlap
-
-            def make(make: Callable[..., Plan] = schedule.make, overlap: bool = overlap) -> Plan:
-                more = {"overlap": True} if overlap else {}
-                return make(devices=size, microbatches=2 * size, **more)
-
-            notes.trying("training", name, lambda name=name, make=make: trained(mesh, name, make))  # type: ignore[misc]
+        make = partial(schedule.make, devices=size, microbatches=2 * size)
+        plans = {schedule.name: make}
+        if schedule.variable:
+            plans[f"{schedule.name} +overlap"] = partial(make, overlap=True)
+        for name, plan in plans.items():
+            notes.attempt("training", name, partial(trained, mesh, name, plan))
     for source in range(size if size > 1 else 0):
         target = (source + 1) % size
         if rank in (source, target):
-            notes.trying("links", f"{source} → {target}", lambda a=source, b=target: linked(mesh, a, b))  # type: ignore[misc]
+            notes.attempt("links", f"{source} → {target}", partial(linked, mesh, source, target))
         dist.barrier()
-    notes.trying("push", "a process of its own", lambda: pushed(mesh, folder))
+    notes.attempt("push", "a process of its own", partial(pushed, mesh, folder))
     dist.barrier()
     dist.destroy_process_group()
 

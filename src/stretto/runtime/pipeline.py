@@ -1,6 +1,6 @@
 """A model trained by a plan: each rank runs its part of the checked program."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -23,8 +23,7 @@ from stretto.ir.plan import Plan
 from stretto.program.phases import Layer, cut_layers
 from stretto.program.program import Program
 from stretto.runtime.agreement import Agreement
-from stretto.runtime.descriptions import look_of
-from stretto.runtime.gradients import KINDS, Gradients, Kind, shape_of
+from stretto.runtime.gradients import KINDS, Gradients, Kind
 from stretto.runtime.layers import (
     Layers,
     builder,
@@ -39,7 +38,7 @@ from stretto.runtime.losses import Losses, Total
 from stretto.runtime.microbatches import cut
 from stretto.runtime.modes import evaluating
 from stretto.runtime.passes import Passes
-from stretto.runtime.precedents import Precedents
+from stretto.runtime.precedents import Precedents, begin_of
 from stretto.runtime.programs import digest_of, evaluation_of, program_for, wrong_program
 from stretto.runtime.rng import RngKey
 from stretto.runtime.segments import leaves_of
@@ -268,7 +267,8 @@ class Pipeline:
                 )
                 if changed:
                     self._layout = self._gradients.layout
-                self._passes.begin(partial(self._begin_of, microbatches, rows, losses.targets, self._layout))
+                given = microbatches, losses.targets, rows
+                self._passes.begin(partial(begin_of, given, self._module, self._loss, self._device, self._layout))
                 self._replicas.begin(self._gradients, partial(self._leaves_behind, microbatches, losses))
                 recorder = Recorder(len(self._passes.tasks)) if record else None
                 self._passes.run(microbatches, losses, recorder, key=self._key, rows=rows)
@@ -306,7 +306,8 @@ class Pipeline:
         label = f"evaluation {self._evaluations}"
         with self._guarding(label), evaluating(self._layers.values()), torch.inference_mode(False), torch.no_grad():
             losses, microbatches, rows = self._batch(inputs, targets)
-            self._evaluation.begin(partial(self._begin_of, microbatches, rows, losses.targets, -1))
+            given = microbatches, losses.targets, rows
+            self._evaluation.begin(partial(begin_of, given, self._module, self._loss, self._device))
             self._evaluation.run(microbatches, losses, key=self._key, rows=rows)
             total = self._total(losses)
             total.wait()
@@ -414,22 +415,6 @@ class Pipeline:
     def _make_passes(self, program: Program, reduce: Callable[[tuple[int, ...]], Work | None] | None = None) -> Passes:
         precedents = None if self._begins is None else Precedents(self._begins, self._team.size)
         return Passes(program, self._team.supervisor, self._stages, self._links, reduce=reduce, precedents=precedents)
-
-    def _begin_of(
-        self, microbatches: list[Value] | None, rows: int, targets: list[Value] | None, layout: int
-    ) -> Hashable | None:
-        """All that decides here, as far as can be seen, what messages look like; None if too little can. Parameters
-        that are trained are known by their layout, unless that is negative.
-        """
-        looks, kind = (look_of(microbatches), look_of(targets)), self._device.type
-        if None in looks:
-            return None
-        own = self._loss.modules() if isinstance(self._loss, nn.Module) else ()
-        modes = tuple(module.training for module in (*self._module.modules(), *own))
-        others = [parameter for parameter in self.parameters() if layout < 0 or not parameter.requires_grad]
-        tensors = tuple((tensor.dtype, shape_of(tensor)) for tensor in (*others, *self._module.buffers()))
-        types = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.get_default_dtype()
-        return looks, rows, layout, modes, tensors, types
 
     def _recomputed(self, patterns: Sequence[str]) -> dict[str, nn.Module]:
         """This rank's modules with such names. Each name must be somebody's."""

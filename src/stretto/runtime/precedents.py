@@ -1,9 +1,14 @@
 """What the messages of a step look like, known from an earlier step that began alike: then no message has to say it."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import nn
 
 from stretto.runtime.agreement import Agreement
-from stretto.runtime.descriptions import Description
+from stretto.runtime.descriptions import Description, look_of
+from stretto.runtime.gradients import shape_of
+from stretto.runtime.structure import Value
 
 _KEPT = 64  # steps that are remembered
 
@@ -50,3 +55,28 @@ class Precedents:
         self._steps[self._now] = messages
         if len(self._steps) > _KEPT:  # on all ranks the same
             del self._steps[next(iter(self._steps))]
+
+
+def begin_of(
+    given: tuple[Sequence[Value] | None, Sequence[Value] | None, int],
+    module: nn.Module,
+    loss: object,
+    device: torch.device,
+    layout: int | None = None,
+) -> Hashable | None:
+    """All that decides on this rank, as far as can be seen, what a step's messages look like; None if too little can.
+
+    `given` are inputs, targets and the rows of the batch. Parameters that are trained are known by their `layout`; in
+    evaluation there is none, and all are looked at.
+    """
+    inputs, targets, rows = given
+    looks = look_of(inputs), look_of(targets)
+    if None in looks:
+        return None
+    own = loss.modules() if isinstance(loss, nn.Module) else ()
+    modes = tuple(part.training for part in (*module.modules(), *own))
+    others = [parameter for parameter in module.parameters() if layout is None or not parameter.requires_grad]
+    tensors = tuple((tensor.dtype, shape_of(tensor)) for tensor in (*others, *module.buffers()))
+    kind = device.type
+    types = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.get_default_dtype()
+    return looks, rows, layout, modes, tensors, types
