@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,25 @@ def test_what_takes_too_long_is_ended_and_told() -> None:
     report = examine("gloo", 2, seconds=1, progress=said.append)
     (failed,) = report.failed
     assert failed.said.startswith("not done after 1 s: rank 0 "), failed
-    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert str(Path(rank.__file__)) not in running
+    assert str(Path(rank.__file__)) not in running()
+
+
+def test_a_request_to_end_ends_all() -> None:
+    command = [sys.executable, "-m", "stretto", "doctor", "--backend", "gloo", "-d", "2"]
+    doctor = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while str(Path(rank.__file__)) not in running() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        doctor.terminate()
+        assert doctor.wait(30) == 143
+    finally:
+        doctor.kill()
+    assert str(Path(rank.__file__)) not in running()
+
+
+def running() -> str:
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
 
 
 def wrong(mesh: Any, what: str) -> Check:

@@ -105,10 +105,12 @@ def _run(command: list[str], folder: Path, seconds: int, progress: Callable[[str
 
 @contextlib.contextmanager
 def _ending(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Nothing that was started is left, however this ends."""
+    """Nothing that was started is left, however this ends; of a SIGKILL the ranks' own deadline takes care."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
+        signal.signal(signal.SIGTERM, before)
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
