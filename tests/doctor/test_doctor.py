@@ -74,7 +74,7 @@ def wrong(mesh: Any, what: str) -> Check:
     elif what == "error":
         rank.Block = None  # type: ignore[assignment, misc]
     notes = Notes()
-    notes.attempt("training", "zb_v", lambda: rank.trained(mesh, "zb_v", plan(what)))
+    rank.train(notes, mesh, "zb_v", plan(what))
     return notes.found[0]
 
 
@@ -137,3 +137,17 @@ def test_bad_input_is_one_line() -> None:
 
 def test_as_many_gpus_decide_as_there_are() -> None:
     assert [setting_of(count) for count in (0, 1, 2, 8)] == ["gloo", "onegpu", "nccl", "nccl"]
+
+
+def test_what_some_ranks_skip_has_failed() -> None:
+    notes = [[Note("training", Check("a", "ok", "0", 0.0))], [Note("training", Check("a", "skipped", "no"))]]
+    assert [check.state for check in merged(notes, "training")] == ["failed"]
+
+
+def test_only_a_plan_that_cannot_be_made_is_skipped() -> None:
+    def refused() -> Check:
+        raise stretto.PlanError("in the middle of a step")
+
+    notes = Notes()
+    notes.attempt("training", "zb_v", refused)
+    assert [check.state for check in notes.found] == ["failed"]

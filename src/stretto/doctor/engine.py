@@ -2,15 +2,20 @@
 
 import sys
 
+import torch
+
 from stretto.doctor.rank import weights
 from stretto.weights.receiver import Receiver
 
 
 def main() -> None:
     address, device = sys.argv[1:]
-    receiver = Receiver(address, into=weights(device, 0.0)).start()
+    live = weights(device, 0.0)
+    receiver = Receiver(address, into=live).start()
     print("ready", flush=True)
-    sys.stdin.read()  # until whoever started this ends
+    for line in sys.stdin:  # until whoever started this ends
+        wanted = weights(device, float(line))
+        print("same" if all(torch.equal(live[name], wanted[name]) for name in wanted) else "different", flush=True)
     receiver.close()
 
 

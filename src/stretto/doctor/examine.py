@@ -73,7 +73,7 @@ def examine(
             untested=[*_UNTESTED[setting], *_ALWAYS],
             seconds=time.monotonic() - begin,
         )
-        if ended or not report.push:
+        if ended or not report.push or all(check.state != "ok" for check in report.training):
             report.push.append(Check("the whole", "failed", _why(ended, folder, notes)))
         return report
 
@@ -89,10 +89,10 @@ def _command(setting: Setting, ranks: int, folder: Path, seconds: int) -> list[s
 
 def _run(command: list[str], folder: Path, seconds: int, progress: Callable[[str], None]) -> str:
     """Run the ranks; why they did not end well, if they did not."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}  # where torchrun leaves its logs
     with (folder / "said").open("wb") as said:
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
-        with _ending(process):
+        with _ending(process, folder):
             deadline = time.monotonic() + seconds
             while process.poll() is None:
                 if time.monotonic() > deadline:
@@ -104,7 +104,7 @@ def _run(command: list[str], folder: Path, seconds: int, progress: Callable[[str
 
 
 @contextlib.contextmanager
-def _ending(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+def _ending(process: "subprocess.Popen[bytes]", folder: Path) -> Iterator[None]:
     """Nothing that was started is left, however this ends; of a SIGKILL the ranks' own deadline takes care."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
@@ -115,6 +115,11 @@ def _ending(process: "subprocess.Popen[bytes]") -> Iterator[None]:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_ENDING)
+            for path in folder.glob(
+                "process-*"
+            ):  # a rank that is stopped, say; torchrun gives each a session of its own
+                with contextlib.suppress(ProcessLookupError, ValueError):
+                    os.kill(int(path.read_text()), signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -60,16 +60,24 @@ class Notes:
     def attempt(self, part: Any, what: str, act: Callable[[], Check]) -> None:
         try:
             check = act()
-        except PlanError as error:
-            check = Check(what, "skipped", str(error))
         except Exception as error:
             check = Check(what, "failed", named(error))
         self.add(part, check)
 
 
-def trained(mesh: DeviceMesh, what: str, make: Callable[[], Plan]) -> Check:
+def train(notes: Notes, mesh: DeviceMesh, what: str, make: Callable[[], Plan]) -> None:
+    """A schedule that cannot be made for so many ranks is skipped; whatever goes wrong later has failed."""
+    try:
+        plan = make()
+    except PlanError as error:
+        notes.add("training", Check(what, "skipped", str(error)))
+    else:
+        notes.attempt("training", what, partial(trained, mesh, what, plan))
+
+
+def trained(mesh: DeviceMesh, what: str, plan: Plan) -> Check:
     """The worst error of two steps' losses and gradients, beside the same layers in this process alone."""
-    plan, device = make(), torch.device(mesh.device_type)
+    device = torch.device(mesh.device_type)
 
     def block(number: int) -> Block:
         return Block(number).to(device, torch.float64)
@@ -117,8 +125,10 @@ def relative_error(found: Tensor | None, wanted: Tensor | None) -> float:
 def linked(mesh: DeviceMesh, source: int, target: int) -> Check:
     """How fast messages travel from a rank to another, by the clock of the one that receives them."""
     cuda = mesh.device_type == "cuda"
-    large, small = (torch.zeros(size, dtype=torch.uint8, device=mesh.device_type) for size in (2**26, 2**10))
     rank, seconds = dist.get_rank(), []
+    pattern = torch.arange(2**26 // 4, dtype=torch.int32, device=mesh.device_type)
+    large = pattern.clone() if rank == source else torch.zeros_like(pattern)
+    small = torch.zeros(2**10, dtype=torch.uint8, device=mesh.device_type)
     for tensor, times in ((large, 5), (small, 20)):
         for k in range(times + 2):
             if k == 2:  # the first make the connection
@@ -129,6 +139,8 @@ def linked(mesh: DeviceMesh, source: int, target: int) -> Check:
                 dist.recv(tensor, source)
         seconds.append((_now(cuda) - begin) / times)
     speed, latency = large.nbytes / seconds[0] / 1e9, seconds[1] * 1e6
+    if not torch.equal(large, pattern):
+        return Check(f"{source} → {target}", "failed", "what arrives is not what was sent")
     if rank == source:
         return Check(f"{source} → {target}", "ok", "")
     return Check(f"{source} → {target}", "ok", f"{speed:.1f} GB/s, {latency:.0f} µs", speed)
@@ -156,6 +168,8 @@ def pushed(mesh: DeviceMesh, folder: Path) -> Check:
         report = sender.push("2", [address])
         told = report.receivers[address]
         said = f"{report.nbytes / 2**20:.0f} MiB at {report.gb_per_second:.1f} GB/s, {told}"
+        if engine is not None and not _holds(engine, 2.0):
+            return Check(what, "failed", f"{said}, but it holds other values")
         return Check(what, "ok" if told == "verified" else "failed", said, report.gb_per_second)
     finally:
         sender.close()
@@ -175,6 +189,15 @@ def _is_ready(engine: "subprocess.Popen[str]") -> bool:
     return engine.stdout.readline().strip() == "ready"
 
 
+def _holds(engine: "subprocess.Popen[str]", value: float) -> bool:
+    """Whether the process has the weights of a value, as it sees them itself."""
+    assert engine.stdin is not None
+    assert engine.stdout is not None
+    engine.stdin.write(f"{value}\n")
+    engine.stdin.flush()
+    return engine.stdout.readline().strip() == "same"
+
+
 def weights(device: str, value: float) -> dict[str, Tensor]:
     """As many as are pushed, each of its own value."""
     count = PUSHED // 16 // 4
@@ -185,6 +208,7 @@ def main() -> None:
     folder, backend, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     signal.alarm(seconds)  # whatever happens, this process ends
     local = int(os.environ["LOCAL_RANK"])
+    (folder / f"process-{local}").write_text(str(os.getpid()))
     if backend != "gloo":
         torch.cuda.set_device(local if backend == "nccl" else 0)
     if backend == "onegpu":
@@ -199,7 +223,7 @@ def main() -> None:
         if schedule.variable:
             plans[f"{schedule.name} +overlap"] = partial(make, overlap=True)
         for name, plan in plans.items():
-            notes.attempt("training", name, partial(trained, mesh, name, plan))
+            train(notes, mesh, name, plan)
     for source in range(size if size > 1 else 0):
         target = (source + 1) % size
         if rank in (source, target):

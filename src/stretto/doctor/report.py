@@ -58,4 +58,6 @@ def _worst(checks: list[Check]) -> Check:
     failed = [check for check in checks if check.state == "failed"]
     # A rank that says what is wrong knows more than those that only say which rank that was.
     failed.sort(key=lambda check: "rank" in check.said)
+    if not failed and len({check.state for check in checks}) > 1:
+        return Check(checks[0].what, "failed", "some ranks skipped it, others did not")
     return failed[0] if failed else max(checks, key=lambda check: check.value or 0.0)
