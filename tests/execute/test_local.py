@@ -107,15 +107,15 @@ def test_an_error_names_its_task_and_nothing_more_begins() -> None:
         Call("meet", 1, "link", ["bad"]),
         Call("after", 0, needs=["meet"]),
     ]
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(ProgramError, match=r"^bad on device 1 failed: ValueError: no such file$") as caught:
         execute(program_of(calls), bind)
     assert isinstance(caught.value.__cause__, ValueError)
     assert begun == ["bad"]
     deadline = time.monotonic() + PLENTY
-    while threading.active_count() > threads and time.monotonic() < deadline:
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() <= threads
+    assert not set(threading.enumerate()) - before
 
 
 def test_what_cannot_run_is_refused_before_anything_does() -> None:
@@ -158,7 +158,7 @@ def test_nothing_is_kept_or_left_running() -> None:
     class Large:
         def __call__(self) -> None: ...
 
-    threads = threading.active_count()
+    before = set(threading.enumerate())  # earlier tests' threads may still be ending
     gc.collect()
     gc.disable()
     try:
@@ -169,4 +169,4 @@ def test_nothing_is_kept_or_left_running() -> None:
         assert gone() is None
     finally:
         gc.enable()
-    assert threading.active_count() == threads
+    assert not set(threading.enumerate()) - before
