@@ -1,17 +1,20 @@
 """bfloat16 blocks of a realistic size: ours with each kind of sum, PyTorch's pipelines, and DeepSeek's DualPipe.
 
-    stretto onegpu run --devices 4 benchmarks/onegpu/bf16.py [TOKENS …] [--only "ours, ZB-V, cast"] [--profile]
+    stretto onegpu run --devices 4 benchmarks/onegpu/bf16.py [TOKENS …] [--only "ours, ZB-V, cast"] [--compile]
 
 8 blocks of RMSNorm + Linear(4096 → 8192) + SiLU + Linear(8192 → 4096), 16 microbatches of so many tokens (512 and
 2048), the same groups for all. The least and the median of 10 steps, all ranks together; the least time after which the
 slowest rank's host had queued its step; of ours, from a recorded step, for how long the worst device was idle because
 its host was late; and the most that a rank held beyond the weights, sums that stay between steps included. DeepSeek's
-is run if `dualpipe` can be imported, and sums over its replicas in the end, as ours does. With --profile, what the GPU
-did for rank 0 in a step.
+is run if `dualpipe` can be imported, and sums over its replicas in the end, as ours does. With --compile, each block of
+ours and of PyTorch's is compiled. With --profile, what the GPU did for rank 0 in a step, and what its host did.
 """
 
 import argparse
+import cProfile
 import gc
+import io
+import pstats
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +33,7 @@ import stretto
 import stretto.onegpu
 
 WIDTH, LAYERS, MICROBATCHES, WARM_UP, STEPS = 4096, 8, 16, 3, 10
+HEADER = "| | least, ms | median, ms | queued after, ms | host late, ms | GiB |\n|---|---|---|---|---|---|"
 PLANS: dict[str, Callable[..., stretto.Plan]] = {
     "1F1B": stretto.one_f_one_b,
     "interleaved": stretto.interleaved,
@@ -81,17 +85,26 @@ class Block(nn.Module):
         return x + y
 
 
-def block(linear: type[nn.Linear] = nn.Linear) -> Block:
-    return Block(linear).to("cuda", torch.bfloat16)
+def block(linear: type[nn.Linear] = nn.Linear, *, compiled: bool = False) -> Block:
+    made = Block(linear).to("cuda", torch.bfloat16)
+    if compiled:
+        made.compile()
+    return made
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output.float(), target.float())
 
 
-def ours(mesh: DeviceMesh, plan: stretto.Plan, gradients: Any, x: Tensor, y: Tensor) -> Made:
+def ours(mesh: DeviceMesh, plan: stretto.Plan, gradients: Any, x: Tensor, y: Tensor, *, compiled: bool) -> Made:
     pipe = stretto.Pipeline(
-        lambda _: block(), layer_count=LAYERS, plan=plan, loss=loss, mesh=mesh, gradients=gradients, timeout=60
+        lambda _: block(compiled=compiled),
+        layer_count=LAYERS,
+        plan=plan,
+        loss=loss,
+        mesh=mesh,
+        gradients=gradients,
+        timeout=60,
     )
     return Made(
         lambda: _ignore(pipe.step(x, y, check_finite=False)),
@@ -101,12 +114,17 @@ def ours(mesh: DeviceMesh, plan: stretto.Plan, gradients: Any, x: Tensor, y: Ten
     )
 
 
-def torchs(mesh: DeviceMesh, schedule: type[Any], per_rank: int, x: Tensor, y: Tensor) -> Made:
+def torchs(mesh: DeviceMesh, schedule: type[Any], per_rank: int, x: Tensor, y: Tensor, *, compiled: bool) -> Made:
     rank, count = mesh.get_local_rank(), mesh.size() * per_rank
     turns = schedule in (torch_schedules.ScheduleZBVZeroBubble, torch_schedules.ScheduleDualPipeV)
     here = [rank, count - 1 - rank] if turns else [rank + mesh.size() * k for k in range(per_rank)]
     stages = [
-        PipelineStage(nn.Sequential(*(block() for _ in range(LAYERS // count))), k, count, torch.device("cuda", 0))
+        PipelineStage(
+            nn.Sequential(*(block(compiled=compiled) for _ in range(LAYERS // count))),
+            k,
+            count,
+            torch.device("cuda", 0),
+        )
         for k in here
     ]
     runner = schedule(stages if per_rank > 1 else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss)
@@ -192,14 +210,14 @@ def deepseeks(mesh: DeviceMesh, x: Tensor, y: Tensor) -> Made:
     return Made(step, list(chunks.parameters()))
 
 
-def cases(mesh: DeviceMesh, x: Tensor, y: Tensor) -> Iterator[tuple[str, Callable[[], Made]]]:
+def cases(mesh: DeviceMesh, x: Tensor, y: Tensor, *, compiled: bool) -> Iterator[tuple[str, Callable[[], Made]]]:
     for name, plan in PLANS.items():
         made = plan(devices=mesh.size(), microbatches=MICROBATCHES)
         for kind in ("cast", "parameter", "float32"):
-            yield f"ours, {name}, {kind}", partial(ours, mesh, made, kind, x, y)
+            yield f"ours, {name}, {kind}", partial(ours, mesh, made, kind, x, y, compiled=compiled)
         if name in PEERS:
-            yield f"peer, {name} (PyTorch)", partial(torchs, mesh, *PEERS[name], x, y)
-        elif name == "DualPipe":
+            yield f"peer, {name} (PyTorch)", partial(torchs, mesh, *PEERS[name], x, y, compiled=compiled)
+        elif name == "DualPipe" and not compiled:
             yield f"peer, {name} (DeepSeek)", partial(deepseeks, mesh, x, y)
 
 
@@ -238,14 +256,23 @@ def profile(step: Callable[[], None]) -> str:
     with recorded(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
         step()
         torch.cuda.synchronize()
-    return str(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=14, max_name_column_width=60))
+    device = str(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=14, max_name_column_width=60))
+    host, text = cProfile.Profile(), io.StringIO()
+    for _ in range(3):
+        torch.cuda.synchronize()
+        dist.barrier()
+        host.runcall(step)
+    torch.cuda.synchronize()
+    pstats.Stats(host, stream=text).sort_stats("tottime").print_stats(40)
+    return f"{device}\n{text.getvalue()}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokens", nargs="*", type=int, default=[512, 2048])
     parser.add_argument("--only", action="append", help="only this case; may be given several times")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="compile each block with torch.compile")
+    parser.add_argument("--profile", action="store_true", help="say what took time on rank 0, on the GPU and its host")
     options = parser.parse_args()
     torch.cuda.set_device(0)
     dist.init_process_group("onegpu")
@@ -257,10 +284,10 @@ def main() -> None:
 
     for tokens in options.tokens:
         say(f"\n{tokens} tokens, {mesh.size()} devices, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
-        say("| | least, ms | median, ms | queued after, ms | host late, ms | GiB |\n|---|---|---|---|---|---|")
+        say(HEADER)
         torch.manual_seed(1)
         x, y = torch.randn(2, MICROBATCHES, tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
-        for name, make in cases(mesh, x, y):
+        for name, make in cases(mesh, x, y, compiled=options.compile):
             if options.only and not any(name == part or name.startswith(f"{part} (") for part in options.only):
                 continue
             try:
