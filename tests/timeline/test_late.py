@@ -1,12 +1,18 @@
 """Idle time because the host had not issued a task yet."""
 
+import itertools
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto import Costs, Link
+from stretto import Call, Costs, Link, StrettoError, program_of
+from stretto.draw.figure import boxes_of
 from stretto.timeline import Timeline
 
 
@@ -74,6 +80,99 @@ def test_by_hand(plan: stretto.Plan, seed: int) -> None:
     for task in range(len(program)):
         ready = max(alone[end] for end in program.ends(task))
         assert late[task] == max(0, min(timeline.start[task], timeline.issued[task]) - ready)
+
+
+def two_devices(**issued: float) -> Timeline:
+    """A forward on each of two devices: the first ends at 1, its message could be moved from 1 on, and is from 5 on."""
+    program = stretto.lower(stretto.gpipe(devices=2, microbatches=1))
+    given = {"0F0": (0, 1), "0SEND_F0": (5, 6), "1RECV_F0": (5, 6), "1F0": (7, 8)}
+    later = iter(range(10, 99, 2))
+    times = []
+    for task in program.tasks():
+        start, end = given.get(str(task)) or (begin := next(later), begin + 1)
+        times.append((start, end, issued.get(str(task), -1)))
+    return Timeline(program, *np.array(times, dtype=float).T[:2], "s", np.array(times, dtype=float).T[2])
+
+
+def test_compute_that_waits_for_what_was_not_issued_is_idle_because_of_a_host() -> None:
+    received = two_devices(**{"1RECV_F0": 4})  # what it waited for from 4 to 5 is not the host's
+    assert received.summary().devices[1].host_late == 3
+    assert received.summary().devices[1].exposed_transfer == 1
+    sent = two_devices(**{"0SEND_F0": 5})  # by the other host
+    assert sent.summary().devices[1].host_late == 4
+    assert '"0SEND_F0 on device 0 not issued yet"' in stretto.draw_trace(sent)
+    both = two_devices(**{"0SEND_F0": 5, "1RECV_F0": 3, "1F0": 6.5})  # the last of the ends, and then the task itself
+    assert both.summary().devices[1].host_late == 4.5
+    assert both.summary().devices[0].host_late == 0
+    assert "!" in stretto.draw_text(sent, width=200).splitlines()[1]
+    assert "!" not in stretto.draw_text(sent, width=200).splitlines()[0]
+
+
+@given(plans(devices=4, microbatches=6), st.integers(0, 2**32 - 1))
+def test_idle_time_is_counted_once(plan: stretto.Plan, seed: int) -> None:
+    timeline = stretto.simulate(plan, Costs(link=Link(latency=0.5), unit="s"))
+    draws = np.random.default_rng(seed)
+    timeline = issued_at(timeline, timeline.start + draws.uniform(-3, 1, len(timeline.program)))
+    gaps, compute = timeline.late_gaps(), timeline.program.compute
+    assert gaps.total(len(timeline.program))[compute].sum() >= timeline.host_late()[compute].sum() - 1e-9
+    for device, found in enumerate(timeline.summary().devices):
+        own = timeline.program.device[gaps.task] == device
+        assert np.isclose(found.host_late, (gaps.end - gaps.begin)[own].sum())
+        assert found.host_late <= found.bubble + 1e-9
+        pieces = sorted(zip(gaps.begin[own], gaps.end[own], strict=True))
+        pieces += sorted(
+            (span.start, span.end)
+            for span in timeline.spans()
+            if span.task.device == device and span.end > span.start and span.task.lane.name == "compute"
+        )
+        ordered = sorted(pieces)
+        assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(ordered))
+
+
+def test_rings_of_many_lengths_take_no_longer() -> None:
+    lengths = (2, 3, 5, 7, 11, 13, 17, 19, 23)
+    calls, first = [], 0
+    for length in lengths:
+        calls += [Call(f"meet{length}", device) for device in range(first, first + length)]
+        first += length
+    program = program_of(calls)
+    begin = np.arange(len(program), dtype=float)
+    timeline = Timeline(program, begin, begin + 1, "s", begin)
+    assert len(timeline.host_late()) == sum(lengths)  # the least common multiple is 223,092,870
+
+
+def test_it_is_shown_on_the_compute_lane_of_an_own_program() -> None:
+    program = program_of([Call("load", lane="disk"), Call("work"), Call("more")])
+    start = np.array([0.0, 0.0, 6.0])
+    timeline = Timeline(program, start, start + 2, "s", np.array([0.0, 0.0, 6.0]))
+    disk, compute = stretto.draw_text(timeline, width=60).splitlines()[:2]
+    assert "disk" in disk and "!" not in disk  # noqa: PT018
+    assert "compute" in compute and "!" in compute  # noqa: PT018
+    assert any(box.colour == "#d62728" and box.row == 1.4 for box in boxes_of(timeline, lanes=True))
+
+
+@pytest.mark.parametrize(
+    ("times", "wrong"),
+    [
+        ((np.zeros(1), None, None), r"one start for each of its \d+ tasks"),
+        ((None, None, np.zeros(1)), r"one issued for each of its \d+ tasks"),
+        ((None, None, np.full(4, np.nan)), "the issued of a task is not a finite number"),
+        ((np.full(4, -1e308), np.full(4, 1e308), None), "too far apart"),
+    ],
+)
+def test_times_that_cannot_be_are_refused(times: tuple[Any, Any, Any], wrong: str) -> None:
+    program = program_of([Call(name) for name in "abcd"])
+    start, end, issued = times
+    whole = np.zeros(4) if start is None else start, np.ones(4) if end is None else end
+    with pytest.raises(StrettoError, match=wrong):
+        Timeline(program, *whole, "s", issued)
+
+
+def test_a_figure_of_what_takes_no_time_in_compute(tmp_path: Path) -> None:
+    program = stretto.lower(stretto.gpipe(devices=2, microbatches=1))
+    start = np.arange(len(program), dtype=float)
+    stretto.draw_figure(Timeline(program, start, start, "s"), tmp_path / "still.png")
+    assert (tmp_path / "still.png").stat().st_size
 
 
 def test_it_is_drawn_and_kept() -> None:

@@ -35,6 +35,8 @@ class Box:
     height: float = 1.0
     dark: bool = False
     """Whether its label is better white."""
+    thin: bool = False
+    """Whether it may be too thin for an edge, which would hide it."""
 
 
 @contextmanager
@@ -80,13 +82,13 @@ def time_axis(axes: "Axes", *, length: float, unit: Unit) -> None:
 
 
 def paint(axes: "Axes", boxes: Sequence[Box], *, edge: str = "white") -> None:
-    alike: dict[tuple[float, float, str], list[tuple[float, float]]] = defaultdict(list)
+    alike: dict[tuple[float, float, str, bool], list[tuple[float, float]]] = defaultdict(list)
     for box in boxes:
-        alike[box.row, box.height, box.colour].append((box.start, box.width))
+        alike[box.row, box.height, box.colour, box.thin].append((box.start, box.width))
     line = 0.5 if len(boxes) < 3000 else 0.1
-    for (row, height, colour), spans in alike.items():
+    for (row, height, colour, thin), spans in alike.items():
         place = (row + 0.06 * height, 0.88 * height)
-        axes.broken_barh(spans, place, facecolors=colour, edgecolor=edge, linewidth=line)
+        axes.broken_barh(spans, place, facecolors=colour, edgecolor=colour if thin else edge, linewidth=line)
 
 
 def write_labels(axes: "Axes", boxes: Iterable[Box], *, points: float, alike: bool = True) -> None:

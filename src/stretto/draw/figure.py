@@ -29,6 +29,7 @@ _COLOUR = {
     Kind.ONLOAD: _IN,
     Kind.REDUCE: _REDUCE,
 }
+_IDLE = "Idle: not issued yet by a host"
 _LEGEND = {
     "Forward": _FORWARD,
     "Backward": _BACKWARD,
@@ -40,7 +41,7 @@ _LEGEND = {
     "Offload": _OUT,
     "Onload": _IN,
     "Sum of gradients over devices": _REDUCE,
-    "Idle: not issued yet by the host": _LATE,
+    _IDLE: _LATE,
 }
 _PAIR = "Overlapped forward & Backward"
 _ROW = 0.3  # inches
@@ -54,8 +55,8 @@ def draw_figure(timeline: Timeline, path: str | Path, *, number_up_flow: bool = 
     Cells carry their microbatch where there is room for it; a plan too large for that shows colours
     only. Of a bidirectional plan only the first route is numbered, unless `number_up_flow`. With `lanes`,
     each device has a row for computation, one for communication, one for what is offloaded and one for sums of
-    gradients. Where it was recorded, a thin line shows that a device was idle because its host had not issued the next
-    task yet. A weight update has a row for each buffer, a user's own program one for each lane.
+    gradients. Where it was recorded, a thin line shows that a device was idle because a host had not issued what
+    comes next. A weight update has a row for each buffer, a user's own program one for each lane.
     """
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
@@ -90,14 +91,15 @@ def _length(timeline: Timeline) -> float:
     if timeline.unit is None:
         return timeline.makespan
     times = (timeline.end - timeline.start)[timeline.program.compute]
-    return timeline.makespan / float(np.median(times[times > 0]))
+    usual = np.median(times[times > 0]) if times.any() else timeline.makespan
+    return timeline.makespan / float(usual)
 
 
 def legend_entries(boxes: Iterable[Box], timelines: Iterable[Timeline]) -> dict[str, str | tuple[str, ...]]:
     """What the colours of these timelines' boxes mean."""
     programs = [timeline.program for timeline in timelines]
     calls = {name: colour for program in programs for name, colour in _colours(program).items()}
-    known = _LEGEND if any(not program.is_own for program in programs) else {}
+    known = _LEGEND if any(not program.is_own for program in programs) else {_IDLE: _LATE}
     used = {box.colour for box in boxes}
     entries: dict[str, str | tuple[str, ...]] = {
         name: colour for name, colour in (known | calls).items() if colour in used
@@ -119,8 +121,9 @@ def boxes_of(timeline: Timeline, *, lanes: bool = False, number_up_flow: bool = 
     numbered = placement.microbatches // (1 if number_up_flow else len(placement.routes))
     rows = len(rows_of(timeline)) if lanes else 1
     colours = _colours(timeline.program)
-    for it in host_late(timeline):
-        yield Box(it.task.device * rows + 0.4, it.start, it.end - it.start, _LATE, height=0.2)
+    for gap in host_late(timeline):
+        row = gap.device * rows + (gap.row if lanes else 0)
+        yield Box(row + 0.4, gap.start, gap.end - gap.start, _LATE, height=0.2, thin=True)
     for it in shown(timeline):
         if lanes or it.task.lane.name == "compute":
             row = it.task.device * rows + (it.row if lanes else 0)

@@ -50,14 +50,28 @@ def shown(timeline: Timeline) -> Iterator[Shown]:
             yield Shown(span.task, rows[span.task.lane.name], span.start - begin, span.end - begin)
 
 
-def host_late(timeline: Timeline) -> Iterator[Shown]:
-    """Where a compute lane stood idle because the host had not issued a task yet, as `shown` shows the task."""
-    if timeline.issued is None:
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A device that is idle because a task was not issued yet."""
+
+    cause: Task
+    """Of that device, or of the one at the other end of a transfer."""
+    device: int
+    row: int
+    start: float
+    end: float
+
+
+def host_late(timeline: Timeline) -> Iterator[Late]:
+    """Where a compute lane stood idle because a host had not issued something yet; nothing if none is shown."""
+    names, begin = rows_of(timeline), float(timeline.start.min())
+    name = _rows(timeline).get("compute")
+    if timeline.issued is None or name not in names:
         return
-    late, begin = timeline.host_late(), float(timeline.start.min())
-    for index in np.flatnonzero((late > 0) & timeline.program.compute).tolist():
-        end = min(timeline.start.item(index), timeline.issued.item(index)) - begin
-        yield Shown(timeline.program.task(index), 0, end - late.item(index), end)
+    program, gaps, row = timeline.program, timeline.late_gaps(), names.index(name)
+    columns = zip(gaps.cause.tolist(), gaps.task.tolist(), gaps.begin.tolist(), gaps.end.tolist(), strict=True)
+    for cause, task, start, end in columns:
+        yield Late(program.task(cause), program.device.item(task), row, start - begin, end - begin)
 
 
 def _rows(timeline: Timeline) -> dict[str, str]:

@@ -51,7 +51,7 @@ _MEANING = {
     "O": "offload",
     "L": "onload",
     "G": "sum of gradients over devices",
-    "!": "idle: not issued yet by the host",
+    "!": "idle: not issued yet by a host",
 }
 _UPDATE_MEANING = {"H": "host to device", "S": "broadcast (source)", "D": "broadcast (destination)", "R": "reload"}
 _CALLS = "FWIOSDHG"  # the shades of a user's own calls
@@ -142,19 +142,21 @@ class _Grid:
         if not math.isfinite(scale):  # times too small for any scale
             return _Grid([(label, []) for label in labels], 0)
         lines: list[list[_Block]] = [[] for _ in labels]
-        late = [(it, None) for it in host_late(timeline)]
-        for it, task in sorted([*late, *((it, it.task) for it in found)], key=lambda both: both[0].start):
-            line = lines[it.task.device * len(names) + (it.row if lanes else 0)]
-            start = max(int(np.rint(it.start * scale)), line[-1].end if line else 0)
-            end = int(np.rint(it.end * scale))
+        every: list[tuple[float, float, int, int, Task | None]]
+        every = [(it.start, it.end, it.task.device, it.row, it.task) for it in found]
+        every += [(it.start, it.end, it.device, it.row, None) for it in host_late(timeline)]
+        for begin, stop, device, row, task in sorted(every, key=lambda block: block[0]):
+            line = lines[device * len(names) + (row if lanes else 0)]
+            start = max(int(np.rint(begin * scale)), line[-1].end if line else 0)
+            end = int(np.rint(stop * scale))
             if end > start:
                 line.append(_Block(start, end, task))
         columns = max((line[-1].end for line in lines if line), default=0)
         labelled = list(zip(labels, lines, strict=True))
         if program.is_own:  # whose devices need not have the same lanes
             there = {(lane.device, f" {lane.name}") for lane in program.lanes}
-            every = [(device, name) for device in range(program.devices) for name in names]
-            labelled = [line for line, where in zip(labelled, every, strict=True) if where in there]
+            places = [(device, name) for device in range(program.devices) for name in names]
+            labelled = [line for line, where in zip(labelled, places, strict=True) if where in there]
         return _Grid(labelled, columns)
 
 

@@ -78,13 +78,16 @@ def parse_trace(text: str) -> Timeline:
     except StrettoError as error:
         raise TextError(f"not a sound trace of Stretto's: {error}") from None
     start, end = (np.array([getattr(slice_.args, name) for slice_ in slices]) for name in ("start", "end"))
-    if not (np.isfinite(start).all() and np.isfinite(end).all() and (start <= end).all()):
+    if not (start <= end).all():
         raise TextError("not a sound trace of Stretto's: a task ends before it starts")
     times = [slice_.args.issued for slice_ in slices]
     issued = np.array([time for time in times if time is not None])
     if len(issued) not in (0, len(times)) or not np.isfinite(issued).all():
         raise TextError("not a sound trace of Stretto's: it says of some tasks only when they were issued")
-    return Timeline(program, start, end, origin.unit, issued if len(issued) else None)
+    try:
+        return Timeline(program, start, end, origin.unit, issued if len(issued) else None)
+    except StrettoError as error:
+        raise TextError(f"not a sound trace of Stretto's: {error}") from None
 
 
 _Index = Annotated[int, msgspec.Meta(ge=-1, lt=2**40)]
@@ -234,7 +237,8 @@ def _late(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """A track of its own for each device: what is no task of the program must not be read back as one."""
     scale, begin = _MICROSECONDS[timeline.unit], float(timeline.start.min())
     for number, it in enumerate(host_late(timeline)):
-        track = {"pid": it.task.device, "cat": "host", "id": number, "name": f"{it.task} not issued yet"}
+        where = "" if it.cause.device == it.device else f" on device {it.cause.device}"
+        track = {"pid": it.device, "cat": "host", "id": number, "name": f"{it.cause}{where} not issued yet"}
         yield {"ph": "b", "ts": (begin + it.start) * scale, **track}
         yield {"ph": "e", "ts": (begin + it.end) * scale, **track}
 

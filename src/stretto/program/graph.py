@@ -54,15 +54,22 @@ class Graph:
 
 def wait_graph(program: Program, *edges: tuple[Ints, Ints]) -> Graph:
     """These edges (before, after) between the program's tasks, as a graph of nodes."""
-    index = np.arange(len(program))
-    leads = program.mate < index  # the last end stands for all
-    leader = np.where(leads, index, program.mate)
-    while not leads[leader].all():
-        leader = leader[leader]
+    leader = leaders(program)
+    leads = leader == np.arange(len(program))
     node = (np.cumsum(leads) - 1)[leader]
     source = node[np.concatenate([before for before, _ in edges])]
     target = node[np.concatenate([after for _, after in edges])]
     return Graph(node, np.flatnonzero(leads), source, target)
+
+
+def leaders(program: Program) -> Ints:
+    """For each task the last end of what it is an end of, which stands for all; a task by itself is its own."""
+    index = np.arange(len(program))
+    leads = program.mate < index
+    leader = np.where(leads, index, program.mate)
+    while not leads[leader].all():
+        leader = leader[leader]
+    return leader
 
 
 def need_edges(program: Program) -> tuple[Ints, Ints]:

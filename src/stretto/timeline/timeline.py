@@ -12,7 +12,8 @@ from stretto.ir.errors import StrettoError
 from stretto.program.graph import queue_edges
 from stretto.program.program import Program
 from stretto.program.task import COPIES, Task
-from stretto.program.work import Bools, grouped
+from stretto.program.work import grouped
+from stretto.timeline import idle
 from stretto.timeline.memory import DeviceMemory, Floats, memory_in_order
 
 
@@ -39,7 +40,9 @@ class DeviceSummary(msgspec.Struct, frozen=True):
     exposed_copy: float
     """The same for what leaves for host memory and comes back."""
     host_late: float
-    """Idle time before compute tasks that could have run, had the host issued them; 0 where that was not recorded."""
+    """Idle time in which the next compute task, or something that it needs, could have run, had its host issued it; 0
+    where that was not recorded.
+    """
     peak_activations: int
     peak_pending: int
     peak_live: int
@@ -64,6 +67,16 @@ class Timeline:
     """Times that were measured are seconds; simulated ones are in the unit of the costs."""
     issued: Floats | None = None
     """When the host issued each task, where that was recorded."""
+
+    def __post_init__(self) -> None:
+        for name, times in (("start", self.start), ("end", self.end), ("issued", self.issued)):
+            if times is not None and np.shape(times) != (len(self.program),):
+                raise StrettoError(f"a timeline has one {name} for each of its {len(self.program)} tasks")
+            if times is not None and not np.isfinite(times).all():
+                raise StrettoError(f"the {name} of a task is not a finite number")
+        with np.errstate(over="ignore"):
+            if len(self.program) and not np.isfinite(self.end.max() - self.start.min()):
+                raise StrettoError("the tasks of a timeline lie too far apart for any clock")
 
     def spans(self) -> Iterator[Span]:
         for task, start, end in zip(self.program.tasks(), self.start.tolist(), self.end.tolist(), strict=True):
@@ -90,10 +103,10 @@ class Timeline:
         order, bounds = grouped(program.device[task], program.devices)
         task = task[order]
         transfer, comm, copy = (
-            self._exposed(awaited)[task]
+            idle.exposed(program, self.start, self.end, awaited).total(len(program))[task]
             for awaited in (program.moving, program.on_lane("comm"), program.work.among(COPIES))
         )
-        late = self.host_late()[task]
+        late = self.late_gaps().total(len(program))[task]
         memory = self.memory(costs)
         devices = []
         for device, (a, b) in enumerate(pairwise(bounds.tolist())):
@@ -123,21 +136,15 @@ class Timeline:
         yet: the lane was free, and all that the task needs was there. The ends of what devices do together can begin
         when all of them can.
         """
-        program = self.program
         if self.issued is None:
-            return np.zeros(len(program))
-        ready = np.full(len(program), self.start.min())
-        before, after = queue_edges(program.lane)
-        np.maximum.at(ready, after, self.end[before])
-        np.maximum.at(ready, program.needing, self.end[program.need])
-        own = ready.copy()
-        joint = np.flatnonzero(program.mate >= 0)
-        end = program.mate[joint]
-        while (end != joint).any():
-            ready[joint] = np.maximum(ready[joint], own[end])
-            end = program.mate[end]
-        late: Floats = np.maximum(0.0, np.minimum(self.start, self.issued) - ready)
-        return late
+            return np.zeros(len(self.program))
+        ready = idle.ready(self.program, self.start, self.end)
+        return np.maximum(0.0, np.minimum(self.start, self.issued) - ready)
+
+    def late_gaps(self) -> idle.Gaps:
+        """Where compute lanes stood idle because a host had not issued their next task, or what that needs."""
+        issued = self.start.min() if self.issued is None else self.issued
+        return idle.late(self.program, self.start, self.end, np.broadcast_to(issued, self.start.shape))
 
     def critical_path(self) -> list[Span]:
         """The chain of tasks that set the makespan, first to last; a transfer is shown by its receiving end."""
@@ -154,27 +161,3 @@ class Timeline:
             here = max((task for task in waited if task >= 0), key=self.end.item)
             path.append(here)
         return [Span(program.task(task), self.start.item(task), self.end.item(task)) for task in reversed(path)]
-
-    def _exposed(self, awaited: Bools) -> Floats:
-        """For each compute task, how long its device sat idle while one of these it needs was under way."""
-        program = self.program
-        exposed = np.zeros(len(program))
-        if not (self.end - self.start)[awaited].any():
-            return exposed
-        free = np.full(len(program), self.start.min())  # when the device became free for a task
-        before, after = queue_edges(np.where(program.compute, program.device, -1))
-        free[after] = self.end[before]
-        need, task = program.need, program.needing
-        arrives = awaited[need] & program.compute[task]
-        need, task = need[arrives], task[arrives]
-        begin = np.maximum(self.start[need], free[task])
-        end = np.maximum(begin, np.minimum(self.end[need], self.start[task]))
-        # A pair may wait for two transfers: what they share counts once. Each task's waits, moved out of the
-        # others' way by its own offset, form one line along which ends only grow.
-        order = np.lexsort((begin, task))
-        task, begin, end = task[order], begin[order], end[order]
-        offset = task * (self.makespan + 1.0) - self.start.min()
-        covered = np.maximum.accumulate(end + offset)
-        before = np.append(-np.inf, covered[:-1]) - offset
-        np.add.at(exposed, task, np.maximum(0.0, end - np.maximum(begin, before)))
-        return exposed
