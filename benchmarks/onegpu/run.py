@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 RUN = [sys.executable, "-m", "stretto", "onegpu", "run"]
 SANITIZER = ["compute-sanitizer", "--target-processes", "all"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-MESSAGES, PROVE, BF16 = str(HERE / "messages.py"), str(HERE / "prove.py"), str(HERE / "bf16.py")
+MESSAGES, PROVE, BF16, LIMITS = (str(HERE / f"{name}.py") for name in ("messages", "prove", "bf16", "limits"))
 SCHEDULES = ("1F1B", "interleaved", "interleaved overlapped", "ZB-V", "DualPipe", "DualPipeV")
 PARTS: dict[str, tuple[list[str], int]] = {
     "messages-2": ([*RUN, "-d", "2", MESSAGES], 60),
@@ -26,11 +26,15 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "kill-4": ([*RUN, "-d", "4", PROVE, "kill"], 60),
     "mappings-4": ([*RUN, "-d", "4", "--link", "50:10", str(HERE / "mappings.py")], 120),
     "sanitizer-2": ([*SANITIZER, *TORCHRUN, PROVE, "small"], 240),
+    "limits-4": ([*RUN, "-d", "4", LIMITS], 180),
 }
 for name in SCHEDULES:  # each in processes of its own
     for case in (*(f"ours, {name}, {kind}" for kind in ("cast", "parameter", "float32")), f"peer, {name}"):
         if case != "peer, interleaved overlapped":
             PARTS[f"bf16: {case}"] = ([*RUN, "-d", "4", BF16, "--only", case], 60)
+    both = ["--only", f"ours, {name}, cast", "--only", f"peer, {name}"]
+    PARTS[f"hosts: {name}"] = ([*RUN, "-d", "4", BF16, "16", *both], 60)  # so few tokens that only hosts take time
+    PARTS[f"compiled: {name}"] = ([*RUN, "-d", "4", BF16, "--compile", *both], 180)
 _NOISE = ("E1", "W1", "[W", "*****")
 
 
