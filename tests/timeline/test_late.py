@@ -175,6 +175,22 @@ def test_a_figure_of_what_takes_no_time_in_compute(tmp_path: Path) -> None:
     assert (tmp_path / "still.png").stat().st_size
 
 
+def test_a_figure_shows_short_gaps_too(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    program = stretto.lower(stretto.gpipe(devices=1, microbatches=30))
+    start = np.arange(len(program)) * 1.001
+    early = np.zeros(len(program))
+    one, all_ = early.copy(), start
+    one[-1] = start[-1]  # which has the legend too
+    red = []
+    for name, issued in (("early", early), ("one", one), ("all", all_)):
+        stretto.draw_figure(Timeline(program, start, start + 1, "s", issued), tmp_path / f"{name}.png")
+        pixels = image.imread(tmp_path / f"{name}.png")
+        red.append(int(((pixels[..., 0] > 0.7) & (pixels[..., 1] < 0.6) & (pixels[..., 2] < 0.6)).sum()))
+    assert red[1] > red[0]
+    assert red[2] > red[1] + 59  # a pixel for each gap
+
+
 def test_it_is_drawn_and_kept() -> None:
     program = stretto.lower(stretto.gpipe(devices=1, microbatches=2))
     start = np.arange(len(program)) * 2.0

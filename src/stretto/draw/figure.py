@@ -121,9 +121,6 @@ def boxes_of(timeline: Timeline, *, lanes: bool = False, number_up_flow: bool = 
     numbered = placement.microbatches // (1 if number_up_flow else len(placement.routes))
     rows = len(rows_of(timeline)) if lanes else 1
     colours = _colours(timeline.program)
-    for gap in host_late(timeline):
-        row = gap.device * rows + (gap.row if lanes else 0)
-        yield Box(row + 0.4, gap.start, gap.end - gap.start, _LATE, height=0.2, thin=True)
     for it in shown(timeline):
         if lanes or it.task.lane.name == "compute":
             row = it.task.device * rows + (it.row if lanes else 0)
@@ -132,6 +129,9 @@ def boxes_of(timeline: Timeline, *, lanes: bool = False, number_up_flow: bool = 
                 yield Box(row, it.start, it.end - it.start, colours[family(name)], name)
             else:
                 yield from _boxes(it, row, numbered)
+    for gap in host_late(timeline):  # after the tasks, whose edges would hide the shortest
+        row = gap.device * rows + (gap.row if lanes else 0)
+        yield Box(row + 0.4, gap.start, gap.end - gap.start, _LATE, height=0.2, thin=True)
 
 
 def _boxes(it: Shown, row: float, numbered: int) -> Iterator[Box]:
