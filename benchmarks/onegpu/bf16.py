@@ -33,7 +33,6 @@ import stretto
 import stretto.onegpu
 
 WIDTH, LAYERS, MICROBATCHES, WARM_UP, STEPS = 4096, 8, 16, 3, 10
-HEADER = "| | least, ms | median, ms | queued after, ms | host late, ms | GiB |\n|---|---|---|---|---|---|"
 PLANS: dict[str, Callable[..., stretto.Plan]] = {
     "1F1B": stretto.one_f_one_b,
     "interleaved": stretto.interleaved,
@@ -267,6 +266,17 @@ def profile(step: Callable[[], None]) -> str:
     return f"{device}\n{text.getvalue()}"
 
 
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def begin_table(tokens: int) -> None:
+    devices = dist.get_world_size()
+    say(f"\n{tokens} tokens, {devices} devices, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
+    say("| | least, ms | median, ms | queued after, ms | host late, ms | GiB |\n|---|---|---|---|---|---|")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokens", nargs="*", type=int, default=[512, 2048])
@@ -278,13 +288,8 @@ def main() -> None:
     dist.init_process_group("onegpu")
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("pp",))
 
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(text, flush=True)
-
     for tokens in options.tokens:
-        say(f"\n{tokens} tokens, {mesh.size()} devices, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
-        say(HEADER)
+        begin_table(tokens)
         torch.manual_seed(1)
         x, y = torch.randn(2, MICROBATCHES, tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
         for name, make in cases(mesh, x, y, compiled=options.compile):

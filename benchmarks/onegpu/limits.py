@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bf16 import HEADER, LAYERS, MICROBATCHES, WIDTH, Block, Made, measure  # which registers the backend
+from bf16 import LAYERS, MICROBATCHES, WIDTH, Block, Made, begin_table, measure, say  # which registers the backend
 from torch import Tensor, nn
 
 Owed = list[tuple[nn.Parameter, Tensor, Tensor]]
@@ -147,14 +147,8 @@ def main() -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("onegpu")
     devices = dist.get_world_size()
-
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(text, flush=True)
-
     for tokens in options.tokens:
-        say(f"\n{tokens} tokens, {devices} devices, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
-        say(HEADER)
+        begin_table(tokens)
         torch.manual_seed(1)
         x = torch.randn(MICROBATCHES, tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
         for name, make in cases(devices, x):

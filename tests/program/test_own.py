@@ -1,8 +1,11 @@
 """Programs of a user's own: made, checked, simulated, drawn, read back."""
 
+import dataclasses
+import itertools
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +56,19 @@ def test_two_devices_that_meet_in_another_order_are_found() -> None:
     assert "b" in found.message
     with pytest.raises(ProgramError, match="tasks wait in a circle"):
         stretto.simulate(program_of(calls))
+
+
+def test_ends_meet_in_whatever_order_their_ring_names_them() -> None:
+    calls = [Call("late", 1), *(Call("meet", device) for device in range(4))]
+    program = program_of(calls)
+    ends = np.flatnonzero(program.mate >= 0)
+    for order in itertools.permutations(ends.tolist()):
+        mate = program.mate.copy()
+        mate[list(order)] = np.roll(order, -1)
+        again = dataclasses.replace(program, mate=mate)
+        assert stretto.check(again) == []
+        start = stretto.simulate(again, Costs(calls={"late": 5, "meet": 1})).start
+        assert start[ends].tolist() == [5] * 4
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,9 @@ def test_it_is_shown_on_the_compute_lane_of_an_own_program() -> None:
 @pytest.mark.parametrize(
     ("times", "wrong"),
     [
-        ((np.zeros(1), None, None), r"one start for each of its \d+ tasks"),
-        ((None, None, np.zeros(1)), r"one issued for each of its \d+ tasks"),
-        ((None, None, np.full(4, np.nan)), "the issued of a task is not a finite number"),
+        ((np.zeros(1), None, None), r"one start time for each of its \d+ tasks"),
+        ((None, None, np.zeros(1)), r"one issue time for each of its \d+ tasks"),
+        ((None, None, np.full(4, np.nan)), "the issue time of a task is not a finite number"),
         ((np.full(4, -1e308), np.full(4, 1e308), None), "too far apart"),
     ],
 )

@@ -90,7 +90,7 @@ def compare(
     the step, in span the worst device's within its own first start and last end; activations, I to W
     (between the two), params, exposed (transfer time not hidden), comm (the same of dispatch and
     combine), copy (of copies to and from host memory), host late (idle because a measured run's host
-    had not issued the next task yet) and bytes are the worst device's.
+    had not issued what comes next) and bytes are the worst device's.
     A .trace.json is compared as it is; with --fit, so is what a simulation makes of the costs that it shows.
     What was measured is in seconds, and can only be compared with costs in seconds (unit=s).
     What cannot be made at these sizes, and which files have others, is said below the table.

@@ -45,7 +45,7 @@ def simulate(
     Costs are per stage: with two stages per device, halve them to compare with one. bubble is the
     makespan less busy; exposed is idle time with an awaited transfer under way, comm with an awaited
     dispatch or combine, copy with an awaited copy to or from host memory; of a measured trace, host
-    late is idle time because the host had not issued the next task yet; activations, those between
+    late is idle time because a host had not issued what comes next; activations, those between
     I and W, and bytes are peaks.
 
     Examples:

@@ -115,9 +115,8 @@ def _ending(process: "subprocess.Popen[bytes]", folder: Path) -> Iterator[None]:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_ENDING)
-            for path in folder.glob(
-                "process-*"
-            ):  # a rank that is stopped, say; torchrun gives each a session of its own
+            # A rank that is stopped, say: torchrun gives each a session of its own.
+            for path in folder.glob("process-*"):
                 with contextlib.suppress(ProcessLookupError, ValueError):
                     os.kill(int(path.read_text()), signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):

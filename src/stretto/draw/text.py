@@ -63,7 +63,7 @@ def draw_text(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> s
 
     With `lanes`, and for a weight update always, a line for each of computation, communication, offload and sums over
     devices; for a user's own program a line for each lane. Of what runs beside each other in one line, the first is
-    shown. Dots are idle time; of a measured timeline, "!" is idle time because the host had not issued the next task.
+    shown. Dots are idle time; of a measured timeline, "!" is idle time because a host had not issued what comes next.
 
     >>> from stretto import one_f_one_b, simulate
     >>> print(draw_text(simulate(one_f_one_b(devices=2, microbatches=2)), width=60))

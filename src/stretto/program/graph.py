@@ -65,10 +65,9 @@ def wait_graph(program: Program, *edges: tuple[Ints, Ints]) -> Graph:
 def leaders(program: Program) -> Ints:
     """For each task the last end of what it is an end of, which stands for all; a task by itself is its own."""
     index = np.arange(len(program))
-    leads = program.mate < index
-    leader = np.where(leads, index, program.mate)
-    while not leads[leader].all():
-        leader = leader[leader]
+    ahead, leader = np.where(program.mate < 0, index, program.mate), index
+    while not np.array_equal(further := np.maximum(leader, leader[ahead]), leader):
+        leader, ahead = further, ahead[ahead]  # of twice as many ends, until that finds no later one
     return leader
 
 

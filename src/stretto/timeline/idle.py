@@ -21,6 +21,10 @@ class Gaps:
     begin: Floats
     end: Floats
 
+    @staticmethod
+    def none() -> "Gaps":
+        return Gaps(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
+
     def total(self, tasks: int) -> Floats:
         """The idle time before each of so many tasks."""
         found = np.zeros(tasks)
@@ -30,7 +34,9 @@ class Gaps:
 
 def exposed(program: Program, start: Floats, end: Floats, awaited: Bools) -> Gaps:
     """Where a device sat idle while one of these tasks was under way that its next compute task needs."""
-    edge = awaited[program.need] & program.compute[program.needing]
+    edge = (awaited & (end > start))[program.need] & program.compute[program.needing]
+    if not edge.any():
+        return Gaps.none()
     need = program.need[edge]
     return _gaps(program, start, end, program.needing[edge], need, start[need], end[need])
 
@@ -70,8 +76,9 @@ def _gaps(program: Program, start: Floats, end: Floats, task: Ints, cause: Ints,
     free = np.full(len(program), start.min())  # when the device became free for a task
     before, after = queue_edges(np.where(program.compute, program.device, -1))
     free[after] = end[before]
-    begin = np.maximum(begin, free[task])
-    stop = np.maximum(begin, np.minimum(stop, start[task]))
+    begin, stop = np.maximum(begin, free[task]), np.minimum(stop, start[task])
+    some = stop > begin
+    task, cause, begin, stop = task[some], cause[some], begin[some], stop[some]
     # Each task's stretches, moved out of the others' way by its own offset, form one line along which ends only grow.
     order = np.lexsort((begin, task))
     task, cause, begin, stop = task[order], cause[order], begin[order], stop[order]

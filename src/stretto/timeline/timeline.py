@@ -69,11 +69,11 @@ class Timeline:
     """When the host issued each task, where that was recorded."""
 
     def __post_init__(self) -> None:
-        for name, times in (("start", self.start), ("end", self.end), ("issued", self.issued)):
+        for name, times in (("start", self.start), ("end", self.end), ("issue", self.issued)):
             if times is not None and np.shape(times) != (len(self.program),):
-                raise StrettoError(f"a timeline has one {name} for each of its {len(self.program)} tasks")
+                raise StrettoError(f"a timeline has one {name} time for each of its {len(self.program)} tasks")
             if times is not None and not np.isfinite(times).all():
-                raise StrettoError(f"the {name} of a task is not a finite number")
+                raise StrettoError(f"the {name} time of a task is not a finite number")
         with np.errstate(over="ignore"):
             if len(self.program) and not np.isfinite(self.end.max() - self.start.min()):
                 raise StrettoError("the tasks of a timeline lie too far apart for any clock")
@@ -143,8 +143,9 @@ class Timeline:
 
     def late_gaps(self) -> idle.Gaps:
         """Where compute lanes stood idle because a host had not issued their next task, or what that needs."""
-        issued = self.start.min() if self.issued is None else self.issued
-        return idle.late(self.program, self.start, self.end, np.broadcast_to(issued, self.start.shape))
+        if self.issued is None:
+            return idle.Gaps.none()
+        return idle.late(self.program, self.start, self.end, self.issued)
 
     def critical_path(self) -> list[Span]:
         """The chain of tasks that set the makespan, first to last; a transfer is shown by its receiving end."""
