@@ -151,13 +151,44 @@ def test_it_is_shown_on_the_compute_lane_of_an_own_program() -> None:
     assert any(box.colour == "#d62728" and box.row == 1.4 for box in boxes_of(timeline, lanes=True))
 
 
+@pytest.mark.parametrize("fillers", [1, 3, 1000, 200_000])
+@pytest.mark.parametrize("scale", [1e-16, 1e-6, 1.0, 1e140])
+def test_pieces_are_exact_among_many_tasks_and_at_any_scale(fillers: int, scale: float) -> None:
+    waits = [Call("x", lane="X"), Call("y", lane="Y"), Call("w", needs=["x", "y"])]
+    program = program_of([*(Call(f"f{k}", lane="fill") for k in range(fillers)), *waits])
+    start = np.zeros(len(program))
+    start[-3:] = np.array([5.0, 7.0, 9.0]) * scale
+    end = start.copy()
+    end[fillers - 1] = 100.0
+    end[-3:] = np.array([6.0, 8.0, 10.0]) * scale
+    gaps = Timeline(program, start, end, "s", start).late_gaps()
+    assert [program.task(cause).phase for cause in gaps.cause.tolist()] == ["x", "y", "w"]
+    assert gaps.begin.tolist() == [0, 5 * scale, 8 * scale]
+    assert gaps.end.tolist() == [5 * scale, 7 * scale, 9 * scale]
+
+
+def test_it_is_shown_where_no_compute_takes_time() -> None:
+    program = program_of([Call("z", lane="d"), Call("a")])
+    timeline = Timeline(program, np.array([0.0, 9]), np.array([1.0, 9]), "s", np.array([0.0, 9]))
+    assert timeline.summary().devices[0].host_late == 9
+    assert stretto.draw_trace(timeline).count('"a not issued yet"') == 2  # where it begins and ends
+    assert "!" in stretto.draw_text(timeline, width=60).splitlines()[1]
+
+
 @pytest.mark.parametrize(
     ("times", "wrong"),
     [
         ((np.zeros(1), None, None), r"one start time for each of its \d+ tasks"),
         ((None, None, np.zeros(1)), r"one issue time for each of its \d+ tasks"),
-        ((None, None, np.full(4, np.nan)), "the issue time of a task is not a finite number"),
-        ((np.full(4, -1e308), np.full(4, 1e308), None), "too far apart"),
+        ((None, None, np.full(4, np.nan)), "issue time of a task is not a number that a clock could show"),
+        ((None, np.full(4, np.inf), None), "end time of a task is not a number that a clock could show"),
+        ((np.full(4, -1e308), np.full(4, 1e308), None), "not a number that a clock could show"),
+        (([0.0] * 4, None, None), "start times of a timeline are an array of numbers"),
+        ((None, np.array(["1"] * 4), None), "end times of a timeline are an array of numbers"),
+        ((None, np.ma.array(np.ones(4), mask=[0, 1, 0, 0]), None), "are an array of numbers"),
+        ((None, np.ones(4, dtype=complex), None), "are an array of numbers"),
+        ((None, None, np.array([None] * 4)), "issue times of a timeline are an array of numbers"),
+        ((np.ones(4), np.zeros(4), None), "a task ends before it starts"),
     ],
 )
 def test_times_that_cannot_be_are_refused(times: tuple[Any, Any, Any], wrong: str) -> None:

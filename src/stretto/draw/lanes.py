@@ -36,6 +36,8 @@ def rows_of(timeline: Timeline) -> list[str]:
     """The names of the rows in which a device shows anything, top to bottom."""
     program, rows = timeline.program, _rows(timeline)
     busy = np.bincount(program.lane, timeline.end - timeline.start, minlength=len(program.lanes)) > 0
+    shows_late = timeline.issued is not None  # where a host was late, though nothing may take time there
+    busy |= shows_late & np.array([lane.name == "compute" for lane in program.lanes])
     used = {rows[lane.name] for lane, there in zip(program.lanes, busy, strict=True) if there}
     return [name for name in dict.fromkeys(rows.values()) if name in used] or [""]
 

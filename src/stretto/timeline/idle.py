@@ -56,8 +56,8 @@ def ready(program: Program, start: Floats, end: Floats) -> Floats:
 
 
 def late(program: Program, start: Floats, end: Floats, issued: Floats) -> Gaps:
-    """Where a device sat idle because a host had not issued the next compute task, or something that it needs: its own
-    host, or the host at the other end of a transfer.
+    """Where a device sat idle because a host had not issued the next compute task, or something that this needs
+    directly: its own host, or the host at the other end of a transfer.
     """
     until = np.minimum(start, issued)
     leader, order = leaders(program), np.argsort(until, kind="stable")
@@ -79,11 +79,19 @@ def _gaps(program: Program, start: Floats, end: Floats, task: Ints, cause: Ints,
     begin, stop = np.maximum(begin, free[task]), np.minimum(stop, start[task])
     some = stop > begin
     task, cause, begin, stop = task[some], cause[some], begin[some], stop[some]
-    # Each task's stretches, moved out of the others' way by its own offset, form one line along which ends only grow.
     order = np.lexsort((begin, task))
     task, cause, begin, stop = task[order], cause[order], begin[order], stop[order]
-    offset = task * (end.max() - start.min() + 1.0) - start.min()
-    covered = np.maximum.accumulate(stop + offset)
-    begin = np.maximum(begin, np.append(-np.inf, covered[:-1]) - offset)
+    begin = np.maximum(begin, _latest_before(task, stop))
     some = stop > begin
     return Gaps(task[some], cause[some], begin[some], stop[some])
+
+
+def _latest_before(group: Ints, time: Floats) -> Floats:
+    """The largest time before each one in its group, −∞ before the first; groups come one after the other."""
+    # By the times' ranks: added to a number that grows with the group, they are exact where times would be rounded.
+    times, rank = np.unique(time, return_inverse=True)
+    largest = np.maximum.accumulate(group * len(times) + rank) - group * len(times)
+    before = np.full(len(time), -np.inf)
+    same = np.flatnonzero(group[1:] == group[:-1])
+    before[same + 1] = times[largest[same]]
+    return before

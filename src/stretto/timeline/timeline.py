@@ -16,6 +16,8 @@ from stretto.program.work import grouped
 from stretto.timeline import idle
 from stretto.timeline.memory import DeviceMemory, Floats, memory_in_order
 
+_LATEST = 1e150  # so that no sum or product of two times is too large
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -40,8 +42,8 @@ class DeviceSummary(msgspec.Struct, frozen=True):
     exposed_copy: float
     """The same for what leaves for host memory and comes back."""
     host_late: float
-    """Idle time in which the next compute task, or something that it needs, could have run, had its host issued it; 0
-    where that was not recorded.
+    """Idle time in which the next compute task, or something that it needs directly, could have run, had its host
+    issued it; 0 where that was not recorded.
     """
     peak_activations: int
     peak_pending: int
@@ -70,13 +72,16 @@ class Timeline:
 
     def __post_init__(self) -> None:
         for name, times in (("start", self.start), ("end", self.end), ("issue", self.issued)):
-            if times is not None and np.shape(times) != (len(self.program),):
+            if times is None and name == "issue":
+                continue
+            if type(times) is not np.ndarray or times.dtype.kind not in "iuf":
+                raise StrettoError(f"the {name} times of a timeline are an array of numbers (got {times!r:.60})")
+            if times.shape != (len(self.program),):
                 raise StrettoError(f"a timeline has one {name} time for each of its {len(self.program)} tasks")
-            if times is not None and not np.isfinite(times).all():
-                raise StrettoError(f"the {name} time of a task is not a finite number")
-        with np.errstate(over="ignore"):
-            if len(self.program) and not np.isfinite(self.end.max() - self.start.min()):
-                raise StrettoError("the tasks of a timeline lie too far apart for any clock")
+            if not (np.abs(times) <= _LATEST).all():
+                raise StrettoError(f"the {name} time of a task is not a number that a clock could show")
+        if (self.end < self.start).any():
+            raise StrettoError("a task ends before it starts")
 
     def spans(self) -> Iterator[Span]:
         for task, start, end in zip(self.program.tasks(), self.start.tolist(), self.end.tolist(), strict=True):
