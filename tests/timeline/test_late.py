@@ -151,7 +151,7 @@ def test_it_is_shown_on_the_compute_lane_of_an_own_program() -> None:
     assert any(box.colour == "#d62728" and box.row == 1.4 for box in boxes_of(timeline, lanes=True))
 
 
-@pytest.mark.parametrize("fillers", [1, 3, 1000, 200_000])
+@pytest.mark.parametrize("fillers", [1, 3, 20_000])
 @pytest.mark.parametrize("scale", [1e-16, 1e-6, 1.0, 1e140])
 def test_pieces_are_exact_among_many_tasks_and_at_any_scale(fillers: int, scale: float) -> None:
     waits = [Call("x", lane="X"), Call("y", lane="Y"), Call("w", needs=["x", "y"])]
