@@ -111,6 +111,7 @@ class Case:
     steps: int = 1
     phased: bool = False
     recompute: tuple[str, ...] = ()
+    wgrad_microbatches: int = 1
     passing: bool = False
     """Layers that hand on what they were given, values or gradients, on microbatches of one row."""
 
@@ -171,6 +172,7 @@ def pipeline(mesh: Any, case: Case, **changes: Any) -> Any:
         "balance": case.balance,
         "checkpoint": case.checkpoint,
         "recompute": case.recompute,
+        "wgrad_microbatches": case.wgrad_microbatches,
         **changes,
     }
     return stretto.Pipeline(case.modules(), mesh=mesh, **given)

@@ -95,7 +95,9 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output.float(), target.float())
 
 
-def ours(mesh: DeviceMesh, plan: stretto.Plan, gradients: Any, x: Tensor, y: Tensor, *, compiled: bool) -> Made:
+def ours(
+    mesh: DeviceMesh, plan: stretto.Plan, gradients: Any, together: int, x: Tensor, y: Tensor, *, compiled: bool
+) -> Made:
     pipe = stretto.Pipeline(
         lambda _: block(compiled=compiled),
         layer_count=LAYERS,
@@ -103,6 +105,7 @@ def ours(mesh: DeviceMesh, plan: stretto.Plan, gradients: Any, x: Tensor, y: Ten
         loss=loss,
         mesh=mesh,
         gradients=gradients,
+        wgrad_microbatches=together,
         timeout=60,
     )
     return Made(
@@ -213,7 +216,10 @@ def cases(mesh: DeviceMesh, x: Tensor, y: Tensor, *, compiled: bool) -> Iterator
     for name, plan in PLANS.items():
         made = plan(devices=mesh.size(), microbatches=MICROBATCHES)
         for kind in ("cast", "parameter", "float32"):
-            yield f"ours, {name}, {kind}", partial(ours, mesh, made, kind, x, y, compiled=compiled)
+            yield f"ours, {name}, {kind}", partial(ours, mesh, made, kind, 1, x, y, compiled=compiled)
+        for together in (2, 4):
+            case = f"ours, {name}, cast, W of {together} together"
+            yield case, partial(ours, mesh, made, "cast", together, x, y, compiled=compiled)
         if name in PEERS:
             yield f"peer, {name} (PyTorch)", partial(torchs, mesh, *PEERS[name], x, y, compiled=compiled)
         elif name == "DualPipe" and not compiled:

@@ -113,17 +113,23 @@ def alone(model: nn.Module, inputs: Tensor, targets: Tensor, microbatches: int) 
 
 
 def numerics(mesh: DeviceMesh) -> None:
-    say("| schedule | float32 | bfloat16 | float32, in phases |\n|---|---|---|---|")
+    say("| schedule | float32 | bfloat16 | in phases | W together | W together, in phases |\n|---|---|---|---|---|---|")
     for name, schedule in SCHEDULES.items():
         plan = schedule(devices=mesh.size(), microbatches=2 * mesh.size() + 2)
         errors = []
-        for dtype, phased in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+        for dtype, phased, together in (
+            (torch.float32, False, 1),
+            (torch.bfloat16, False, 1),
+            (torch.float32, True, 1),
+            (torch.float32, False, 3),
+            (torch.float32, True, 3),
+        ):
             count = max(plan.stages, 4)
             model = nn.Sequential(*layers(count, dtype, phased=phased)).cuda()
             inputs, targets = batch(plan.microbatches)
             expected = alone(model, inputs, targets, plan.microbatches)
             given = layers(count, dtype, phased=phased)
-            pipe = stretto.Pipeline(given, plan=plan, loss=loss, mesh=mesh, timeout=30)
+            pipe = stretto.Pipeline(given, plan=plan, loss=loss, mesh=mesh, wgrad_microbatches=together, timeout=30)
             pipe.step(inputs, targets)
             pipe.step(inputs, targets)
             worst = torch.zeros(1, device="cuda")
@@ -294,11 +300,11 @@ def kill(mesh: DeviceMesh) -> None:
         stage, left = next(iter(pipe._stages.values())), iter(range(4))
         usual = stage.weight
 
-        def weight(microbatch: int, part: int) -> None:
+        def weight(microbatch: int, part: int, *, joins: bool = False) -> None:
             if next(left, None) is None:
                 torch.cuda.synchronize()
                 os.kill(os.getpid(), signal.SIGKILL)
-            usual(microbatch, part)
+            usual(microbatch, part, joins=joins)
 
         stage.weight = weight  # type: ignore[method-assign]
     try:

@@ -80,6 +80,17 @@ def test_what_arrived_may_be_handed_on_and_kept(ranks: Ranks, name: str) -> None
     assert_as_plain(ranks, Case(name, 4, 12, passing=True))
 
 
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_weight_gradients_of_several_microbatches_at_once(ranks: Ranks, name: str) -> None:
+    """What arrives for a microbatch is kept until they are computed, though its own has been issued."""
+    for count in (2, 3, 100):
+        assert_as_plain(ranks, Case(name, 4, 12, passing=True, wgrad_microbatches=count))
+        assert_as_plain(ranks, Case(name, 2, 6, layers=10, phased=True, steps=2, wgrad_microbatches=count))
+    assert_as_plain(ranks, Case(name, 2, 6, tied=True, counted=True, wgrad_microbatches=4))
+    assert_as_plain(ranks, Case(name, 2, 6, layers=10, recompute=("*norm", "*.down"), wgrad_microbatches=4))
+    assert_as_plain(ranks, Case(name, 2, 6, checkpoint=True, dtype=torch.float32, wgrad_microbatches=4), 1e-6)
+
+
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_v", "dualpipe", "dualpipev", "interleaved"])
 def test_uneven_cuts(ranks: Ranks, name: str) -> None:
     stages = Case(name, 2, 6).plan().stages

@@ -1,22 +1,25 @@
 """Rooms for what arrives: never lent twice at once, and no more of them than are needed at once."""
 
 from hypothesis import given
+from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
 from stretto.program.task import RECEIVES, Kind
+from stretto.program.wgrads import joined_ends
 from stretto.runtime.rooms import share_rooms
 
 
-@given(plans())
-def test_a_room_is_lent_to_one_at_a_time_and_no_room_is_idle_for_good(plan: stretto.Plan) -> None:
-    program = stretto.lower(plan)
+@given(plans(), st.integers(1, 4))
+def test_a_room_is_lent_to_one_at_a_time_and_no_room_is_idle_for_good(plan: stretto.Plan, count: int) -> None:
+    program = stretto.lower(plan, wgrad_microbatches=count)
     for rank in range(plan.devices):
         tasks = [task for task in program.tasks() if task.device == rank]
-        rooms, after = share_rooms(tasks)
+        joined = joined_ends(tasks, count)
+        rooms, after = share_rooms(tasks, joined)
         assert rooms.keys() == {at for at, task in enumerate(tasks) if task.kind in RECEIVES}
         ends = {
-            (task.stage, task.microbatch): at
+            (task.stage, task.microbatch): joined.get(at, at)
             for at, task in enumerate(tasks)
             if task.kind in (Kind.W, Kind.WGRAD)  # every stage's pass ends with its weight gradients
         }
@@ -38,6 +41,6 @@ def test_in_the_steady_state_of_1f1b_rooms_are_as_many_as_microbatches_in_flight
     program = stretto.lower(stretto.one_f_one_b(devices=4, microbatches=32))
     for rank, inputs in ((1, 3), (2, 2), (3, 1)):
         tasks = [task for task in program.tasks() if task.device == rank]
-        rooms = set(share_rooms(tasks)[0].values())
+        rooms = set(share_rooms(tasks, {})[0].values())
         assert len({room for room in rooms if room[0] is Kind.RECV_F}) in (inputs, inputs + 1)  # one may come early
         assert len({room for room in rooms if room[0] is Kind.RECV_B}) <= 2

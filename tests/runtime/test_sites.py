@@ -14,7 +14,7 @@ from stretto.runtime.gradients import Gradients
 from stretto.runtime.recompute import Sites
 from stretto.runtime.rng import Generators
 from stretto.runtime.segments import run_segment
-from stretto.runtime.split_backward import Closure, Deferral
+from stretto.runtime.split_backward import Deferral
 from stretto.runtime.structure import LEAF, Tree
 
 WIDTH, HIDDEN = 8, 24
@@ -68,14 +68,14 @@ def twins(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> 
     return plain, ours
 
 
-def forward(module: nn.Module, sites: dict[str, nn.Module], x: Tensor, closures: list[Closure]) -> tuple[Any, Any, Any]:
+def forward(module: nn.Module, sites: dict[str, nn.Module], x: Tensor, closures: list[Any]) -> tuple[Any, Any, Any]:
     deferral, made = Deferral(module, gradients := Gradients()), Sites(sites, Generators(x.device))
     with deferral.overrides, made.overrides, deferral.into(closures), made.into({}):
         out, segment = run_segment(module, Tree([x], LEAF, [True]), torch.zeros((), requires_grad=True))
     return out.value(), segment, (deferral, made, gradients)
 
 
-def backward(segment: Any, overriding: Any, grad: Tensor, closures: list[Closure]) -> Tensor:
+def backward(segment: Any, overriding: Any, grad: Tensor, closures: list[Any]) -> Tensor:
     deferral, made, gradients = overriding
     with deferral.overrides, made.overrides, deferral.into(closures), made.into({}):
         (arrived,) = segment.backward([grad])
@@ -91,7 +91,7 @@ def assert_same(ours: nn.Module, plain: nn.Module, sites: dict[str, nn.Module]) 
     leaf = x.clone().requires_grad_()
     expected = plain(leaf)
     expected.backward(grad)
-    closures: list[Closure] = []
+    closures: list[Any] = []
     out, segment, deferral = forward(ours, sites, x, closures)
     arrived = backward(segment, deferral, grad, closures)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
@@ -168,7 +168,7 @@ def test_a_site_that_returns_its_input() -> None:
 def test_under_autocast_it_is_recomputed_as_it_was() -> None:
     plain, ours = twins(Block, torch.float32)
     x, grad = torch.randn(2, 5, WIDTH), torch.randn(2, 5, WIDTH)
-    leaf, closures = x.clone().requires_grad_(), list[Closure]()
+    leaf, closures = x.clone().requires_grad_(), list[Any]()
     with torch.autocast("cpu", torch.bfloat16):
         expected = plain(leaf)
         out, segment, deferral = forward(ours, ours.sites, x, closures)
@@ -190,7 +190,7 @@ def test_an_input_that_is_changed_in_place_is_found_out() -> None:
             x.add_(5)
             return y.sin()  # type: ignore[no-any-return]
 
-    module, closures = Changed(), list[Closure]()
+    module, closures = Changed(), list[Any]()
     _, segment, deferral = forward(module, {"norm": module.norm}, torch.randn(1, WIDTH), closures)
     with pytest.raises(PipelineError, match="a tensor that the backward needs was changed in place"):
         backward(segment, deferral, torch.ones(1, WIDTH), closures)
@@ -230,7 +230,7 @@ def test_a_site_that_draws_is_recomputed_with_the_same_numbers() -> None:
 
     plain, ours = twins(Dropped)
     x, grad = torch.randn(2, 5, WIDTH).double(), torch.randn(2, 5, WIDTH).double()
-    leaf, closures = x.clone().requires_grad_(), list[Closure]()
+    leaf, closures = x.clone().requires_grad_(), list[Any]()
     torch.manual_seed(3)
     expected = plain(leaf)
     expected.backward(grad)

@@ -19,7 +19,7 @@ from alive import Alive
 from stretto.runtime.gradients import Gradients
 from stretto.runtime.grouped import GroupedLinear
 from stretto.runtime.segments import Segment, run_segment
-from stretto.runtime.split_backward import Closure, Deferral
+from stretto.runtime.split_backward import Deferral
 from stretto.runtime.structure import LEAF, Tree
 
 WIDTH = 16
@@ -105,10 +105,10 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def split(module: nn.Module, x: Tensor, grad: Tensor, *, differentiable: bool = True) -> tuple[Any, list[Closure], Any]:
+def split(module: nn.Module, x: Tensor, grad: Tensor, *, differentiable: bool = True) -> tuple[Any, list[Any], Any]:
     """Forward and input part: the output, the closures that are owed, and the input's gradient."""
     deferral = Deferral(module, gradients := Gradients())
-    closures: list[Closure] = []
+    closures: list[Any] = []
     with deferral.overrides, deferral.into(closures):
         anchor = torch.zeros((), requires_grad=True)
         out, segment = run_segment(module, tree(x, differentiable=differentiable), anchor)
@@ -121,7 +121,7 @@ def tree(x: Tensor, *, differentiable: bool = True) -> Tree:
     return Tree([x], LEAF, [differentiable])
 
 
-def settle(closures: list[Closure]) -> None:
+def settle(closures: list[Any]) -> None:
     with torch.no_grad():
         while closures:
             closures.pop(0)()
@@ -177,7 +177,7 @@ def test_under_autocast(name: str) -> None:
     leaf = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         expected = plain(leaf)
-        deferral, closures = Deferral(ours, gradients := Gradients()), list[Closure]()
+        deferral, closures = Deferral(ours, gradients := Gradients()), list[Any]()
         with deferral.overrides:
             out = (made := run_segment(ours, tree(x), torch.zeros((), requires_grad=True)))[0].value()
             segment = made[1]
@@ -326,7 +326,7 @@ def test_segments_keep_no_tensor_alive() -> None:
 def test_a_segment_keeps_its_graph_though_its_output_is_gone() -> None:
     """An output made by a function written in Python owns its node; the segment must outlive it."""
     layer = nn.Linear(WIDTH, WIDTH)
-    deferral, closures = Deferral(layer, Gradients()), list[Closure]()
+    deferral, closures = Deferral(layer, Gradients()), list[Any]()
     with deferral.overrides, deferral.into(closures):
         segment = run_segment(layer, tree(torch.randn(2, WIDTH)), torch.zeros((), requires_grad=True))[1]
         gc.collect()

@@ -46,6 +46,7 @@ _LOOKS = 16  # at the flags, for each at what ranks say
 _TIDY = 0.1  # seconds after which it looks for what is not needed any more
 _GRACE = 60.0  # seconds in which ranks may come though none is there
 _MOST_CLIENTS = 256
+_AWAKE = 0.005  # seconds after a message on the device in which it does not sleep
 
 
 class Broker:
@@ -62,11 +63,12 @@ class Broker:
         self._selector.register(server, selectors.EVENT_READ)
         self._had_ranks, self._until = False, time.monotonic() + _GRACE
         self._tidied = 0.0
+        self._awake_until = 0.0
 
     def serve(self) -> None:
         """Until all ranks have gone, or none has come in time."""
         while self._is_needed():
-            for key, events in self._selector.select(0 if self._copies.watched else _TIDY):
+            for key, events in self._selector.select(0 if self._is_awake() else _TIDY):
                 if key.data is None:
                     self._accept()
                 else:
@@ -78,6 +80,12 @@ class Broker:
                 self._tidy()
         for client in self._clients:
             client.close()
+
+    def _is_awake(self) -> bool:
+        """Whether to look out for words all the time. To wake a process costs whoever sends it a word more than
+        anything else about a message.
+        """
+        return bool(self._copies.watched) or time.monotonic() < self._awake_until
 
     def _is_needed(self) -> bool:
         """Whether a rank is there, or may still come: processes that have joined nothing do not count for long."""
@@ -178,6 +186,8 @@ class Broker:
             return
         match message:
             case Place():
+                if message.device >= 0 and len(os.sched_getaffinity(0)) > len(self._clients):
+                    self._awake_until = time.monotonic() + _AWAKE
                 self._place(group, rank, message, file)
             case Taken():
                 group.channel(message.peer, rank).take(message)

@@ -32,6 +32,8 @@ class _Origin(msgspec.Struct):
     """Stages that share weights."""
     calls: list[str] = []
     """The names of a user's own calls."""
+    wgrad_microbatches: Annotated[int, msgspec.Meta(ge=1, lt=2**40)] = 1
+    """Whose weight gradients are computed together."""
     unit: Unit = None
     """Of the times in the slices' arguments. Traces of before it was written say nothing, and read so."""
 
@@ -50,6 +52,7 @@ def draw_trace(timeline: Timeline, *, costs: Costs | None = None) -> str:
         None if program.anatomy.is_whole else [list(stage) for stage in program.anatomy.layers],
         [list(tie) for tie in program.anatomy.ties],
         list(program.anatomy.calls),
+        program.anatomy.wgrad_microbatches,
         timeline.unit,
     )
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"stretto": msgspec.to_builtins(origin)}}
@@ -128,9 +131,11 @@ def _program(origin: _Origin, slices: list[_Slice]) -> Program:
     if origin.layers is not None and len(origin.layers) != placement.stages:
         _refuse(f"it has {placement.stages} stages, but layers for {len(origin.layers)}")
     if origin.layers is None:
-        anatomy = Anatomy.whole(placement.stages, ties=origin.ties, calls=origin.calls)
+        anatomy = Anatomy.whole(
+            placement.stages, ties=origin.ties, calls=origin.calls, wgrad_microbatches=origin.wgrad_microbatches
+        )
     else:
-        anatomy = Anatomy(origin.layers, ties=origin.ties)
+        anatomy = Anatomy(origin.layers, ties=origin.ties, wgrad_microbatches=origin.wgrad_microbatches)
     tasks = [_task(slice_, placement, anatomy) for slice_ in slices]
     if any((task.kind is Kind.CALL) != bool(origin.calls) for task in tasks):
         _refuse("calls of a user's own program are mixed with other tasks")

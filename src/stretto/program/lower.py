@@ -19,6 +19,7 @@ from stretto.program.program import Program
 from stretto.program.sums import Sums, sum_rings
 from stretto.program.tables import Tables
 from stretto.program.task import GRADIENTS, Kind, Lane
+from stretto.program.wgrads import apart, joined_keys
 from stretto.program.work import Ints, Work
 
 _OWN_LANES = ("compute", "comm", "d2h", "h2d", "reduce")
@@ -38,6 +39,7 @@ def lower(
     costs: Costs | None = None,
     offload: int = 0,
     recompute: bool = False,
+    wgrad_microbatches: int = 1,
 ) -> Program:
     """Tasks on lanes: compute, and one lane for each end of every directed link.
 
@@ -53,6 +55,9 @@ def lower(
     With `offload`, what a forward saved goes to host memory and comes back before its backward, on lanes of
     its own; each copy has that many actions' time, and 1 is Kimi K2's rule. With `recompute`, what a forward
     discarded is computed again right before the backward, phase by phase.
+
+    With `wgrad_microbatches`, so many weight gradients of a stage, or of a phase of it, wait for the last of them and
+    stand side by side, to be computed as one; a full backward that is in no pair is an I and a W then.
 
     All tasks are put into one order, by the times of a run in which every pass takes one tick and
     transfers take none; a device issues its own tasks in that order. Since every task stands behind
@@ -70,6 +75,8 @@ def lower(
         raise PlanError(f"the plan has {plan.stages} stages, but layers are given for {len(layers)}")
     if not isinstance(offload, int) or offload < 0:
         raise PlanError(f"offload is a number of actions of at least 0 (got {offload!r:.40})")
+    if type(wgrad_microbatches) is not int or wgrad_microbatches < 1:
+        raise PlanError(f"wgrad_microbatches is a whole number of at least 1 (got {wgrad_microbatches!r:.40})")
     device, actions = _actions(plan)
     actions.demand(plan.placement)
     whole = Anatomy.whole(plan.stages)
@@ -78,16 +85,26 @@ def lower(
     start = start_ticks(device, actions, forward, backward)
     result = start + RESULT[actions.kind]
     source, target, gradient = _transfers(device, forward[:-1], backward[:-1])
-    anatomy = Anatomy.whole(plan.stages, ties=ties) if layers is None else Anatomy(layers, ties=ties)
+    anatomy = (
+        Anatomy.whole(plan.stages, ties=ties, wgrad_microbatches=wgrad_microbatches)
+        if layers is None
+        else Anatomy(layers, ties=ties, wgrad_microbatches=wgrad_microbatches)
+    )
     copies = plan_copies(device, actions, backward, min(offload, len(actions))) if offload else no_copies(len(actions))
     actions = replace(actions, slot=copies.forward_slot)
     parts = expand(actions, anatomy, costs, recompute=recompute)
 
     keys = _keys(parts, copies, device, actions, start, result, source)
+    usual = keys.copy()
+    if wgrad_microbatches > 1:
+        parts = replace(parts, work=replace(parts.work, kind=apart(parts.work, actions.kind[parts.action])))
+        keys[0] = joined_keys(keys[0], parts.work, device[parts.action], wgrad_microbatches)
     sums = Sums(plan.placement, anatomy) if parts.work.among(GRADIENTS).any() else None
     if sums:
         keys.append(sums.latest(keys[0], parts.work))
-    order = np.argsort(np.concatenate(keys), kind="stable")
+        usual.append(keys[-1])
+    key = np.concatenate(keys)
+    order = np.lexsort((np.concatenate(usual), key)) if wgrad_microbatches > 1 else np.argsort(key, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     sends_at, receives_at = len(parts.work), len(parts.work) + len(source)

@@ -57,7 +57,8 @@ class Anatomy:
     """The parts of every pass through every stage: a forward, its backward in reverse, its weight gradients.
 
     A program of whole actions has one nameless part in each. `ties` are the stages that share weights, a tuple of them
-    for each set of stages that does. A program of a user's own has the names of its calls instead.
+    for each set of stages that does. Weight gradients of `wgrad_microbatches` are computed together. A program of a
+    user's own has the names of its calls instead.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class Anatomy:
         *,
         ties: Iterable[Iterable[int]] = (),
         calls: Iterable[str] = (),
+        wgrad_microbatches: int = 1,
         is_whole: bool = False,
     ) -> None:
         self.calls = tuple(calls)
+        self.wgrad_microbatches = wgrad_microbatches
         self.layers = tuple(map(tuple, layers))
         self.ties = tuple(sorted({tuple(sorted({*tie})) for tie in ties}))
         for tie in self.ties:
@@ -89,9 +92,12 @@ class Anatomy:
         )
 
     @staticmethod
-    def whole(stages: int, *, ties: Iterable[Iterable[int]] = (), calls: Iterable[str] = ()) -> "Anatomy":
+    def whole(
+        stages: int, *, ties: Iterable[Iterable[int]] = (), calls: Iterable[str] = (), wgrad_microbatches: int = 1
+    ) -> "Anatomy":
         """Of stages that are not taken apart."""
-        return Anatomy([[Layer("", (Phase(""),))]] * stages, ties=ties, calls=calls, is_whole=True)
+        layers = [[Layer("", (Phase(""),))]] * stages
+        return Anatomy(layers, ties=ties, calls=calls, wgrad_microbatches=wgrad_microbatches, is_whole=True)
 
     def name(self, kind: Kind, stage: int, index: int) -> str:
         """What a part of a pass is called; nothing for a whole one or a transfer."""

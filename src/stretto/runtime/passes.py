@@ -16,6 +16,7 @@ from stretto.execute.supervise import Supervisor
 from stretto.ir.errors import PipelineError
 from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind, Task
+from stretto.program.wgrads import joined_ends
 from stretto.runtime.descriptions import Description
 from stretto.runtime.links import Arrival, Channel, Links
 from stretto.runtime.losses import Losses
@@ -62,7 +63,9 @@ class Passes:
         self._executor = Executor(program, supervisor)
         self.tasks = self._executor.tasks
         self._rooms = Rooms(links.device)
-        taken, after = share_rooms(self.tasks)
+        ends = joined_ends(self.tasks, program.anatomy.wgrad_microbatches)
+        self._joins = {self.tasks[at] for at in ends}
+        taken, after = share_rooms(self.tasks, ends)
         self._room_of = {self.tasks[at]: room for at, room in taken.items()}
         on_device = links.device.type == "cuda"
         self.several_streams = on_device and any(task.lane.name == "comm" for task in self.tasks)
@@ -142,8 +145,8 @@ class Passes:
 
                 return both
             case kind if kind in WEIGHTS:
-                of = self._stages[stage]
-                return lambda: of.weight(microbatch, part)
+                of, joins = self._stages[stage], task in self._joins
+                return lambda: of.weight(microbatch, part, joins=joins)
             case Kind.REDUCE:
                 assert self._reduce is not None
                 return partial(self._reduce, self._program.anatomy.summed(stage, part))

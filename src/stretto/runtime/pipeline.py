@@ -98,6 +98,8 @@ class Pipeline:
     on what looks the same, or the step is refused, unless with `dynamic_shapes`.
     `gradients` says how they are summed and given out: "cast" sums those of bfloat16 parameters in float32 and casts
     the sums, "parameter" sums in the parameter's type, "float32" gives the float32 sums as `main_grads()`.
+    With `wgrad_microbatches`, weight gradients of linear layers are computed of so many microbatches at once: larger
+    products, and sums that are read and written less often, for memory that is held longer.
 
     Nothing is run that `check` has not proved sound, and all ranks must have been given the same.
     """
@@ -115,6 +117,7 @@ class Pipeline:
         balance: Sequence[int] | None = None,
         tied: Sequence[Sequence[str]] = (),
         gradients: Kind = "cast",
+        wgrad_microbatches: int = 1,
         checkpoint: bool = False,
         recompute: Sequence[str] = (),
         dynamic_shapes: bool = False,
@@ -125,7 +128,7 @@ class Pipeline:
         self._loss, self._gradient_kind = loss, gradients
         self.rank, self._device = mesh.get_local_rank(), torch.device(mesh.device_type)
         self._finished = ""  # why nothing more can be run
-        wrong = wrong_program(plan, program, costs, mesh.size())
+        wrong = wrong_program(plan, program, costs, wgrad_microbatches, mesh.size())
         wrong = wrong or _wrong(loss, seed, gradients, checkpoint, recompute, tied, dynamic_shapes)
         self._team = Team(
             mesh.get_group(), self._device, timeout=timeout, wrong=wrong, error=PipelineError, failure=told
@@ -137,7 +140,9 @@ class Pipeline:
             given = layers if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else []
             together = self._together([*tied, *ties_of(given)], shares)
             ties = tied_stages(together, shares)
-            self.program = self._team.all_or_none(lambda: program_for(plan, program, phases, ties, costs))
+            self.program = self._team.all_or_none(
+                lambda: program_for(plan, program, phases, ties, costs, wgrad_microbatches)
+            )
             """What runs."""
             self._agree(
                 {

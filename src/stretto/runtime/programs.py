@@ -17,7 +17,7 @@ from stretto.program.task import COPIES, Kind
 from stretto.runtime.layers import even_costs
 
 
-def wrong_program(plan: Any, program: Any, costs: Any, ranks: int) -> StrettoError | None:
+def wrong_program(plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, ranks: int) -> StrettoError | None:
     """What is wrong with what a pipeline is to run by, if anything is."""
     if (plan is None) == (program is None):
         several = ", and not both" if plan is not None else ""
@@ -36,6 +36,10 @@ def wrong_program(plan: Any, program: Any, costs: Any, ranks: int) -> StrettoErr
             )
         if costs is not None:
             return PipelineError("costs are what a plan is woven by; a program is woven already")
+        if wgrad_microbatches != 1:
+            return PipelineError("wgrad_microbatches goes with a plan; a program has it from lower()")
+    if type(wgrad_microbatches) is not int or wgrad_microbatches < 1:
+        return PipelineError(f"wgrad_microbatches is a whole number of at least 1 (got {wgrad_microbatches!r:.60})")
     given = plan if program is None else program
     if given.devices != ranks:
         what = "plan" if program is None else "program"
@@ -49,6 +53,7 @@ def program_for(
     phases: Sequence[Sequence[Layer]] | None,
     ties: Sequence[Sequence[int]],
     costs: Costs | None,
+    wgrad_microbatches: int,
 ) -> Program:
     """What runs layers with these phases, if any, in stages that share weights so: a plan's program, or this one."""
     if program is not None:
@@ -56,7 +61,7 @@ def program_for(
         return program
     assert plan is not None
     costs = costs if costs is not None or phases is None else even_costs(phases)
-    program = lower(plan, layers=phases, ties=ties, costs=costs)
+    program = lower(plan, layers=phases, ties=ties, costs=costs, wgrad_microbatches=wgrad_microbatches)
     demand_sound(program, "plan")
     return program
 
@@ -98,7 +103,8 @@ def evaluation_of(program: Program) -> Program:
 
 def digest_of(program: Program) -> str:
     """What two programs have in common only if they are the same."""
-    made = hashlib.blake2b(f"{program} {program.placement} {program.lanes}".encode(), digest_size=16)
+    text = f"{program} {program.placement} {program.lanes} {program.anatomy.wgrad_microbatches}"
+    made = hashlib.blake2b(text.encode(), digest_size=16)
     for column in (program.lane, *program.work.columns(), program.need_start, program.need, program.mate):
         made.update(column.astype("<i8").tobytes())
     return made.hexdigest()

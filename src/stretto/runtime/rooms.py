@@ -1,7 +1,7 @@
 """Where what arrives is put: rooms that are made once, and taken in turns by the program's own order."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +15,18 @@ Room = tuple[Kind, int, int]
 """A kind of receive, a stage and a number."""
 
 
-def share_rooms(tasks: Sequence[Task]) -> tuple[dict[int, Room], dict[int, int]]:
+def share_rooms(tasks: Sequence[Task], ends: Mapping[int, int]) -> tuple[dict[int, Room], dict[int, int]]:
     """For each task of a rank that receives, by its place: the room that it fills, and the last task before it that
     needed what was there.
 
     What arrives for a microbatch is needed until its stage has done all for it: the forward's input and the output's
-    gradient both, since weight gradients are made of them. Then the next one may take the room.
+    gradient both, since weight gradients are made of them. Then the next one may take the room. `ends` are tasks that
+    only the end of another one ends.
     """
-    last = {(stage, microbatch): at for at, task in enumerate(tasks) for stage, microbatch in _computes(task)}
+    last: dict[tuple[int, int], int] = defaultdict(int)
+    for at, task in enumerate(tasks):
+        for of in _computes(task):
+            last[of] = max(last[of], ends.get(at, at))
     free: dict[tuple[Kind, int], list[int]] = defaultdict(list)
     made: dict[tuple[Kind, int], int] = defaultdict(int)
     held: dict[int, list[Room]] = defaultdict(list)
@@ -31,11 +35,11 @@ def share_rooms(tasks: Sequence[Task]) -> tuple[dict[int, Room], dict[int, int]]
     after: dict[int, int] = {}
     for at, task in enumerate(tasks):
         if task.kind in RECEIVES:
-            of = (task.kind, task.stage)
-            if not free[of]:
-                free[of].append(made[of])
-                made[of] += 1
-            taken[at] = room = (*of, free[of].pop())
+            kind = task.kind, task.stage
+            if not free[kind]:
+                free[kind].append(made[kind])
+                made[kind] += 1
+            taken[at] = room = (*kind, free[kind].pop())
             held[last[task.stage, task.microbatch]].append(room)
             if room in emptied:
                 after[at] = emptied[room]

@@ -1,7 +1,9 @@
-"""Weight gradients put off: a backward yields input gradients, and closures that yield the weights' later."""
+"""Weight gradients put off: a backward yields input gradients, and leaves what yields the weights' later."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -20,9 +22,68 @@ from stretto.runtime.grouped import GroupedLinear, grouped_linear, grouped_outer
 from stretto.runtime.overrides import Forward, Overrides
 from stretto.runtime.segments import direct
 
-Closure = Callable[[], None]
 SumOf = Callable[[nn.Parameter], Sum]
 """Where a parameter's gradient is added."""
+
+
+@dataclass(slots=True, eq=False)
+class WeightGradient:
+    """One that was put off, of a layer's input and its output's gradient. Called, it is added."""
+
+    add: Callable[..., None]
+    sum_of: SumOf
+    given: Tensor
+    grad: Tensor
+    more: tuple[Any, ...]
+    versions: tuple[int, int]
+
+    def __call__(self) -> None:
+        self.demand_unchanged()
+        self.add(self.sum_of, self.given, self.grad, *self.more)
+
+    def demand_unchanged(self) -> None:
+        if (self.given._version, self.grad._version) != self.versions:  # autograd looks only until the backward
+            raise PipelineError("a tensor was changed in place before the weight gradient that it is needed for")
+
+    @property
+    def key(self) -> Any:
+        """Those of one layer that have the same can be added by one product; None if that cannot be said."""
+        if self.add is not _add_linear or type(self.given) is not Tensor or type(self.grad) is not Tensor:
+            return None
+        weight, bias, rows, *needs = self.more
+        which = None if rows is None else (rows.start, rows.stop)
+        return id(weight), id(bias), which, *needs, self.given.dtype, self.grad.dtype
+
+
+def add_together(owed: list[list[WeightGradient]]) -> None:
+    """Add what several microbatches owe, the like of it in one product. Each is dropped, with what it holds, once it is
+    added.
+    """
+    alike = _alike(owed)
+    owed.clear()
+    while alike:
+        them = alike.pop()
+        one = them[0] if len(them) == 1 else _joined(them)
+        del them
+        one()
+        del one
+
+
+def _alike(owed: list[list[WeightGradient]]) -> list[list[WeightGradient]]:
+    """Those that can be added by one product, the first ones last."""
+    found: dict[Any, list[WeightGradient]] = {}
+    for it in chain(*owed):
+        found.setdefault((it.key if len(owed) > 1 else None) or id(it), []).append(it)
+    return list(found.values())[::-1]
+
+
+def _joined(them: list[WeightGradient]) -> WeightGradient:
+    """One weight gradient of the rows of several."""
+    for it in them:
+        it.demand_unchanged()
+    given, grad = torch.cat([_flat(it.given) for it in them]), torch.cat([_flat(it.grad) for it in them])
+    first = them[0]
+    return WeightGradient(first.add, first.sum_of, given, grad, first.more, (given._version, grad._version))
 
 
 class Deferral:
@@ -36,7 +97,7 @@ class Deferral:
 
     def __init__(self, module: nn.Module, gradients: Gradients) -> None:
         self._gradients = gradients
-        self._closures: list[Closure] | None = None
+        self._owed: list[WeightGradient] | None = None
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._anchored = get_gradient_edge(self.anchor).node
         self.overrides = Overrides()
@@ -56,21 +117,15 @@ class Deferral:
         compiled = _compiled(self._module)  # since then, perhaps
         return [layer for layer in self._known.values() if id(layer) not in compiled]
 
-    def into(self, closures: list[Closure] | None) -> "_Into":
+    def into(self, owed: list[WeightGradient] | None) -> "_Into":
         """Put the weight gradients of a backward within off into this list; with None, put none off."""
-        return _Into(self, closures)
+        return _Into(self, owed)
 
-    def put_off(self, add: Callable[..., None], given: Tensor, grad: Tensor, more: Sequence[Any]) -> None:
+    def put_off(self, add: Callable[..., None], given: Tensor, grad: Tensor, more: tuple[Any, ...]) -> None:
         """Leave a weight gradient, of a layer's input and its output's gradient, for later. `add` adds it to sums."""
-        assert self._closures is not None
-        versions, sum_of = (given._version, grad._version), self._gradients.of
-
-        def run() -> None:
-            if (given._version, grad._version) != versions:  # autograd looks only until the backward
-                raise PipelineError("a tensor was changed in place before the weight gradient that it is needed for")
-            add(sum_of, given, grad, *more)
-
-        self._closures.append(run)
+        assert self._owed is not None
+        versions = given._version, grad._version
+        self._owed.append(WeightGradient(add, self._gradients.of, given, grad, more, versions))
 
     @property
     def puts_off(self) -> bool:
@@ -80,7 +135,7 @@ class Deferral:
         of them. Nor those of a backward that is itself to be differentiated.
         """
         return (
-            self._closures is not None
+            self._owed is not None
             and not torch.is_grad_enabled()
             and bool(torch._C._will_engine_execute_node(self._anchored))
         )
@@ -211,20 +266,20 @@ _ATTENTION_OPTIONS = ("key_padding_mask", "need_weights", "attn_mask", "average_
 class _Into:
     """What `into` opens; a class because it is opened for every pass."""
 
-    __slots__ = ("_before", "_closures", "_deferral")
+    __slots__ = ("_before", "_deferral", "_owed")
 
-    def __init__(self, deferral: Deferral, closures: list[Closure] | None) -> None:
-        self._deferral, self._closures = deferral, closures
+    def __init__(self, deferral: Deferral, owed: list[WeightGradient] | None) -> None:
+        self._deferral, self._owed = deferral, owed
 
     def __enter__(self) -> None:
-        self._before, self._deferral._closures = self._deferral._closures, self._closures
+        self._before, self._deferral._owed = self._deferral._owed, self._owed
 
     def __exit__(self, *error: object) -> None:
-        self._deferral._closures = self._before
+        self._deferral._owed = self._before
 
 
 # The outputs of the functions below are detached: they would otherwise be views that were made inside a function, which
-# autograd does not let anybody change in place. Closures hold detached inputs: a saved input has its graph.
+# autograd does not let anybody change in place. What is put off holds detached inputs: a saved input has its graph.
 
 
 class _Linear(torch.autograd.Function):

@@ -20,7 +20,7 @@ from stretto.runtime.module_buffers import ModuleBuffers, Snapshot
 from stretto.runtime.recompute import Sites, Table
 from stretto.runtime.rng import Generators, RngKey
 from stretto.runtime.segments import Grads, Segment, call, leaves_of, run_segment, settled
-from stretto.runtime.split_backward import Closure, Deferral
+from stretto.runtime.split_backward import Deferral, WeightGradient, add_together
 from stretto.runtime.structure import Tree, Value, flatten_once, take_apart, tensors_of
 
 CPU = torch.device("cpu")
@@ -54,7 +54,8 @@ class _Pass:
     """What a microbatch leaves in a stage between its forward and its weight gradients."""
 
     segments: list[Segment | None]
-    closures: list[list[Closure]]
+    owed: list[list[WeightGradient]]
+    """Weight gradients of each part."""
     sites: Table
 
 
@@ -94,6 +95,7 @@ class Stage:
         self._functions = self._parts(anatomy)
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
         self._passes: dict[int, _Pass] = {}
+        self._joining: list[list[list[WeightGradient]]] = [[] for _ in self._weight_of]  # of earlier microbatches
         self.used: list[object] | None = None
         """If given, what backwards and weight gradients have used is put there, and not let go of."""
         self._parameters: list[nn.Parameter] = []
@@ -141,6 +143,8 @@ class Stage:
                 self._searched_microbatch = key.step % max(1, self._microbatches)
             finally:
                 self._passes.clear()
+                for waiting in self._joining:
+                    waiting.clear()
 
     def forward(self, microbatch: int, part: int, given: Tree, loss: OneLoss | None = None) -> Tree:
         """A part of the forward: of what the part or stage before it returned, what the next one takes.
@@ -149,8 +153,8 @@ class Stage:
         """
         if part == 0:
             self._microbatches = max(self._microbatches, microbatch + 1)
-            closures: list[list[Closure]] = [[] for _ in self._weight_of]
-            self._passes[microbatch] = _Pass([None] * len(self._functions), closures, {})
+            owed: list[list[WeightGradient]] = [[] for _ in self._weight_of]
+            self._passes[microbatch] = _Pass([None] * len(self._functions), owed, {})
         going = self._passes[microbatch]
         with self._discarding(going):
             out, segment = run_segment(
@@ -179,8 +183,8 @@ class Stage:
         segment = going.segments[at]
         assert segment is not None, "a backward that was run before"
         going.segments[at] = None
-        closures = going.closures[self._weight_of[part]] if part in self._weight_of else None
-        with self.deferral.into(closures), self._discarding(going), self._as_computed():
+        owed = going.owed[self._weight_of[part]] if part in self._weight_of else None
+        with self.deferral.into(owed), self._discarding(going), self._as_computed():
             out = segment.backward(grads, keep=self.used is not None)
         going.sites.clear()
         if self.used is not None:
@@ -188,18 +192,19 @@ class Stage:
         self._gradients.collect(self._parameters)
         return out
 
-    def weight(self, microbatch: int, part: int) -> None:
-        """The weight gradients that a part of the backward put off."""
-        going = self._passes[microbatch]
-        closures, going.closures[part] = going.closures[part], []
-        closures.reverse()
-        if self.used is not None:
-            self.used.append(closures.copy())
-        with self._as_computed(), torch.no_grad():
-            while closures:
-                closures.pop()()  # each is dropped, with what it holds, once it has run
-        if part == len(going.closures) - 1 and all(segment is None for segment in going.segments):
+    def weight(self, microbatch: int, part: int, *, joins: bool = False) -> None:
+        """The weight gradients that a part of the backward put off; with `joins`, to be added with the next one's."""
+        going, waiting = self._passes[microbatch], self._joining[part]
+        waiting.append(going.owed[part])
+        going.owed[part] = []
+        if part == len(going.owed) - 1 and all(segment is None for segment in going.segments):
             del self._passes[microbatch]
+        if joins:
+            return
+        if self.used is not None:
+            self.used.append([owed.copy() for owed in waiting])
+        with self._as_computed(), torch.no_grad():
+            add_together(waiting)
 
     def _discarding(self, going: _Pass) -> Any:
         return _NOTHING if self._sites is None else self._sites.into(going.sites)
