@@ -224,9 +224,9 @@ def order(mesh: Any, case: Case) -> tuple[list[str], list[str]]:
 
 
 def _telling(done: list[str], what: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    def told(microbatch: int, part: int, *given: Any) -> Any:
+    def told(microbatch: int, part: int, *given: Any, **more: Any) -> Any:
         done.append(f"{what}{microbatch}.{part}")
-        return run(microbatch, part, *given)
+        return run(microbatch, part, *given, **more)
 
     return told
 
@@ -277,6 +277,9 @@ REFUSED = {
     "no layer count": "layer_count is needed",
     "too few layers": "1 layers on 2 stages need 2 shares of at least 1 that add up",
     "float16": "0.table.weight is float16, whose gradients need scaling, which a pipeline does not do; use bfloat16",
+    "no microbatch together": "wgrad_microbatches is a whole number of at least 1 (got 0)",
+    "some together": "wgrad_microbatches goes with a plan; a program has it from lower()",
+    "others together": "rank 1 was given another plan than rank 0",
     "senseless tie": "'head.weight' is no parameter to tie: names begin with a layer's number",
     "unknown site": "no module is called '*.nrom', so it cannot be recomputed",
     "both": "checkpoint=True recomputes whole layers; give that or modules to recompute, not both",
@@ -360,6 +363,12 @@ def refused(mesh: Any, name: str) -> str:
                 pipeline(mesh, Case("gpipe", 4, 4, layers=4))
             case "unsound":
                 pipeline(mesh, case, plan=stretto.parse_plan("0F0,0B0\n1B0,1F0"))
+            case "no microbatch together":
+                pipeline(mesh, case, wgrad_microbatches=0)
+            case "some together":
+                pipeline(mesh, case, plan=None, program=stretto.lower(case.plan()), wgrad_microbatches=2)
+            case "others together":
+                pipeline(mesh, case, wgrad_microbatches=8 + mesh.get_local_rank())
             case "no inputs":
                 pipe = pipeline(mesh, case)
                 if mesh.get_local_rank() == 0:

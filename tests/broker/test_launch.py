@@ -10,8 +10,10 @@ import pytest
 
 SCRIPT = """
 import os, sys, time
-share, link = (os.environ.get(name) for name in ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "STRETTO_ONEGPU_LINK"))
-os.write(1, f"share {share} link {link}\\n".encode())
+share, queues, link = map(
+    os.environ.get, ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_DEVICE_MAX_CONNECTIONS", "STRETTO_ONEGPU_LINK")
+)
+os.write(1, f"share {share} queues {queues} link {link}\\n".encode())
 if sys.argv[1:] == ["wait"]:
     time.sleep(60)
 sys.exit(int(sys.argv[1]))
@@ -53,14 +55,14 @@ def test_mps_is_started_and_stopped_around_the_ranks(place: Path, code: int) -> 
     process = start(place, "-d", "2", "--link", "nvlink", "script.py", str(code))
     out, _ = process.communicate(timeout=60)
     assert (process.returncode == 0) == (code == 0)
-    assert out.count("share 50 link nvlink\n") == 2
+    assert out.count("share 50 queues 16 link nvlink\n") == 2
     assert calls(place) == ["-d", "quit"]
 
 
 def test_a_request_to_end_stops_both(place: Path) -> None:
     process = start(place, "-d", "1", "script.py", "wait")
     assert process.stdout is not None
-    assert process.stdout.readline() == "share 100 link None\n"
+    assert process.stdout.readline() == "share 100 queues 16 link None\n"
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode != 0
@@ -72,7 +74,7 @@ def test_without_mps_it_says_that_ranks_take_turns(place: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "without MPS the ranks take turns on the GPU" in err
-    assert out == "share None link None\n"
+    assert out == "share None queues None link None\n"
     assert not (place / "calls").exists()
 
 

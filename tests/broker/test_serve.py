@@ -1,5 +1,6 @@
 """The broker over a device that is not there: its streams are queues, its copies are written down."""
 
+import os
 import random
 import socket
 import time
@@ -142,6 +143,22 @@ class World:
         self.broker._server.close()
         for end in self.ends:
             end.close()
+
+
+@pytest.mark.parametrize("cores", [2, 3])
+def test_it_stays_awake_while_messages_flow_only_where_cores_are_free(
+    world: "Callable[[int], World]", monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    made = world(2)
+    assert not made.broker._is_awake()
+    made.say(0, Place("g", 1, 0, True, 8))  # on the host
+    assert not made.broker._is_awake()
+    made.say(1, Place("g", 0, 0, True, 8, 0, (1).to_bytes(driver.HANDLE_BYTES), 0, 8))
+    assert made.broker._is_awake() == (cores > 2)
+    later = time.monotonic() + 1
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert not made.broker._is_awake()
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ BAD = {
     "cost of a file": (["check", "good.csv", "--cost", "F=1"], "costs matter to a check only with --memory-limit"),
     "cost of an order": (
         ["show", "gpipe", "-o", "x.csv", "--cost", "F=1"],
-        "leave costs, layers, offload and lanes out",
+        "holds the order of a schedule's actions, and no costs, layers",
     ),
     "no figure": (["compare", "gpipe", "-o", "x.pdf"], "-o draws .svg or .png (got x.pdf)"),
     "update as what": (["update", "-o", "x.csv"], "-o draws .svg, .png or .trace.json (got x.csv)"),
@@ -292,7 +292,7 @@ BAD = {
     "layers of a file": (["simulate", "good.csv", "--layers", "moe"], "go with a schedule's name, not with a file"),
     "layers of an order": (
         ["show", "gpipe", "-o", "x.csv", "--layers", "moe*4"],
-        "leave costs, layers, offload and lanes out",
+        "holds the order of a schedule's actions, and no costs, layers",
     ),
     "two cost tables": (["simulate", "gpipe", "--cost", "F=1", "--costs", "bad.toml"], "not both"),
     "no file": (["check", "none.csv"], "cannot read none.csv: No such file or directory"),
@@ -388,6 +388,13 @@ def test_offload_and_recompute_from_the_command_line() -> None:
     assert kept["makespan"] == moved["makespan"] < both["makespan"]
     assert [found["devices"][0]["peak_bytes"] for found in (kept, moved, both)] == [120, 30, 27]
     assert moved["devices"][0]["exposed_copy"] == 0
+
+
+def test_weight_gradients_together_from_the_command_line() -> None:
+    schedule = ("simulate", "1f1b", "-d", "2", "-m", "8", "--json")
+    apart, together = (json.loads(run(*schedule, *more).stdout) for more in ((), ("--wgrad-microbatches", "4")))
+    assert [found["devices"][1]["peak_pending"] for found in (apart, together)] == [0, 4]
+    assert run("show", "1f1b", "-d", "2", "-m", "4", "--wgrad-microbatches", "2").returncode == 0
 
 
 def test_compare_says_how_far_off_a_simulation_with_fitted_costs_is(tmp_path: Path) -> None:

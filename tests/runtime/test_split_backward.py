@@ -1,6 +1,7 @@
 """Weight gradients that are put off: right, complete, nothing computed twice, nothing kept that is not needed."""
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from alive import Alive
+from stretto.ir.errors import PipelineError
+from stretto.runtime.gradient_buffers import Sum
 from stretto.runtime.gradients import Gradients
 from stretto.runtime.grouped import GroupedLinear
 from stretto.runtime.segments import Segment, run_segment
-from stretto.runtime.split_backward import Deferral
+from stretto.runtime.split_backward import Deferral, add_together
 from stretto.runtime.structure import LEAF, Tree
 
 WIDTH = 16
@@ -332,3 +335,75 @@ def test_a_segment_keeps_its_graph_though_its_output_is_gone() -> None:
         gc.collect()
         (arrived,) = segment.backward([torch.ones(2, WIDTH)])
     torch.testing.assert_close(arrived, torch.ones(2, WIDTH) @ layer.weight.detach())
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def of_microbatches(module: nn.Module, xs: list[Tensor], grads: list[Tensor]) -> tuple[list[list[Any]], Gradients]:
+    """What several backwards owe."""
+    deferral = Deferral(module, gradients := Gradients())
+    gradients.begin({0: list(module.parameters())})
+    owed: list[list[Any]] = [[] for _ in xs]
+    for x, grad, into in zip(xs, grads, owed, strict=True):
+        with deferral.overrides, deferral.into(into):
+            _, segment = run_segment(module, tree(x), torch.zeros((), requires_grad=True))
+            segment.backward([grad])
+        gradients.collect(list(module.parameters()))
+    return owed, gradients
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_several_microbatches_at_once(name: str) -> None:
+    torch.manual_seed(0)
+    plain, ours = (MODULES[name]().double() for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    xs = [torch.randn(rows, 4, WIDTH).double() for rows in ((3, 3, 3) if name == "experts" else (3, 1, 2))]
+    grads = [torch.randn_like(x) for x in xs]
+    for x, grad in zip(xs, grads, strict=True):
+        plain(x.clone().requires_grad_()).backward(grad)
+    owed, gradients = of_microbatches(ours, xs, grads)
+    linear = [it for it in owed[0] if it.key is not None]
+    others = sum(it.key is None for of in owed for it in of)
+    with torch.no_grad(), Products() as products:
+        add_together(owed)
+    if not others and name != "one layer twice":
+        assert products.count == len(linear)
+    assert owed == []
+    gradients.give_out()
+    for (key, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12, msg=key)
+
+
+def test_a_tensor_that_changes_while_it_waits_for_others_is_noticed() -> None:
+    module, xs = nn.Linear(WIDTH, WIDTH), [torch.randn(2, WIDTH) for _ in range(2)]
+    owed, _ = of_microbatches(module, xs, [torch.ones(2, WIDTH) for _ in range(2)])
+    xs[0].zero_()
+    with torch.no_grad(), pytest.raises(PipelineError, match="changed in place"):
+        add_together(owed)
+
+
+def test_what_is_joined_is_let_go_of_layer_by_layer() -> None:
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    owed, _ = of_microbatches(module, [torch.randn(2, WIDTH) for _ in range(2)], [torch.ones(2, WIDTH)] * 2)
+    kept = [weakref.ref(it.given) for of in owed for it in of]
+    left: list[int] = []
+    usual = Sum.add_product
+
+    def add_product(sum_: Any, *given: Any) -> None:
+        left.append(sum(it() is not None for it in kept))
+        usual(sum_, *given)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sum, "add_product", add_product)
+        add_together(owed)
+    assert left == [4, 2, 0]

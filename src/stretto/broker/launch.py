@@ -13,6 +13,8 @@ from types import FrameType
 from stretto.ir.errors import StrettoError
 
 _CONTROL = "nvidia-cuda-mps-control"
+_QUEUES = 64  # that ranks share out among them beside the broker's 32; MPS has memory for some 130
+_LEAST_QUEUES, _MOST_QUEUES = 8, 16  # of a rank; 8 is what CUDA gives to a process that does not ask
 
 
 def launch(command: Sequence[str], devices: int, *, link: str | None, mps: bool) -> int:
@@ -30,6 +32,9 @@ def launch(command: Sequence[str], devices: int, *, link: str | None, mps: bool)
         if mps:
             environment |= stack.enter_context(_mps())
             environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(max(1, 100 // devices))
+            # A lane that waits holds up every other lane that shares its queue.
+            queues = min(max(_QUEUES // devices, _LEAST_QUEUES), _MOST_QUEUES)
+            environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
         process = subprocess.Popen([*ranks, *command], env=environment, start_new_session=True)  # signals come by us
         with _passing_on(process):

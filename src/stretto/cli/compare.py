@@ -23,6 +23,7 @@ from stretto.cli.inputs import (
     Recompute,
     Sizes,
     Virtual,
+    WgradMicrobatches,
     is_file,
     is_trace,
     note_free_copies,
@@ -71,6 +72,7 @@ def compare(
     layers: Layers = None,
     offload: Offload = 0,
     recompute: Recompute = False,
+    wgrad_microbatches: WgradMicrobatches = 1,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Draw them all on one scale, as .svg or .png.")
     ] = None,
@@ -110,7 +112,7 @@ def compare(
     table = read_costs(cost, costs)
     if output is not None and output.suffix.lower() not in (".svg", ".png"):
         raise PlanError(f"-o draws .svg or .png (got {output})")
-    making = Making(layers, offload, recompute)
+    making = Making(layers, offload, recompute, wgrad_microbatches)
     simulated = not names or not all(map(is_trace, names))  # anything that costs and the like are for
     timelines, refused = {}, []
     for name, sizes in _targets(names or [], Sizes(devices, microbatches, virtual, overlap)):

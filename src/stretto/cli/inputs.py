@@ -62,6 +62,9 @@ Recompute = Annotated[
         "--recompute", help="Compute again what forwards discarded, right before the backward, in R (F unless given)."
     ),
 ]
+WgradMicrobatches = Annotated[
+    int, typer.Option(help="Compute the weight gradients of this many microbatches at once; those that wait are held.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
@@ -85,6 +88,7 @@ class Making:
     layers: str | None = None
     offload: int = 0
     recompute: bool = False
+    wgrad_microbatches: int = 1
 
     def given(self) -> bool:
         return self != Making()
@@ -175,10 +179,18 @@ def _sound_program(target: str, sizes: Sizes, making: Making, costs: Costs, *, s
         if same_model:
             costs = costs.for_stages(plan.stages, devices=plan.devices)
         layers = None if making.layers is None else cut_layers(parse_layers(making.layers), stages=plan.stages)
-        return lower(plan, layers=layers, costs=costs, offload=making.offload, recompute=making.recompute)
+        return lower(
+            plan,
+            layers=layers,
+            costs=costs,
+            offload=making.offload,
+            recompute=making.recompute,
+            wgrad_microbatches=making.wgrad_microbatches,
+        )
     if making.given():
         raise PlanError(
-            f"--layers, --offload and --recompute go with a schedule's name, not with a file such as {target}"
+            "--layers, --offload, --recompute and --wgrad-microbatches go with a schedule's name, not with a file such "
+            f"as {target}"
         )
     if sizes.given():
         raise PlanError(f"{target} has its own sizes; --devices and the like go with a schedule's name")

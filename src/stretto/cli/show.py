@@ -19,6 +19,7 @@ from stretto.cli.inputs import (
     Recompute,
     Sizes,
     Virtual,
+    WgradMicrobatches,
     figure_kind,
     is_file,
     make_plan,
@@ -49,6 +50,7 @@ def show(
     layers: Layers = None,
     offload: Offload = 0,
     recompute: Recompute = False,
+    wgrad_microbatches: WgradMicrobatches = 1,
     lanes: Annotated[
         bool, typer.Option("--lanes", help="A row each for computation, communication and offload.")
     ] = False,
@@ -77,7 +79,10 @@ def show(
 
       stretto show interleaved --overlap --layers 'moe*8' --costs examples/phases.toml --offload 1 --lanes
     """
-    sizes, making = Sizes(devices, microbatches, virtual, overlap), Making(layers, offload, recompute)
+    sizes, making = (
+        Sizes(devices, microbatches, virtual, overlap),
+        Making(layers, offload, recompute, wgrad_microbatches),
+    )
     if name is None:
         if sizes.given() or making.given() or output is not None:
             raise PlanError("name a schedule to draw or write; stretto show alone lists them")
@@ -135,7 +140,9 @@ def _write(
     if is_file(name):
         raise PlanError(f"-o draws a file as .svg, .png or .trace.json; its order is in {name} (got {path})")
     if cost is not None or costs is not None or making.given() or lanes:
-        raise PlanError(f"{path} holds the order of a schedule's actions: leave costs, layers, offload and lanes out")
+        raise PlanError(
+            f"{path} holds the order of a schedule's actions, and no costs, layers, lanes, copies or the like"
+        )
     match kind:
         case ".csv":
             plan = make_plan(name, sizes)

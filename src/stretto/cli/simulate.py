@@ -19,6 +19,7 @@ from stretto.cli.inputs import (
     Recompute,
     Sizes,
     Virtual,
+    WgradMicrobatches,
     note_free_copies,
     read_costs,
     training_of,
@@ -38,6 +39,7 @@ def simulate(
     layers: Layers = None,
     offload: Offload = 0,
     recompute: Recompute = False,
+    wgrad_microbatches: WgradMicrobatches = 1,
     json: Json = False,
 ) -> None:
     """Simulate a schedule: time, bubbles and memory of each device.
@@ -58,7 +60,10 @@ def simulate(
     """
     table = read_costs(cost, costs)
     with working(f"simulating {name}"):
-        sizes, making = Sizes(devices, microbatches, virtual, overlap), Making(layers, offload, recompute)
+        sizes, making = (
+            Sizes(devices, microbatches, virtual, overlap),
+            Making(layers, offload, recompute, wgrad_microbatches),
+        )
         timeline = training_of(name, sizes, making, table)
         summary = timeline.summary(table.costs)
     note_free_copies(making, [timeline])
