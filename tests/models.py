@@ -279,7 +279,7 @@ REFUSED = {
     "float16": "0.table.weight is float16, whose gradients need scaling, which a pipeline does not do; use bfloat16",
     "no microbatch together": "wgrad_microbatches is a whole number of at least 1 (got 0)",
     "some together": "wgrad_microbatches goes with a plan; a program has it from lower()",
-    "others together": "rank 1 was given another plan than rank 0",
+    "others together": "rank 1 was given another wgrad_microbatches than rank 0 (9 and 8)",
     "senseless tie": "'head.weight' is no parameter to tie: names begin with a layer's number",
     "unknown site": "no module is called '*.nrom', so it cannot be recomputed",
     "both": "checkpoint=True recomputes whole layers; give that or modules to recompute, not both",

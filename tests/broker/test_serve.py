@@ -152,7 +152,7 @@ def test_it_stays_awake_while_messages_flow_only_where_cores_are_free(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     made = world(2)
     assert not made.broker._is_awake()
-    made.say(0, Place("g", 1, 0, True, 8))  # on the host
+    made.say(0, Place("g", 1, 0, False, 8))  # on the host
     assert not made.broker._is_awake()
     made.say(1, Place("g", 0, 0, True, 8, 0, (1).to_bytes(driver.HANDLE_BYTES), 0, 8))
     assert made.broker._is_awake() == (cores > 2)

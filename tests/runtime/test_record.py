@@ -9,6 +9,7 @@ import stretto
 from models import Case, recorded
 from ranks import Ranks
 from stretto.program.task import SENDS
+from stretto.program.wgrads import joined_ends
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +51,17 @@ def test_a_step_is_recorded(ranks: Ranks, name: str, phased: bool) -> None:
     assert timeline.summary().makespan < 60
     fitted = stretto.simulate(program, stretto.fit(timeline))
     assert 0 < fitted.makespan < 60
+
+
+@pytest.mark.parametrize(("name", "phased"), [("zb_v", False), ("dualpipe", True)])
+def test_weight_gradients_that_are_computed_as_one_share_its_time(ranks: Ranks, name: str, phased: bool) -> None:
+    case = Case(name, 4, 8, layers=10, phased=phased, wgrad_microbatches=4)
+    timeline = stretto.parse_trace(ranks.run(recorded, 4, case)[0])
+    spans = list(timeline.spans())
+    for device in range(4):
+        lane = [span for span in spans if span.task.device == device and span.task.lane.name in ("compute", "comm")]
+        assert all(before.end <= after.start for before, after in pairwise(lane))
+        own = [span for span in spans if span.task.device == device]
+        for at, last in joined_ends([span.task for span in own], 4).items():
+            length, of_last = own[at].end - own[at].start, own[last].end - own[last].start
+            assert length == pytest.approx(of_last, rel=1e-3, abs=1e-9)

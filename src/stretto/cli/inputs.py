@@ -63,7 +63,11 @@ Recompute = Annotated[
     ),
 ]
 WgradMicrobatches = Annotated[
-    int, typer.Option(help="Compute the weight gradients of this many microbatches at once; those that wait are held.")
+    int,
+    typer.Option(
+        help="Compute the weight gradients of this many microbatches at once: those that wait take memory "
+        "(pending_bytes), a B is an I and a W, and W says what each then takes."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 

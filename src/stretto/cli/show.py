@@ -141,7 +141,8 @@ def _write(
         raise PlanError(f"-o draws a file as .svg, .png or .trace.json; its order is in {name} (got {path})")
     if cost is not None or costs is not None or making.given() or lanes:
         raise PlanError(
-            f"{path} holds the order of a schedule's actions, and no costs, layers, lanes, copies or the like"
+            f"{path} holds the order of a schedule's actions, and no costs, layers, lanes, copies or joined weight "
+            "gradients; a .trace.json does"
         )
     match kind:
         case ".csv":

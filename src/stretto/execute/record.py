@@ -12,6 +12,7 @@ from torch import Tensor
 from stretto.program.program import Program
 from stretto.program.sums import reduces
 from stretto.program.task import RECEIVES
+from stretto.program.wgrads import joined_ends
 from stretto.timeline import Timeline
 from stretto.timeline.memory import Floats
 
@@ -102,7 +103,24 @@ def _timeline(program: Program, times: Floats) -> Timeline:
     begun[receive] = np.maximum(start[receive], start[program.mate[receive]])
     for task in reduces(program.work).tolist():
         begun[task] = start[program.ends(task)].max()
+    _share_out(program, begun, end)
     return Timeline(program, np.minimum(begun, end), end, issued=issued)
+
+
+def _share_out(program: Program, start: Floats, end: Floats) -> None:
+    """Weight gradients that were computed as one each get the same part of the time that it took."""
+    count = program.anatomy.wgrad_microbatches
+    for device in range(program.devices if count > 1 else 0):
+        place = np.flatnonzero(program.device == device)
+        joined: dict[int, list[int]] = {}
+        for at, last in joined_ends([program.task(task) for task in place.tolist()], count).items():
+            joined.setdefault(last, [last]).append(at)
+        for last, group in joined.items():
+            task = place[sorted(group)]
+            took = (end[task] - start[task]).sum()
+            borders = end[place[last]] - took * np.linspace(1.0, 0.0, len(task) + 1)
+            borders[0] = max(borders[0], start[task[0]])
+            start[task], end[task] = borders[:-1], borders[1:]
 
 
 def _event() -> Any:

@@ -150,6 +150,7 @@ class Pipeline:
                     "checkpoint": str(checkpoint),
                     "recompute": str(list(recompute)),
                     "tied": str(sorted(set(together.values()))),
+                    "wgrad_microbatches": str(self.program.anatomy.wgrad_microbatches),
                     "plan" if plan is not None else "program": digest_of(self.program),
                     "gradients": gradients,
                     "dynamic_shapes": str(dynamic_shapes),
