@@ -278,8 +278,9 @@ REFUSED = {
     "too few layers": "1 layers on 2 stages need 2 shares of at least 1 that add up",
     "float16": "0.table.weight is float16, whose gradients need scaling, which a pipeline does not do; use bfloat16",
     "no microbatch together": "wgrad_microbatches is a whole number of at least 1 (got 0)",
+    "no number together": "wgrad_microbatches is a whole number of at least 1 (got tensor([2, 2]))",
     "some together": "wgrad_microbatches goes with a plan; a program has it from lower()",
-    "others together": "rank 1 was given another wgrad_microbatches than rank 0 (9 and 8)",
+    "others together": "rank 1 was given another wgrad_microbatches than rank 0 (3 and 2)",
     "senseless tie": "'head.weight' is no parameter to tie: names begin with a layer's number",
     "unknown site": "no module is called '*.nrom', so it cannot be recomputed",
     "both": "checkpoint=True recomputes whole layers; give that or modules to recompute, not both",
@@ -365,10 +366,13 @@ def refused(mesh: Any, name: str) -> str:
                 pipeline(mesh, case, plan=stretto.parse_plan("0F0,0B0\n1B0,1F0"))
             case "no microbatch together":
                 pipeline(mesh, case, wgrad_microbatches=0)
+            case "no number together":
+                together = torch.tensor([2, 2])
+                pipeline(mesh, case, plan=None, program=stretto.lower(case.plan()), wgrad_microbatches=together)
             case "some together":
                 pipeline(mesh, case, plan=None, program=stretto.lower(case.plan()), wgrad_microbatches=2)
             case "others together":
-                pipeline(mesh, case, wgrad_microbatches=8 + mesh.get_local_rank())
+                pipeline(mesh, case, wgrad_microbatches=2 + mesh.get_local_rank())
             case "no inputs":
                 pipe = pipeline(mesh, case)
                 if mesh.get_local_rank() == 0:

@@ -384,6 +384,19 @@ def test_several_microbatches_at_once(name: str) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12, msg=key)
 
 
+def test_float16_is_not_joined() -> None:
+    """Each microbatch's product fits into it, and all of them together do not."""
+    module = nn.Linear(4, 4, bias=False)
+    xs, grads = [torch.full((2, 4), 128.0) for _ in range(4)], [torch.full((2, 4), 100.0) for _ in range(4)]
+    with torch.autocast("cpu", torch.float16):
+        owed, gradients = of_microbatches(module, xs, [grad.half() for grad in grads])
+    with torch.no_grad():
+        add_together(owed)
+    gradients.give_out()
+    assert module.weight.grad is not None
+    assert (module.weight.grad == 4 * 2 * 128 * 100).all()
+
+
 def test_a_tensor_that_changes_while_it_waits_for_others_is_noticed() -> None:
     module, xs = nn.Linear(WIDTH, WIDTH), [torch.randn(2, WIDTH) for _ in range(2)]
     owed, _ = of_microbatches(module, xs, [torch.ones(2, WIDTH) for _ in range(2)])

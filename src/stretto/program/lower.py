@@ -77,6 +77,7 @@ def lower(
         raise PlanError(f"offload is a number of actions of at least 0 (got {offload!r:.40})")
     if type(wgrad_microbatches) is not int or wgrad_microbatches < 1:
         raise PlanError(f"wgrad_microbatches is a whole number of at least 1 (got {wgrad_microbatches!r:.40})")
+    wgrad_microbatches = min(wgrad_microbatches, plan.microbatches)
     device, actions = _actions(plan)
     actions.demand(plan.placement)
     whole = Anatomy.whole(plan.stages)

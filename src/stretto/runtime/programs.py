@@ -19,6 +19,8 @@ from stretto.runtime.layers import even_costs
 
 def wrong_program(plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, ranks: int) -> StrettoError | None:
     """What is wrong with what a pipeline is to run by, if anything is."""
+    if type(wgrad_microbatches) is not int or wgrad_microbatches < 1:
+        return PipelineError(f"wgrad_microbatches is a whole number of at least 1 (got {wgrad_microbatches!r:.60})")
     if (plan is None) == (program is None):
         several = ", and not both" if plan is not None else ""
         return PlanError(f"give a pipeline a plan, or the program that it is to run{several}")
@@ -38,8 +40,6 @@ def wrong_program(plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, 
             return PipelineError("costs are what a plan is woven by; a program is woven already")
         if wgrad_microbatches != 1:
             return PipelineError("wgrad_microbatches goes with a plan; a program has it from lower()")
-    if type(wgrad_microbatches) is not int or wgrad_microbatches < 1:
-        return PipelineError(f"wgrad_microbatches is a whole number of at least 1 (got {wgrad_microbatches!r:.60})")
     given = plan if program is None else program
     if given.devices != ranks:
         what = "plan" if program is None else "program"

@@ -47,8 +47,12 @@ class WeightGradient:
 
     @property
     def key(self) -> Any:
-        """Those of one layer that have the same can be added by one product; None if that cannot be said."""
-        if self.add is not _add_linear or type(self.given) is not Tensor or type(self.grad) is not Tensor:
+        """Those of one layer that have the same can be added by one product; None for one that is added by itself.
+
+        float16 is not joined: what each microbatch adds may be small enough for it, and their sum too large.
+        """
+        plain = type(self.given) is Tensor and type(self.grad) is Tensor and self.grad.dtype is not torch.float16
+        if self.add is not _add_linear or not plain:
             return None
         weight, bias, rows, *needs = self.more
         which = None if rows is None else (rows.start, rows.stop)

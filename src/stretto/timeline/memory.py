@@ -170,7 +170,9 @@ class _Events:
 
 
 def _fused(program: Program, events: _Events, instant: Bools) -> Bools:
-    """The end of a full backward whose WGRAD takes no time: both end at once, with nothing held between."""
+    """The end of a full backward whose WGRAD comes next and takes no time: both end at once, with nothing held
+    between.
+    """
     fused = np.zeros(len(events.task), dtype=np.bool_)
     if program.anatomy.is_whole:
         whole = program.work.among((Kind.B, Kind.PAIR))
@@ -178,7 +180,10 @@ def _fused(program: Program, events: _Events, instant: Bools) -> Bools:
         begins = np.arange(len(events.task)) % 2 == 0
         weight = events.task[begins & instant & (program.work.kind[events.task] == Kind.WGRAD)]
         before = backward[program.work.stage[weight], program.work.microbatch[weight]]
-        before = before[(before >= 0) & whole[before]]
+        by_lane, _ = grouped(program.lane, len(program.lanes))
+        next_ = np.full(len(program), -1)
+        next_[by_lane[:-1]] = by_lane[1:]
+        before = before[(before >= 0) & whole[before] & (next_[before] == weight)]
         at = np.searchsorted(events.task, before)
         fused[at + 1] = True
     return fused
