@@ -548,6 +548,7 @@ class Model:
     frozen: tuple[int, ...] = ()
     checkpoint: bool = False
     recompute: bool = False
+    wgrad_microbatches: int = 1
     shared: bool = False
     """Whether the first and the last piece are one layer's weights."""
 
@@ -660,6 +661,7 @@ def run_pipeline(mesh: Any, model: Model) -> Found:
             mesh=mesh,
             checkpoint=model.checkpoint,
             recompute=["*site"] if model.recompute else (),
+            wgrad_microbatches=model.wgrad_microbatches,
             timeout=20,
         )
         inputs, targets = model.batch()

@@ -53,6 +53,7 @@ def models(draw: st.DrawFn) -> Model:
         frozen=tuple(draw(st.lists(st.integers(0, 5), max_size=2))),
         checkpoint=not recompute and draw(st.booleans()),
         recompute=recompute,
+        wgrad_microbatches=draw(st.integers(1, 3)),
         shared=draw(st.booleans()),
     )
 

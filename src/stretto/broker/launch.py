@@ -13,7 +13,7 @@ from types import FrameType
 from stretto.ir.errors import StrettoError
 
 _CONTROL = "nvidia-cuda-mps-control"
-_QUEUES = 64  # that ranks share out among them beside the broker's 32; MPS has memory for some 130
+_QUEUES = 64  # of all ranks, beside the broker's 32; MPS has no memory for twice as many
 _LEAST_QUEUES, _MOST_QUEUES = 8, 16  # of a rank; 8 is what CUDA gives to a process that does not ask
 
 
