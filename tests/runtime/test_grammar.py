@@ -23,6 +23,10 @@ REFUSED = [
 """What a pipeline may say of a model of the grammar that plain autograd takes. Everything else is a bug."""
 
 
+# Of the plain run: a module whose input has no graph, which PyTorch warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     made = Ranks(4, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
