@@ -22,8 +22,9 @@ from stretto.runtime.gradient_buffers import Sum
 from stretto.runtime.gradients import Gradients
 from stretto.runtime.grouped import GroupedLinear
 from stretto.runtime.segments import Segment, run_segment
-from stretto.runtime.split_backward import Deferral, add_together
+from stretto.runtime.split_backward import Deferral
 from stretto.runtime.structure import LEAF, Tree
+from stretto.runtime.weight_gradients import add_together
 
 WIDTH = 16
 

@@ -79,10 +79,8 @@ def show(
 
       stretto show interleaved --overlap --layers 'moe*8' --costs examples/phases.toml --offload 1 --lanes
     """
-    sizes, making = (
-        Sizes(devices, microbatches, virtual, overlap),
-        Making(layers, offload, recompute, wgrad_microbatches),
-    )
+    sizes = Sizes(devices, microbatches, virtual, overlap)
+    making = Making(layers, offload, recompute, wgrad_microbatches)
     if name is None:
         if sizes.given() or making.given() or output is not None:
             raise PlanError("name a schedule to draw or write; stretto show alone lists them")

@@ -60,10 +60,8 @@ def simulate(
     """
     table = read_costs(cost, costs)
     with working(f"simulating {name}"):
-        sizes, making = (
-            Sizes(devices, microbatches, virtual, overlap),
-            Making(layers, offload, recompute, wgrad_microbatches),
-        )
+        sizes = Sizes(devices, microbatches, virtual, overlap)
+        making = Making(layers, offload, recompute, wgrad_microbatches)
         timeline = training_of(name, sizes, making, table)
         summary = timeline.summary(table.costs)
     note_free_copies(making, [timeline])

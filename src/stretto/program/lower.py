@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -19,7 +20,7 @@ from stretto.program.program import Program
 from stretto.program.sums import Sums, sum_rings
 from stretto.program.tables import Tables
 from stretto.program.task import GRADIENTS, Kind, Lane
-from stretto.program.wgrads import apart, joined_keys
+from stretto.program.wgrads import apart, side_by_side
 from stretto.program.work import Ints, Work
 
 _OWN_LANES = ("compute", "comm", "d2h", "h2d", "reduce")
@@ -86,26 +87,21 @@ def lower(
     start = start_ticks(device, actions, forward, backward)
     result = start + RESULT[actions.kind]
     source, target, gradient = _transfers(device, forward[:-1], backward[:-1])
-    anatomy = (
-        Anatomy.whole(plan.stages, ties=ties, wgrad_microbatches=wgrad_microbatches)
-        if layers is None
-        else Anatomy(layers, ties=ties, wgrad_microbatches=wgrad_microbatches)
-    )
+    make = partial(Anatomy.whole, plan.stages) if layers is None else partial(Anatomy, layers)
+    anatomy = make(ties=ties, wgrad_microbatches=wgrad_microbatches)
     copies = plan_copies(device, actions, backward, min(offload, len(actions))) if offload else no_copies(len(actions))
     actions = replace(actions, slot=copies.forward_slot)
     parts = expand(actions, anatomy, costs, recompute=recompute)
-
-    keys = _keys(parts, copies, device, actions, start, result, source)
-    usual = keys.copy()
     if wgrad_microbatches > 1:
         parts = replace(parts, work=replace(parts.work, kind=apart(parts.work, actions.kind[parts.action])))
-        keys[0] = joined_keys(keys[0], parts.work, device[parts.action], wgrad_microbatches)
+
+    keys = _keys(parts, copies, device, actions, start, result, source)
     sums = Sums(plan.placement, anatomy) if parts.work.among(GRADIENTS).any() else None
     if sums:
         keys.append(sums.latest(keys[0], parts.work))
-        usual.append(keys[-1])
-    key = np.concatenate(keys)
-    order = np.lexsort((np.concatenate(usual), key)) if wgrad_microbatches > 1 else np.argsort(key, kind="stable")
+    order = np.argsort(np.concatenate(keys), kind="stable")
+    if wgrad_microbatches > 1:
+        order = side_by_side(order, parts.work, device[parts.action], wgrad_microbatches)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     sends_at, receives_at = len(parts.work), len(parts.work) + len(source)

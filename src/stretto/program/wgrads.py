@@ -17,22 +17,24 @@ def apart(work: Work, action_kind: Ints) -> Ints:
     return np.where(full & (work.kind == Kind.WGRAD), Kind.W, kind)
 
 
-def joined_keys(key: Ints, work: Work, device: Ints, count: int) -> Ints:
-    """The keys that tasks are ordered by, where of `count` weight gradients of a stage's part all have that of the last
-    one: a device then does them one right after the other.
+def side_by_side(order: Ints, work: Work, device: Ints, count: int) -> Ints:
+    """The same order, in which every `count` weight gradients of a stage's part on a device stand where the last of
+    them did. `work` and `device` are those of the first tasks, all weight gradients among them.
     """
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
     task = np.flatnonzero(work.among(WEIGHTS))
     of = np.stack((device[task], work.stage[task], work.part[task]))
-    order = np.lexsort((key[task], *of))
-    task, of = task[order], of[:, order]
-    place = np.arange(len(task))
-    begins = (of != np.roll(of, 1, axis=1)).any(axis=0) | (place == 0)
-    nth = place - np.maximum.accumulate(np.where(begins, place, 0))  # of its device, stage and part
+    by_part = np.lexsort((place[task], *of))
+    task, of = task[by_part], of[:, by_part]
+    row = np.arange(len(task))
+    begins = (of != np.roll(of, 1, axis=1)).any(axis=0) | (row == 0)
+    nth = row - np.maximum.accumulate(np.where(begins, row, 0))  # of its device, stage and part
     first = np.flatnonzero(nth % count == 0)
     last = np.append(first[1:], len(task)) - 1
-    joined = key.copy()
-    joined[task] = np.repeat(key[task[last]], last - first + 1)
-    return joined
+    moved = place.copy()
+    moved[task] = np.repeat(place[task[last]], last - first + 1)
+    return np.lexsort((place, moved))
 
 
 def joined_ends(tasks: Sequence[Task], count: int) -> dict[int, int]:

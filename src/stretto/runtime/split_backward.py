@@ -1,9 +1,7 @@
 """Weight gradients put off: a backward yields input gradients, and leaves what yields the weights' later."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -15,79 +13,18 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from stretto.ir.errors import PipelineError
-from stretto.runtime.gradient_buffers import Sum
 from stretto.runtime.gradients import Gradients
 from stretto.runtime.grouped import GroupedLinear, grouped_linear, grouped_outer
 from stretto.runtime.overrides import Forward, Overrides
 from stretto.runtime.segments import direct
-
-SumOf = Callable[[nn.Parameter], Sum]
-"""Where a parameter's gradient is added."""
-
-
-@dataclass(slots=True, eq=False)
-class WeightGradient:
-    """One that was put off, of a layer's input and its output's gradient. Called, it is added."""
-
-    add: Callable[..., None]
-    sum_of: SumOf
-    given: Tensor
-    grad: Tensor
-    more: tuple[Any, ...]
-    versions: tuple[int, int]
-
-    def __call__(self) -> None:
-        self.demand_unchanged()
-        self.add(self.sum_of, self.given, self.grad, *self.more)
-
-    def demand_unchanged(self) -> None:
-        if (self.given._version, self.grad._version) != self.versions:  # autograd looks only until the backward
-            raise PipelineError("a tensor was changed in place before the weight gradient that it is needed for")
-
-    @property
-    def key(self) -> Any:
-        """Those of one layer that have the same can be added by one product; None for one that is added by itself.
-
-        float16 is not joined: what each microbatch adds may be small enough for it, and their sum too large.
-        """
-        plain = type(self.given) is Tensor and type(self.grad) is Tensor and self.grad.dtype is not torch.float16
-        if self.add is not _add_linear or not plain:
-            return None
-        weight, bias, rows, *needs = self.more
-        which = None if rows is None else (rows.start, rows.stop)
-        return id(weight), id(bias), which, *needs, self.given.dtype, self.grad.dtype
-
-
-def add_together(owed: list[list[WeightGradient]]) -> None:
-    """Add what several microbatches owe, the like of it in one product. Each is dropped, with what it holds, once it is
-    added.
-    """
-    alike = _alike(owed)
-    owed.clear()
-    while alike:
-        them = alike.pop()
-        one = them[0] if len(them) == 1 else _joined(them)
-        del them
-        one()
-        del one
-
-
-def _alike(owed: list[list[WeightGradient]]) -> list[list[WeightGradient]]:
-    """Those that can be added by one product, the first ones last."""
-    found: dict[Any, list[WeightGradient]] = {}
-    for it in chain(*owed):
-        found.setdefault((it.key if len(owed) > 1 else None) or id(it), []).append(it)
-    return list(found.values())[::-1]
-
-
-def _joined(them: list[WeightGradient]) -> WeightGradient:
-    """One weight gradient of the rows of several."""
-    for it in them:
-        it.demand_unchanged()
-    given, grad = torch.cat([_flat(it.given) for it in them]), torch.cat([_flat(it.grad) for it in them])
-    first = them[0]
-    return WeightGradient(first.add, first.sum_of, given, grad, first.more, (given._version, grad._version))
+from stretto.runtime.weight_gradients import (
+    WeightGradient,
+    add_embedding,
+    add_grouped,
+    add_linear,
+    embedding_backward,
+    flattened,
+)
 
 
 class Deferral:
@@ -308,33 +245,11 @@ class _Linear(torch.autograd.Function):
         deferral, *owed = ctx.owed
         if deferral.puts_off:
             needs = weight_needs, bias_needs
-            deferral.put_off(_add_linear, grad if x is None else x.detach(), grad, (*owed, *needs))
+            deferral.put_off(add_linear, grad if x is None else x.detach(), grad, (*owed, *needs))
             return None, back, None, None, None
-        flat = _flat(grad)
-        of_weight = flat.T @ _flat(x) if weight_needs else None
+        flat = flattened(grad)
+        of_weight = flat.T @ flattened(x) if weight_needs else None
         return None, back, of_weight, flat.sum(0) if bias_needs else None, None
-
-
-def _add_linear(
-    sum_of: SumOf,
-    x: Tensor,
-    grad: Tensor,
-    weight: nn.Parameter,
-    bias: nn.Parameter | None,
-    rows: slice | None,
-    weight_needs: bool,
-    bias_needs: bool,
-) -> None:
-    flat = _flat(grad)
-    if weight_needs:
-        sum_of(weight).add_product(flat.T, _flat(x), rows)
-    if bias is not None and bias_needs:
-        into = sum_of(bias)
-        into.add(flat.sum(0, dtype=into.dtype), rows)
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 class _Grouped(torch.autograd.Function):
@@ -358,13 +273,9 @@ class _Grouped(torch.autograd.Function):
         _, x_needs, weight_needs, *_ = ctx.needs_input_grad
         back = grouped_linear(grad, weight.transpose(1, 2), counts) if x_needs else None
         if ctx.deferral.puts_off:
-            ctx.deferral.put_off(_add_grouped, x.detach(), grad, (ctx.owed, counts))
+            ctx.deferral.put_off(add_grouped, x.detach(), grad, (ctx.owed, counts))
             return None, back, None, None, None, None
         return None, back, grouped_outer(grad, x, counts) if weight_needs else None, None, None, None
-
-
-def _add_grouped(sum_of: SumOf, x: Tensor, grad: Tensor, weight: nn.Parameter, counts: Tensor) -> None:
-    sum_of(weight).add(grouped_outer(grad, x, counts))
 
 
 class _Embedding(torch.autograd.Function):
@@ -385,14 +296,9 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (rows,) = ctx.saved_tensors
         if ctx.deferral.puts_off:
-            ctx.deferral.put_off(_add_embedding, rows, grad, (ctx.weight, ctx.padding))
+            ctx.deferral.put_off(add_embedding, rows, grad, (ctx.weight, ctx.padding))
             return None, None, None, None, None
-        return None, None, _embedding_backward(grad, rows, ctx.weight.shape[0], ctx.padding, False), None, None
-
-
-def _add_embedding(sum_of: SumOf, rows: Tensor, grad: Tensor, weight: nn.Parameter, padding: int) -> None:
-    # autograd's own: the same bits every time, which index_add_ on CUDA does not give
-    sum_of(weight).add(_embedding_backward(grad, rows, weight.shape[0], padding, False))
+        return None, None, embedding_backward(grad, rows, ctx.weight.shape[0], ctx.padding, False), None, None
 
 
 def _compiled(module: nn.Module) -> set[int]:
@@ -424,7 +330,6 @@ def _autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
-_embedding_backward = torch.ops.aten.embedding_dense_backward
 _linear: Callable[..., Tensor] = direct(_Linear)
 _grouped: Callable[..., Tensor] = direct(_Grouped)
 _embedding: Callable[..., Tensor] = direct(_Embedding)

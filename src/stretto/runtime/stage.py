@@ -20,8 +20,9 @@ from stretto.runtime.module_buffers import ModuleBuffers, Snapshot
 from stretto.runtime.recompute import Sites, Table
 from stretto.runtime.rng import Generators, RngKey
 from stretto.runtime.segments import Grads, Segment, call, leaves_of, run_segment, settled
-from stretto.runtime.split_backward import Deferral, WeightGradient, add_together
+from stretto.runtime.split_backward import Deferral
 from stretto.runtime.structure import Tree, Value, flatten_once, take_apart, tensors_of
+from stretto.runtime.weight_gradients import WeightGradient, add_together
 
 CPU = torch.device("cpu")
 Function = Callable[[Value, int], Value]
