@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from stretto.runtime.gradient_buffers import Block, Buffer, Sum
+from stretto.runtime.gradient_buffers import Block, Buffer, Sum, add_all
 
 ROWS, COLUMNS = 6, 4
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex128]
@@ -70,6 +70,29 @@ def test_a_sum_is_that_of_all_that_was_added(
     assert sum_.value is not None
     assert sum_.value.dtype == summed_in
     assert torch.equal(sum_.value.to_dense().to(expected.dtype), expected)
+
+
+def test_gradients_of_many_parameters_are_added_at_once() -> None:
+    """Whatever their sums are: in place or not yet, of another type, by themselves, or of a sparse gradient."""
+    kinds = [torch.float32, torch.bfloat16, torch.float64]
+    parameters = [nn.Parameter(torch.zeros(3, 4, dtype=dtype)) for dtype in kinds for _ in range(4)]
+    sums = [
+        laid_out(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))[1][0] for parameter in parameters
+    ]
+    for at in range(3, len(sums), 4):
+        sums[at].place = None
+    for turn in (1, 2, 3):
+        grads = [torch.full((3, 4), turn + at, dtype=p.dtype) for at, p in enumerate(parameters)]
+        grads[2] = grads[2].to_sparse()
+        given = [
+            torch.ones(()).to(dtype).expand(3, 4) if at % 4 == 1 else grad
+            for at, (dtype, grad) in enumerate(zip((p.dtype for p in parameters), grads, strict=True))
+        ]
+        add_all(zip(sums, given, strict=True))
+    for at, sum_ in enumerate(sums):
+        assert sum_.value is not None
+        whole = sum_.value.to_dense() if sum_.value.is_sparse else sum_.value
+        assert (whole == (3 if at % 4 == 1 else 6 + 3 * at)).all(), at
 
 
 def test_what_is_added_is_copied() -> None:

@@ -16,6 +16,7 @@ from stretto.runtime.rng import Generators
 from stretto.runtime.segments import run_segment
 from stretto.runtime.split_backward import Deferral
 from stretto.runtime.structure import LEAF, Tree
+from stretto.runtime.weight_gradients import add_together
 
 WIDTH, HIDDEN = 8, 24
 
@@ -79,8 +80,8 @@ def backward(segment: Any, overriding: Any, grad: Tensor, closures: list[Any]) -
     deferral, made, gradients = overriding
     with deferral.overrides, made.overrides, deferral.into(closures), made.into({}):
         (arrived,) = segment.backward([grad])
-    while closures:
-        closures.pop(0)()
+    with torch.no_grad():
+        add_together([closures])
     gradients.give_out()
     assert arrived is not None
     return arrived  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """Where weight gradients are summed: a flat tensor for each stage and type, and a place in it for each parameter."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -80,6 +80,19 @@ class Sum:
             self.value = grad
         else:  # a sparse one is added to a dense one, not the other way round
             self.value = grad + self.value if self.value.is_sparse else self.value + grad
+
+
+def add_all(grads: Iterable[tuple[Sum, Tensor]]) -> None:
+    """Add gradients of different parameters, those whose sums are in their places with one kernel where PyTorch can."""
+    places, added = [], []
+    for sum_, grad in grads:
+        if sum_.value is not None and sum_.value is sum_.place and not grad.is_sparse:
+            places.append(sum_.place)
+            added.append(grad)
+        else:
+            sum_.add(grad)
+    if places:
+        torch._foreach_add_(places, added)
 
 
 class Block:

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import UninitializedParameter
 
 from stretto.ir.errors import PipelineError
-from stretto.runtime.gradient_buffers import Block, Buffer, Sum
+from stretto.runtime.gradient_buffers import Block, Buffer, Sum, add_all
 
 Kind = Literal["cast", "parameter", "float32"]
 """What gradients are summed in, and given out as: in float32, and cast to the parameter's type; in that type; or in
@@ -144,10 +144,12 @@ class Gradients:
         """
         if self._adopted:
             tensors = [*tensors, *(sum_.parameter for sum_ in self._adopted.values())]
+        found = []
         for tensor in tensors:
             if (grad := tensor.grad) is not None:
                 tensor.grad, sum_ = None, self.of(tensor)
-                sum_.add(grad.detach() if times is None else grad.detach().to(sum_.dtype) * times)
+                found.append((sum_, grad.detach() if times is None else grad.detach().to(sum_.dtype) * times))
+        add_all(found)
 
     def demand_no_hooks(self) -> None:
         """Refuse hooks that would not see what is deferred: those that a layer has put on a parameter meanwhile, and

@@ -9,28 +9,32 @@ import torch
 from torch import Tensor, nn
 
 from stretto.ir.errors import PipelineError
-from stretto.runtime.gradient_buffers import Sum
+from stretto.runtime.gradient_buffers import Sum, add_all
 from stretto.runtime.grouped import grouped_outer
 
 embedding_backward = torch.ops.aten.embedding_dense_backward
 SumOf = Callable[[nn.Parameter], Sum]
 """Where a parameter's gradient is added."""
+Bias = tuple[Sum, Tensor]
+"""Where a bias's gradient is to be added, and the gradient."""
 
 
 @dataclass(slots=True, eq=False)
 class WeightGradient:
-    """One that was put off, of a layer's input and its output's gradient. Called, it is added."""
+    """One that was put off, of a layer's input and its output's gradient. Called, it is added, but for a bias's that it
+    returns, to be added with others.
+    """
 
-    add: Callable[..., None]
+    add: Callable[..., Bias | None]
     sum_of: SumOf
     given: Tensor
     grad: Tensor
     more: tuple[Any, ...]
     versions: tuple[int, int]
 
-    def __call__(self) -> None:
+    def __call__(self) -> Bias | None:
         self.demand_unchanged()
-        self.add(self.sum_of, self.given, self.grad, *self.more)
+        return self.add(self.sum_of, self.given, self.grad, *self.more)
 
     def demand_unchanged(self) -> None:
         if (self.given._version, self.grad._version) != self.versions:  # autograd looks only until the backward
@@ -56,12 +60,20 @@ def add_together(owed: list[list[WeightGradient]]) -> None:
     """
     alike = _alike(owed)
     owed.clear()
+    biases: dict[Sum, Tensor] = {}
     while alike:
         them = alike.pop()
         one = them[0] if len(them) == 1 else _joined(them)
         del them
-        one()
+        bias = one()
         del one
+        if bias is None:
+            continue
+        if bias[0] in biases:  # of a layer that was used twice
+            add_all(biases.items())
+            biases.clear()
+        biases[bias[0]] = bias[1]
+    add_all(biases.items())
 
 
 def _alike(owed: list[list[WeightGradient]]) -> list[list[WeightGradient]]:
@@ -90,13 +102,18 @@ def add_linear(
     rows: slice | None,
     weight_needs: bool,
     bias_needs: bool,
-) -> None:
+) -> Bias | None:
     flat = flattened(grad)
     if weight_needs:
         sum_of(weight).add_product(flat.T, flattened(x), rows)
-    if bias is not None and bias_needs:
-        into = sum_of(bias)
-        into.add(flat.sum(0, dtype=into.dtype), rows)
+    if bias is None or not bias_needs:
+        return None
+    into = sum_of(bias)
+    of_bias = flat.sum(0, dtype=into.dtype)
+    if rows is None:
+        return into, of_bias
+    into.add(of_bias, rows)
+    return None
 
 
 def flattened(x: Tensor) -> Tensor:
