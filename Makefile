@@ -28,8 +28,8 @@ check: .venv/dev
 
 bench: .venv/test
 	$(BIN)/python benchmarks/simulate/run.py
-	$(BIN)/python benchmarks/runtime/run.py --repeat 100
-	$(BIN)/python benchmarks/runtime/four_ranks.py
+	$(BIN)/python benchmarks/pipeline/run.py --repeat 100
+	$(BIN)/python benchmarks/pipeline/four_ranks.py
 	$(BIN)/python benchmarks/weights/cpu.py
 
 clean:

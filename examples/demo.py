@@ -113,7 +113,7 @@ def measured() -> None:
     """What the loop measured of its last step and its last push, beside what is foreseen."""
     step, push = (stretto.parse_trace((OUT / f"{name}.trace.json").read_text()) for name in ("training", "push"))
     cores = len(os.sched_getaffinity(0))
-    shared = {"cores": stretto.Shared(cores, {"compute": 1}, devices=2)} if cores < 2 else {}
+    shared = {"cores": stretto.SharedResource(cores, {"compute": 1}, devices=2)} if cores < 2 else {}
     simulated = stretto.simulate(step.program, msgspec.structs.replace(stretto.fit(step), shared=shared))
     stretto.draw_comparison({"simulated": simulated, "measured": step}, OUT / "training.png")
     stretto.draw_figure(push, OUT / "push.png")

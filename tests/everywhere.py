@@ -46,7 +46,7 @@ def job(rank: int, backend: str, how: str, folder: Path, victim: int, at: int) -
     counted, _ = _pipeline(mesh)
     counted.close()
     for blamed in range(RANKS):
-        for place in range(len(counted._passes.tasks) + len(ENDS)):
+        for place in range(len(counted._binding.tasks) + len(ENDS)):
             wrong += [f"{blamed} {place}: {it}" for it in _raised(rank, mesh, folder, blamed, place)]
             gc.collect()
             files = files or _open_files()
@@ -73,7 +73,7 @@ def _pipeline(mesh: Any, name: str = "dualpipe", microbatches: int = 4) -> tuple
 
 def _trap(pipe: stretto.Pipeline, at: int, spring: Callable[[], None]) -> str:
     """Let a task fail, or what follows the tasks; which that is."""
-    tasks = pipe._passes.tasks
+    tasks = pipe._binding.tasks
     if at < len(tasks):
         disturb(pipe, at, spring)
         return f"at {tasks[at]} of step 2"
@@ -104,7 +104,7 @@ def _raised(rank: int, mesh: Any, folder: Path, victim: int, at: int) -> list[st
     dist.all_gather_object(said, where)
     place = said[victim]
     expected = "out of luck" if rank == victim else f"rank {victim} failed {place}: RuntimeError: out of luck"
-    late = at >= len(pipe._passes.tasks) + len(ENDS) - 2 and not told  # once all is told of, a rank waits for no other
+    late = at >= len(pipe._binding.tasks) + len(ENDS) - 2 and not told  # once all is told of, a rank waits for no other
     wrong = [] if told.startswith(expected) or late else [f"told {told!r}, not {expected!r}"]
     if late:
         try:
@@ -165,7 +165,7 @@ def _one(rank: int, mesh: Any, how: str, folder: Path, victim: int, at: int) -> 
         time.sleep(0.5)  # long enough for a heartbeat to tell where it is
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
-    tasks = pipe._passes.tasks
+    tasks = pipe._binding.tasks
     if rank == victim:
         _trap(pipe, at, spring)
     begun, wrong = time.monotonic(), []

@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 
 import stretto
 from strategies import SCHEDULES
-from stretto.runtime.rng import Generators, RngKey
+from stretto.pipeline.rng import Generators, RngKey
 
 WIDTH, TOKENS, ROWS, WORDS = 4, 3, 2, 7
 DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))  # "cuda" runs all of this on a GPU, under MPS

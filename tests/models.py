@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import stretto
-import stretto.runtime.pipeline as runtime
+import stretto.pipeline.pipeline as runtime
 from strategies import SCHEDULES
 
 WIDTH, VOCABULARY, TOKENS = 8, 11, 5
@@ -503,12 +503,12 @@ class BlockingTeam:
 
 def train_blocking(mesh: Any, case: Case) -> tuple[float, dict[str, Any]]:
     """The same over links that block until matched: nothing but the program's own order keeps ranks from deadlock."""
-    usual = runtime.Links
-    runtime.Links = lambda team, *rest, **named: usual(BlockingTeam(team), *rest, **named)  # type: ignore[assignment,misc,arg-type,return-value]
+    usual = runtime.Transfers
+    runtime.Transfers = lambda team, *rest, **named: usual(BlockingTeam(team), *rest, **named)  # type: ignore[assignment,misc,arg-type,return-value]
     try:
         return train(mesh, case)
     finally:
-        runtime.Links = usual  # type: ignore[misc]
+        runtime.Transfers = usual  # type: ignore[misc]
 
 
 def train_csv(mesh: Any, text: str, case: Case) -> tuple[float, dict[str, Any]]:

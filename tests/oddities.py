@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import stretto
 from strategies import SCHEDULES
-from stretto.runtime.rng import Generators, RngKey
+from stretto.pipeline.rng import Generators, RngKey
 
 WIDTH = 6
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.ir.errors import WeightsError
-from stretto.weights.boxes import inside, whole
 from stretto.weights.checksums import digest_of
-from stretto.weights.endpoint import Endpoint
-from stretto.weights.export import Export
-from stretto.weights.held import Held
-from stretto.weights.host import threads
+from stretto.weights.host_memory import threads
 from stretto.weights.layout import Bucket
-from stretto.weights.manifest import Entry
+from stretto.weights.manifest import TensorSpec
 from stretto.weights.messages import InFlight
-from stretto.weights.sender import Sender
+from stretto.weights.regions import inside, whole
+from stretto.weights.send.endpoint import Endpoint
+from stretto.weights.send.sender import Sender
+from stretto.weights.sources.export import Export
+from stretto.weights.sources.shard import Shard
 
 Spec = Sequence[tuple[str, tuple[int, ...]]]
 """Types and shapes of tensors "t0", "t1", …"""
@@ -76,16 +76,16 @@ class Sharded:
     size: int
     everywhere: bool = False
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[Shard]:
         for number, (name, tensor) in enumerate(self.tensors.items()):
-            entry = Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            entry = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             box = whole(entry.shape)
             if tensor.dim() and len(tensor) >= self.size and number % 3:
                 edges = [len(tensor) * rank // self.size for rank in range(self.size + 1)]
                 box = ((edges[self.rank], edges[self.rank + 1]), *box[1:])
             elif number % self.size != self.rank:
                 continue
-            yield Held(entry, box, lambda tensor=tensor, box=box: tensor[inside(box, whole(tuple(tensor.shape)))])  # type: ignore[misc]
+            yield Shard(entry, box, lambda tensor=tensor, box=box: tensor[inside(box, whole(tuple(tensor.shape)))])  # type: ignore[misc]
 
 
 def push(
@@ -172,13 +172,13 @@ def without_room(mesh: DeviceMesh, addresses: Sequence[str]) -> list[str]:
 def odd_parts(mesh: DeviceMesh, boxes: Sequence[tuple[int, int]]) -> str:
     """Each rank holds a part of one tensor."""
     tensor, (start, stop) = torch.arange(4), boxes[mesh.get_local_rank()]
-    entry = Entry("t", "int64", (4,))
+    entry = TensorSpec("t", "int64", (4,))
 
     class Parts:
         everywhere = False
 
-        def held(self) -> list[Held]:
-            return [Held(entry, ((start, stop),), lambda: tensor[start:stop])]
+        def held(self) -> list[Shard]:
+            return [Shard(entry, ((start, stop),), lambda: tensor[start:stop])]
 
     with Sender(mesh, device="cpu") as sender:
         try:

@@ -18,19 +18,19 @@ from torch import Tensor
 
 from pushes import Sharded, tensors_of
 from stretto.ir.errors import WeightsError
-from stretto.weights.loading import Handing, Writing
-from stretto.weights.messages import Beat, Told
-from stretto.weights.push import Push
-from stretto.weights.receiver import Receiver
-from stretto.weights.sender import Sender
-from stretto.weights.staging import Staging
-from stretto.weights.wire import Connection
+from stretto.weights.connection import Connection
+from stretto.weights.messages import Beat, Status
+from stretto.weights.receive.loaders import CallbackLoader, InPlaceLoader
+from stretto.weights.receive.receiver import Receiver
+from stretto.weights.send.push import Push
+from stretto.weights.send.sender import Sender
+from stretto.weights.send.staging import Staging
 
 SPEC = [("uint8", (4000,))] * 9 + [("bfloat16", (5, 7)), ("float32", (6, 100))]
 BUCKET = 4096
 SECONDS = 60.0
 _FROM = multiprocessing.get_context("forkserver")
-_FROM.set_forkserver_preload(["pytest", "stretto.weights.sender", "stretto.weights.receiver"])
+_FROM.set_forkserver_preload(["pytest", "stretto.weights.send.sender", "stretto.weights.receive.receiver"])
 
 
 # In the processes.
@@ -43,13 +43,13 @@ class Fuse:
         self._lock, self.count = threading.Lock(), 0
         self._what, self._left, self._signal = "", 0, 0
         for owner, name, what in (
-            (Connection, "tell", "told"),
-            (Connection, "hear", "heard"),
+            (Connection, "send", "told"),
+            (Connection, "recv", "heard"),
             (Push, "_copy", "copy"),
             (Push, "_broadcast", "broadcast"),
             (Push, "_reload", "reload"),
-            (Writing, "load", "load"),
-            (Handing, "load", "load"),
+            (InPlaceLoader, "load", "load"),
+            (CallbackLoader, "load", "load"),
         ):
             setattr(owner, name, self._lit(getattr(owner, name), what))
 
@@ -233,10 +233,10 @@ class Worker:
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
-    def tell(self, what: str, how: Any = None) -> None:
+    def send(self, what: str, how: Any = None) -> None:
         self._pipe.send((what, how))
 
-    def hear(self, seconds: float = SECONDS) -> Any:
+    def recv(self, seconds: float = SECONDS) -> Any:
         if not self._pipe.poll(max(0.0, seconds)):
             raise TimeoutError(f"process {self.pid} said nothing for {seconds:.1f} s")
         return self._pipe.recv()
@@ -245,8 +245,8 @@ class Worker:
         return self._pipe.poll()
 
     def ask(self, what: str, how: Any = None) -> Any:
-        self.tell(what, how)
-        return self.hear()
+        self.send(what, how)
+        return self.recv()
 
     def arm(self, what: str, left: int, number: signal.Signals) -> None:
         assert self.ask("arm", (what, left, number)) == "armed"
@@ -267,15 +267,15 @@ class Worker:
     # Of a receiver.
 
     @property
-    def how(self) -> Told:
+    def how(self) -> Status:
         return self._how()[0]
 
-    def _how(self) -> tuple[Told, str]:
+    def _how(self) -> tuple[Status, str]:
         told, bits, mixed = self.ask("how")
         assert not mixed, f"it said that it serves {mixed[0]} while its tensors were not those"
         return told, bits
 
-    def settled(self, until: float) -> Told:
+    def settled(self, until: float) -> Status:
         """How it is once no update is under way, and that it serves what it says it serves."""
         while True:
             told, bits = self._how()
@@ -299,7 +299,7 @@ class Senders:
         given = [*troubles, *[""] * count]
         self.ranks = [Worker(send, rank, count, meeting, options, given[rank]) for rank in range(count)]
         for rank in self.ranks:
-            assert rank.hear() == "ready"
+            assert rank.recv() == "ready"
         if meeting:
             Path(meeting).unlink(missing_ok=True)
             Path(meeting).parent.rmdir()
@@ -307,12 +307,12 @@ class Senders:
     def begin(self, version: str, addresses: Sequence[str], source: Any = None, *, but: Sequence[int] = ()) -> None:
         for number, rank in enumerate(self.ranks):
             if number not in but:
-                rank.tell("push", (version, source, list(addresses)))
+                rank.send("push", (version, source, list(addresses)))
 
     def heard(self, until: float | None = None, *, but: Sequence[int] = ()) -> dict[int, Any]:
         """What each has to say: how receivers took it, or an error's text."""
         end = until or time.monotonic() + SECONDS
-        return {k: rank.hear(end - time.monotonic()) for k, rank in enumerate(self.ranks) if k not in but}
+        return {k: rank.recv(end - time.monotonic()) for k, rank in enumerate(self.ranks) if k not in but}
 
     def push(self, version: str, addresses: Sequence[str], source: Any = None) -> dict[int, Any]:
         self.begin(version, addresses, source)
@@ -321,7 +321,7 @@ class Senders:
     def close(self, *, but: Sequence[int] = ()) -> None:
         for number, rank in enumerate(self.ranks):
             if number not in but:
-                rank.tell("close")
+                rank.send("close")
         assert set(self.heard(but=but).values()) <= {"closed"}
 
     def end(self) -> None:
@@ -340,7 +340,7 @@ class Team:
         self._made: list[Senders] = []
         try:
             for receiver in self.receivers:
-                assert receiver.hear() == "ready"
+                assert receiver.recv() == "ready"
             self.senders = self.fresh(senders, **options)
         except BaseException:
             self.end()

@@ -15,21 +15,21 @@ import torch
 import torch.distributed as dist
 
 import stretto.onegpu
-from stretto.broker import driver
+from stretto import cuda
 
 SIZE, ROUNDS, REPEAT = 64 * 2**20, 20, 9
 Round = Callable[[], Any]
-cuda: Any = torch.cuda
+torch_cuda: Any = torch.cuda
 
 
 def stream_seconds(run: Round, rounds: int) -> float:
     """How long a round takes by the slowest rank's stream, with all queued before it begins; the median of many."""
     found = []
     for _ in range(REPEAT):
-        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch_cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         dist.barrier()
-        cuda._sleep(100_000_000)  # about 50 ms
+        torch_cuda._sleep(100_000_000)  # about 50 ms
         start.record()
         for work in [run() for _ in range(rounds)]:
             if work is not None:
@@ -51,8 +51,8 @@ def main() -> None:
     target = torch.empty_like(source)
     one, room = source[:SIZE], target[:SIZE]
     handles: list[tuple[bytes, int]] = [(b"", 0)] * ranks
-    dist.all_gather_object(handles, driver.share(source.data_ptr()))
-    opened = {peer: driver.open_shared(it[0]) + it[1] for peer, it in enumerate(handles) if peer != rank}
+    dist.all_gather_object(handles, cuda.share(source.data_ptr()))
+    opened = {peer: cuda.open_shared(it[0]) + it[1] for peer, it in enumerate(handles) if peer != rank}
     stream = torch.cuda.current_stream().cuda_stream
 
     def send() -> Any:
@@ -62,21 +62,21 @@ def main() -> None:
 
     def plain_send() -> None:
         if rank == 1:
-            driver.copy(stream, target.data_ptr(), opened[0], SIZE)
+            cuda.copy(stream, target.data_ptr(), opened[0], SIZE)
 
     def broadcast() -> Any:
         return dist.broadcast(one if rank == 0 else room, 0, async_op=True)
 
     def plain_broadcast() -> None:
         if rank:
-            driver.copy(stream, target.data_ptr(), opened[0], SIZE)
+            cuda.copy(stream, target.data_ptr(), opened[0], SIZE)
 
     def all_to_all() -> Any:
         return dist.all_to_all_single(target, source, async_op=True)
 
     def plain_all_to_all() -> None:
         for peer, place in opened.items():
-            driver.copy(stream, target.data_ptr() + peer * SIZE, place + rank * SIZE, SIZE)
+            cuda.copy(stream, target.data_ptr() + peer * SIZE, place + rank * SIZE, SIZE)
         here = slice(rank * SIZE, (rank + 1) * SIZE)
         target[here].copy_(source[here])
 

@@ -28,11 +28,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import stretto
 import stretto.onegpu
-from stretto.runtime.gradients import Gradients
-from stretto.runtime.losses import Losses
-from stretto.runtime.rng import RngKey
-from stretto.runtime.stage import Stage
-from stretto.runtime.structure import Tree
+from stretto.pipeline.gradients import Gradients
+from stretto.pipeline.losses import Losses
+from stretto.pipeline.pytree import Tree
+from stretto.pipeline.rng import RngKey
+from stretto.pipeline.stage import Stage
 
 VOCABULARY, WIDTH, TOKENS, ROWS = 512, 256, 128, 2
 SCHEDULES: dict[str, Callable[..., stretto.Plan]] = {

@@ -15,9 +15,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from stretto.weights import Receiver, Sender
-from stretto.weights.choose import Speeds, bucket_bytes_for, choose
 from stretto.weights.layout import lay_out
-from stretto.weights.manifest import Entry, Manifest
+from stretto.weights.manifest import Manifest, TensorSpec
+from stretto.weights.send.choose import Speeds, bucket_bytes_for, choose
 
 PUSHES = 6
 TENSOR = 1 << 20
@@ -95,7 +95,7 @@ def main() -> None:
     print(f"two plain copies of the same bytes, {given.senders} processes at once: {gb / ceiling:.2f} GB/s")
     print(f"ratio {ceiling / best:.2f}; a push also broadcasts over loopback, and sums every bucket three times")
     began = time.perf_counter()
-    model = Manifest("v", tuple(Entry(f"layers.{k}.weight", "bfloat16", (64, k % 64)) for k in range(1_000_000)))
+    model = Manifest("v", tuple(TensorSpec(f"layers.{k}.weight", "bfloat16", (64, k % 64)) for k in range(1_000_000)))
     made = time.perf_counter()
     model.check()
     bucket_bytes = bucket_bytes_for(model, 8, 1 << 40)

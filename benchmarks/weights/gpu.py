@@ -20,22 +20,22 @@ from mini_engine.model import Config, entries
 from mini_engine.shard import Shard
 
 from stretto.weights import Hooks, Receiver, Sender
-from stretto.weights.host import in_parallel
-from stretto.weights.manifest import Entry
+from stretto.weights.host_memory import in_parallel
+from stretto.weights.manifest import TensorSpec
 
 GIB = 1 << 30
 PUSHES = 4
 
 
-def shapes(case: str, gib: float) -> list[Entry]:
+def shapes(case: str, gib: float) -> list[TensorSpec]:
     """What a model consists of."""
     total = int(gib * GIB)
     if case == "engine":
         layers = max(1, round(14 * gib / 24))
-        found: list[Entry] = entries(engine_config(layers))
+        found: list[TensorSpec] = entries(engine_config(layers))
         return found
     size = {"256MiB": 256 << 20, "4MiB": 4 << 20, "70k": int(24 * GIB / 70_000) // 2 * 2}[case]
-    return [Entry(f"layers.{k}.weight", "bfloat16", (size // 2,)) for k in range(max(1, total // size))]
+    return [TensorSpec(f"layers.{k}.weight", "bfloat16", (size // 2,)) for k in range(max(1, total // size))]
 
 
 def engine_config(layers: int) -> Any:
@@ -51,7 +51,7 @@ def engine_config(layers: int) -> Any:
     )
 
 
-def host_tensors(model: list[Entry]) -> dict[str, Tensor]:
+def host_tensors(model: list[TensorSpec]) -> dict[str, Tensor]:
     """A model in ordinary host memory, each byte of it different from its neighbours."""
     whole = torch.empty(sum(entry.nbytes for entry in model), dtype=torch.uint8)
     pattern = torch.arange(1 << 20).remainder_(251).to(torch.uint8)

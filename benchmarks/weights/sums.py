@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from stretto.weights.checksums import by_floats, digest_of, matrix
-from stretto.weights.host import threads
+from stretto.weights.host_memory import threads
 
 
 def best(act: Callable[[], object], times: int = 10) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stretto.weights import Sender
 from stretto.weights.adapters.checkpoint_engine import CheckpointEngineWorkers
-from stretto.weights.shared import device_name, resolved
+from stretto.weights.ipc_buffers import device_name, resolved
 
 SHAPES = {f"layers.{k}.weight": (1024, 1000 + k) for k in range(60)}
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.weights.manifest import Entry
+from stretto.weights.manifest import TensorSpec
 
 REAL = torch.float64  # of all arithmetic, so that the order of a sum never decides which token is next
 
@@ -41,7 +41,7 @@ CONFIGS = {
 }
 
 
-def entries(config: Config) -> list[Entry]:
+def entries(config: Config) -> list[TensorSpec]:
     """The checkpoint's tensors, in model order."""
     D, F = config.width, config.expert_width
     q, kv = config.heads * config.head_width, config.kv_heads * config.head_width
@@ -56,14 +56,14 @@ def entries(config: Config) -> list[Entry]:
         for part in ("mlp", *(f"experts.{e}" for e in range(config.experts))):
             shapes |= {f"{layer}.{part}.{name}": shape for name, shape in mlp.items()}
     shapes |= {"norm": (D,), "lm_head": (config.vocabulary, D)}
-    return [Entry(f"{name}.weight", config.dtype, shape) for name, shape in shapes.items()]
+    return [TensorSpec(f"{name}.weight", config.dtype, shape) for name, shape in shapes.items()]
 
 
 def checkpoint(config: Config, seed: int) -> dict[str, Tensor]:
     """A random one."""
     generator = torch.Generator().manual_seed(seed)
 
-    def made(entry: Entry) -> Tensor:
+    def made(entry: TensorSpec) -> Tensor:
         noise = torch.randn(entry.shape, generator=generator)
         if len(entry.shape) == 1:
             noise = 1 + 0.1 * noise

@@ -24,9 +24,9 @@ from mini_engine.gate import Gate
 from mini_engine.model import Config, checkpoint, entries
 from mini_engine.shard import BeforeLoad, Shard, Sum
 from stretto.ir.errors import WeightsError
-from stretto.weights.conversation import Hooks
 from stretto.weights.messages import InFlight
-from stretto.weights.receiver import Receiver
+from stretto.weights.receive.receiver import Receiver
+from stretto.weights.receive.session import Hooks
 
 _SECONDS = 30.0  # for a rank to answer another
 

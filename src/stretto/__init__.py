@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from stretto.check import Violation, check
-from stretto.costs import BucketTimes, Costs, Link, PhaseTimes, Shared
+from stretto.costs import BucketTimes, Costs, Link, PhaseTimes, SharedResource
 from stretto.draw import draw_comparison, draw_figure, draw_insets, draw_text, draw_trace, parse_trace
 from stretto.execute import execute
 from stretto.ir.action import Action, Op, Pair
@@ -13,8 +13,8 @@ from stretto.ir.extras import demand as _demand
 from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan
 from stretto.ir.text import parse_plan
+from stretto.program.calls import Call, program_of
 from stretto.program.lower import lower
-from stretto.program.own import Call, program_of
 from stretto.program.phases import DENSE, EMBEDDING, LOSS, MOE, MTP, Layer, Phase, cut_layers
 from stretto.program.program import Program
 from stretto.program.text import parse_program
@@ -31,8 +31,8 @@ from stretto.timeline import Timeline, fit
 
 if TYPE_CHECKING:
     from stretto import weights
-    from stretto.runtime.grouped import GroupedLinear
-    from stretto.runtime.pipeline import Pipeline
+    from stretto.pipeline.grouped_linear import GroupedLinear
+    from stretto.pipeline.pipeline import Pipeline
 
 __version__ = "0.1.0"
 
@@ -62,7 +62,7 @@ __all__ = [
     "PlanError",
     "Program",
     "ProgramError",
-    "Shared",
+    "SharedResource",
     "StrettoError",
     "TextError",
     "Timeline",
@@ -99,8 +99,8 @@ __all__ = [
 
 
 _NEED_TORCH = {
-    "GroupedLinear": "stretto.runtime.grouped",
-    "Pipeline": "stretto.runtime.pipeline",
+    "GroupedLinear": "stretto.pipeline.grouped_linear",
+    "Pipeline": "stretto.pipeline.pipeline",
     "weights": "stretto.weights",
 }
 

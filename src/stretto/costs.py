@@ -61,7 +61,7 @@ class BucketTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reload: float = 1.0
 
 
-class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SharedResource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Something that several lanes draw on, such as a PCIe link or the cores of a CPU.
 
     A task on one of `lanes`, by name, draws that much while it runs at full speed. Where the tasks under way want
@@ -114,7 +114,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Times of a weight update."""
     host: Link = Link()
     """Each way between a device and host memory, for what is offloaded."""
-    shared: dict[str, Shared] = {}
+    shared: dict[str, SharedResource] = {}
     """What lanes draw on together, by any name."""
     message_bytes: PerStage = 0.0
     """What a stage sends on, and its gradient weighs."""
@@ -313,8 +313,8 @@ def _demand(name: str, value: PerStage) -> None:
             raise CostError(f"{name} must be a number of at least 0 (got {number!r:.40})")
 
 
-def _demand_shared(name: str, shared: Shared, *, any_lane: bool) -> None:
-    if not isinstance(shared, Shared):
+def _demand_shared(name: str, shared: SharedResource, *, any_lane: bool) -> None:
+    if not isinstance(shared, SharedResource):
         raise CostError(f"{name} must be Shared (got {shared!r:.40})")
     for lane, draws in {"capacity": shared.capacity, **shared.lanes}.items():
         _demand(f"{name}.{lane}", draws)

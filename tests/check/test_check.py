@@ -3,7 +3,7 @@ import pytest
 import stretto
 from strategies import SCHEDULES
 from stretto import Pair, Plan
-from stretto.program.link import link_tasks
+from stretto.program.needs import link_tasks
 from stretto.program.task import COMPUTE, RECEIVES, SENDS
 
 K2 = stretto.interleaved(devices=4, microbatches=8, overlap=True)

@@ -11,7 +11,7 @@ import stretto
 from machines import actions_complete, completes
 from strategies import plans
 from stretto.check import Violation
-from stretto.program.link import link_tasks
+from stretto.program.needs import link_tasks
 from stretto.program.task import COMPUTE, RECEIVES, SENDS, Kind, Task
 
 

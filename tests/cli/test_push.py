@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from stretto import parse_trace
 from stretto.cli.main import app
-from stretto.weights import staging
-from stretto.weights.receiver import Receiver
+from stretto.weights.receive.receiver import Receiver
+from stretto.weights.send import staging
 
 MODEL = {f"layers.{k}.weight": torch.arange(k, k + 5000.0) for k in range(9)}
 

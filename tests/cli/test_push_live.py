@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stretto.weights.receiver import Receiver
+from stretto.weights.receive.receiver import Receiver
 
 SECONDS = 60.0
 MODEL = {f"layers.{k}.weight": torch.arange(k, k + 5000.0) for k in range(9)}

@@ -121,7 +121,7 @@ def test_devices_and_lanes_are_named_and_sorted() -> None:
 
 
 def same(a: stretto.Timeline, b: stretto.Timeline) -> bool:
-    columns = [(x.work.columns(), x.need, x.need_start, x.mate) for x in (a.program, b.program)]
+    columns = [(x.work.columns(), x.need, x.need_start, x.counterpart) for x in (a.program, b.program)]
     lanes = [[x.lanes[k] for k in x.lane] for x in (a.program, b.program)]
     tasks = [list(map(str, x.tasks())) for x in (a.program, b.program)]
     return (
@@ -195,7 +195,7 @@ def test_a_broken_trace_is_refused(change: Callable[[dict[str, Any]], Any], says
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("edit", [{"mate": 0}, {"needs": [0]}, {"mate": 7}])
+@pytest.mark.parametrize("edit", [{"counterpart": 0}, {"needs": [0]}, {"counterpart": 7}])
 def test_a_broken_update_is_refused(edit: dict[str, Any]) -> None:
     trace = json.loads(stretto.draw_trace(stretto.simulate(stretto.weight_update(devices=2, buckets=2))))
     next(event for event in trace["traceEvents"] if event["ph"] == "X")["args"].update(edit)

@@ -10,9 +10,9 @@ import pytest
 
 import stretto
 from stretto.execute.executor import Act, Executor, HostLanes
-from stretto.execute.lanes import HostLane, Work
-from stretto.execute.record import Recorder
-from stretto.execute.supervise import Supervisor
+from stretto.execute.host_lanes import HostLane, Work
+from stretto.execute.recorder import Recorder
+from stretto.execute.supervisor import Supervisor
 from stretto.ir.errors import PeerError
 from stretto.program.program import Program
 from stretto.program.task import Kind, Task

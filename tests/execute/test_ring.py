@@ -11,24 +11,24 @@ from stretto.execute import ring
 from stretto.ir.errors import PeerError
 
 
-def _doors(stack: ExitStack, ranks: int) -> tuple[list[socket.socket], list[ring.Door]]:
+def _doors(stack: ExitStack, ranks: int) -> tuple[list[socket.socket], list[ring.ListenAddress]]:
     servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=200)) for _ in range(ranks)]
-    return servers, [ring.Door("127.0.0.1", it.getsockname()[1], f"{k:032}") for k, it in enumerate(servers)]
+    return servers, [ring.ListenAddress("127.0.0.1", it.getsockname()[1], f"{k:032}") for k, it in enumerate(servers)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_strangers_are_sent_away(ranks: int) -> None:
     with ExitStack() as stack:
-        servers, doors = _doors(stack, ranks)
+        servers, addresses = _doors(stack, ranks)
         strangers = []
         for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 4, b"x" * 40):
-            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", doors[0].port)))
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", addresses[0].port)))
             stranger.sendall(said)
             if not said:
                 stranger.shutdown(socket.SHUT_WR)
             strangers.append(stranger)
         with ThreadPoolExecutor(ranks) as pool:
-            made = list(pool.map(lambda rank: ring.neighbours(rank, doors, servers[rank]), range(ranks)))
+            made = list(pool.map(lambda rank: ring.neighbours(rank, addresses, servers[rank]), range(ranks)))
         for peers in made:
             for stream in peers.values():
                 stack.enter_context(stream)
@@ -49,13 +49,13 @@ def test_strangers_are_sent_away(ranks: int) -> None:
 
 def test_strangers_who_say_nothing_delay_nobody() -> None:
     with ExitStack() as stack:
-        servers, doors = _doors(stack, 3)
-        for door in doors:
+        servers, addresses = _doors(stack, 3)
+        for door in addresses:
             for _ in range(100):  # more than may stand there
                 stack.enter_context(socket.create_connection(("127.0.0.1", door.port)))
         begun = time.monotonic()
         with ThreadPoolExecutor(3) as pool:
-            made = list(pool.map(lambda rank: ring.neighbours(rank, doors, servers[rank]), range(3)))
+            made = list(pool.map(lambda rank: ring.neighbours(rank, addresses, servers[rank]), range(3)))
         assert time.monotonic() - begun < 3
         for peers in made:
             for stream in peers.values():
@@ -64,14 +64,14 @@ def test_strangers_who_say_nothing_delay_nobody() -> None:
 
 def test_a_neighbour_that_does_not_come_is_named() -> None:
     with ExitStack() as stack:
-        servers, doors = _doors(stack, 3)
+        servers, addresses = _doors(stack, 3)
         with pytest.raises(PeerError, match="rank 2 did not connect to rank 0 within 0 s"):
-            ring.neighbours(0, doors, servers[0], timeout=0.2)
+            ring.neighbours(0, addresses, servers[0], timeout=0.2)
         servers[2].close()
         with ThreadPoolExecutor(1) as pool:
-            came = pool.submit(ring.connection_to, doors[1], 0, 1)
+            came = pool.submit(ring.connection_to, addresses[1], 0, 1)
             with pytest.raises(PeerError, match="rank 1 cannot reach rank 2 at 127"):
-                ring.neighbours(1, doors, servers[1], timeout=10)
+                ring.neighbours(1, addresses, servers[1], timeout=10)
             came.result(10).close()
 
 
@@ -80,7 +80,7 @@ def test_who_does_not_know_the_word_is_not_let_in_and_learns_nothing() -> None:
         (server,), (door,) = _doors(stack, 1)
         came = ring.guests(server, door.word, timeout=5, check=lambda: None)
         with ThreadPoolExecutor(2) as pool:
-            wrong = pool.submit(ring.connection_to, ring.Door(door.host, door.port, "x" * 32), 3, 0, timeout=5)
+            wrong = pool.submit(ring.connection_to, ring.ListenAddress(door.host, door.port, "x" * 32), 3, 0, timeout=5)
             right = pool.submit(ring.connection_to, door, 7, 0, timeout=5)
             rank, stream = next(came)
             stack.enter_context(stream)
@@ -93,5 +93,5 @@ def test_who_does_not_know_the_word_is_not_let_in_and_learns_nothing() -> None:
 
 def test_one_rank_has_no_neighbours() -> None:
     with ExitStack() as stack:
-        servers, doors = _doors(stack, 1)
-        assert ring.neighbours(0, doors, servers[0]) == {}
+        servers, addresses = _doors(stack, 1)
+        assert ring.neighbours(0, addresses, servers[0]) == {}

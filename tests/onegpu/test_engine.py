@@ -19,12 +19,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.broker import driver
-from stretto.broker.board import BLOCKS, EVER, Board
-from stretto.broker.wire import PROTOCOL, Bye, Failed, Freed, Here, Join, Joined, Place, Refused, Taken, hear_rank, tell
+from stretto import cuda
 from stretto.onegpu import engine, group
 from stretto.onegpu.allocations import Allocations
 from stretto.onegpu.engine import Engine, GroupError, Member
+from stretto.onegpu_broker.flags import BLOCKS, EVER, Flags
+from stretto.onegpu_broker.wire import (
+    PROTOCOL,
+    Bye,
+    Failed,
+    Freed,
+    Here,
+    Join,
+    Joined,
+    Place,
+    Refused,
+    Taken,
+    recv_from_rank,
+    send_message,
+)
 from stretto.wire.frames import framed
 from stretto.wire.greeting import Hello
 
@@ -40,7 +53,7 @@ class Impostor:
         self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.server.bind(f"\0{self.address}")
         self.server.listen(4)
-        self.board = Board()
+        self.flags = Flags()
         self.accepted: list[socket.socket] = []
 
     def accept(self, *words: Any) -> socket.socket:
@@ -51,7 +64,7 @@ class Impostor:
             if isinstance(word, bytes):
                 connection.send(framed(word))
             else:
-                tell(connection, word, self.board.file if isinstance(word, Hello | Here) else -1)
+                send_message(connection, word, self.flags.file if isinstance(word, Hello | Here) else -1)
         return connection
 
     def serve(self, first: int) -> tuple[Engine, Member, socket.socket]:
@@ -59,8 +72,8 @@ class Impostor:
 
         def answer() -> None:
             connection = self.accept(HELLO)
-            assert hear_rank(connection)[0] == Join("g", 0, 2)
-            tell(connection, Joined("g", first))
+            assert recv_from_rank(connection)[0] == Join("g", 0, 2)
+            send_message(connection, Joined("g", first))
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -73,7 +86,7 @@ class Impostor:
     def close(self) -> None:
         for connection in (*self.accepted, self.server):
             connection.close()
-        os.close(self.board.file)
+        os.close(self.flags.file)
 
 
 @pytest.fixture
@@ -117,8 +130,8 @@ def test_a_broker_that_is_not_there_is_named() -> None:
 
 
 def test_a_board_that_is_too_small_is_refused(impostor: Impostor) -> None:
-    impostor.board.file, board = os.memfd_create("small"), impostor.board.file
-    os.close(board)
+    impostor.flags.file, flags = os.memfd_create("small"), impostor.flags.file
+    os.close(flags)
     before = files()
     thread = threading.Thread(target=lambda: impostor.accept(HELLO).close())
     thread.start()
@@ -149,11 +162,11 @@ def test_nonsense_is_the_end_of_the_broker(impostor: Impostor, word: Any, said: 
     rank, member, connection = impostor.serve(first=4)
     before = files() - 1  # the connection
     for stray in (Taken("unknown", 0, 0), Here("unknown", 0, 0), Joined("unknown", 0), Failed("unknown", "no")):
-        tell(connection, stray, impostor.board.file if isinstance(stray, Here) else -1)
+        send_message(connection, stray, impostor.flags.file if isinstance(stray, Here) else -1)
     if isinstance(word, bytes):
         connection.send(framed(word))
     elif word is not None:
-        tell(connection, word, impostor.board.file if isinstance(word, Hello) else -1)
+        send_message(connection, word, impostor.flags.file if isinstance(word, Hello) else -1)
     else:
         connection.shutdown(socket.SHUT_RDWR)
     with rank.changed:
@@ -162,7 +175,7 @@ def test_nonsense_is_the_end_of_the_broker(impostor: Impostor, word: Any, said: 
         member.check()
     assert said in str(error.value)
     assert connection.recv(100) == b""  # and a broker that lives knows that we have gone
-    done = [impostor.board.read(impostor.board.done(block)) for block in range(4, 8)]
+    done = [impostor.flags.read(impostor.flags.done(block)) for block in range(4, 8)]
     assert done == ([0] * 4 if isinstance(word, Refused) else [EVER] * 4)  # it is for the broker to let streams go
     with pytest.raises(GroupError) as error:
         rank.join("h", 0, 2, 30)
@@ -176,13 +189,13 @@ def test_nonsense_is_the_end_of_the_broker(impostor: Impostor, word: Any, said: 
 def test_a_file_that_cannot_be_read_fails_one_group_only(impostor: Impostor) -> None:
     rank, member, connection = impostor.serve(first=0)
     move = member.receive(torch.zeros(8), 1)
-    assert isinstance(hear_rank(connection)[0], Place)
+    assert isinstance(recv_from_rank(connection)[0], Place)
     with open(os.devnull) as empty:
-        tell(connection, Here("g", 1, 0), empty.fileno())
+        send_message(connection, Here("g", 1, 0), empty.fileno())
     with pytest.raises(GroupError) as error:
         member.wait(move)
     assert str(error.value) == "rank 0 could not read message 0 from rank 1: its file ends after 0 of 32 bytes"
-    assert hear_rank(connection)[0] == Failed("g", str(error.value))
+    assert recv_from_rank(connection)[0] == Failed("g", str(error.value))
     assert not rank.lost
 
 
@@ -200,7 +213,7 @@ class Driver:
 
     def buffer_id(self, address: int) -> int:
         if address // 100 * 100 not in self.numbers:
-            raise driver.DriverError("invalid argument")
+            raise cuda.DriverError("invalid argument")
         return self.numbers[address // 100 * 100]
 
     def extent(self, address: int) -> tuple[int, int]:
@@ -214,7 +227,7 @@ class Driver:
 @pytest.fixture
 def memory() -> Iterator[Driver]:
     fake = Driver()
-    with mock.patch.multiple(driver, buffer_id=fake.buffer_id, extent=fake.extent, export=fake.export):
+    with mock.patch.multiple(cuda, buffer_id=fake.buffer_id, extent=fake.extent, export=fake.export):
         yield fake
 
 
@@ -254,7 +267,7 @@ def test_the_broker_is_told_what_was_freed(impostor: Impostor, memory: Driver) -
     rank.allocations.find(150)
     del memory.numbers[100]
     connection.settimeout(10)
-    assert hear_rank(connection)[0] == Freed(b"1")
+    assert recv_from_rank(connection)[0] == Freed(b"1")
     rank.close()
 
 
@@ -266,15 +279,15 @@ def test_a_message_that_the_broker_cannot_be_handed_fails_the_group(
     def tell_without_files(connection: socket.socket, message: Any, file: int = -1) -> None:
         if file >= 0:
             raise OSError(errno.ETOOMANYREFS, "Too many references")
-        tell(connection, message)
+        send_message(connection, message)
 
-    monkeypatch.setattr(engine, "tell", tell_without_files)
+    monkeypatch.setattr(engine, "send_message", tell_without_files)
     with pytest.raises(GroupError) as error:
         member.send(torch.zeros(8), 1)
     assert str(error.value) == (
         f"rank 0 could not hand message 0 for rank 1 to the broker: [Errno {errno.ETOOMANYREFS}] Too many references"
     )
-    assert hear_rank(connection)[0] == Failed("g", str(error.value))
+    assert recv_from_rank(connection)[0] == Failed("g", str(error.value))
     assert not rank.lost
 
 
@@ -285,7 +298,7 @@ def test_closing_ends_all_threads_and_what_waits(impostor: Impostor) -> None:
     assert not any(thread.is_alive() for thread in rank._threads)
     with pytest.raises(GroupError, match="rank 0 has left this group"):
         member.wait(move)
-    heard = [hear_rank(connection)[0] for _ in range(3)]
+    heard = [recv_from_rank(connection)[0] for _ in range(3)]
     assert isinstance(heard[0], Place)
     assert heard[1:] == [Bye(), None]
 
@@ -318,8 +331,8 @@ def test_a_forked_child_says_nothing_in_its_parents_name(impostor: Impostor, mon
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     member.check()
-    rank.tell(Freed(b"parent"))
-    assert hear_rank(connection)[0] == Freed(b"parent")
+    rank.send_message(Freed(b"parent"))
+    assert recv_from_rank(connection)[0] == Freed(b"parent")
     rank.close()
 
 

@@ -20,7 +20,10 @@ def brokers(mark: str) -> set[str]:
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if b"stretto.broker.serve" in (path / "cmdline").read_bytes() and mark in (path / "environ").read_text():
+            if (
+                b"stretto.onegpu_broker.serve" in (path / "cmdline").read_bytes()
+                and mark in (path / "environ").read_text()
+            ):
                 found.add(path.name)
         except OSError:
             continue
@@ -31,10 +34,10 @@ def brokers(mark: str) -> set[str]:
 @pytest.mark.parametrize("how", sorted(WORDS))
 def test_every_other_rank_names_it(tmp_path: Path, how: str, operation: str) -> None:
     mark = f"STRETTO_TEST={uuid.uuid4()}"
-    script, meeting = str(TESTS / "ending.py"), str(tmp_path / "meeting")
+    script, rendezvous = str(TESTS / "ending.py"), str(tmp_path / "meeting")
     processes = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), "3", meeting, "1", how, operation],
+            [sys.executable, script, str(rank), "3", rendezvous, "1", how, operation],
             stdout=subprocess.PIPE,
             text=True,
             env={**ENVIRONMENT, **dict([mark.split("=")])},

@@ -50,7 +50,7 @@ def test_the_sequence_is_a_global_order(plan: stretto.Plan) -> None:
     assert (program.need < program.needing).all()
     for index, task in enumerate(program.tasks()):
         if task.kind in SENDS:
-            assert program.mate[index] == index + 1
+            assert program.counterpart[index] == index + 1
     assert completes(list(program.tasks()), plan.placement, serial=True)
     assert completes(list(program.tasks()), plan.placement)
 

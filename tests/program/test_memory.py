@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import stretto
 from strategies import plans
 from stretto import MOE, Costs, Layer, Link, Phase, PhaseTimes
-from stretto.program.link import link_tasks
+from stretto.program.needs import link_tasks
 from stretto.program.task import BACKWARDS, COMPUTE, FORWARDS, Kind
 from stretto.timeline import memory_in_order
 

@@ -61,11 +61,11 @@ def test_two_devices_that_meet_in_another_order_are_found() -> None:
 def test_ends_meet_in_whatever_order_their_ring_names_them() -> None:
     calls = [Call("late", 1), *(Call("meet", device) for device in range(4))]
     program = program_of(calls)
-    ends = np.flatnonzero(program.mate >= 0)
+    ends = np.flatnonzero(program.counterpart >= 0)
     for order in itertools.permutations(ends.tolist()):
-        mate = program.mate.copy()
-        mate[list(order)] = np.roll(order, -1)
-        again = dataclasses.replace(program, mate=mate)
+        counterpart = program.counterpart.copy()
+        counterpart[list(order)] = np.roll(order, -1)
+        again = dataclasses.replace(program, counterpart=counterpart)
         assert stretto.check(again) == []
         start = stretto.simulate(again, Costs(calls={"late": 5, "meet": 1})).start
         assert start[ends].tolist() == [5] * 4
@@ -98,7 +98,7 @@ def test_times_of_calls() -> None:
     assert stretto.simulate(program).makespan == 3.0
     assert stretto.simulate(program, Costs(calls={"load": 2, "load1": 4, "work": 1})).makespan == 7.0
     assert stretto.simulate(program, Costs(calls={"load": 2, "work": 1}, slowdown=(3,))).makespan == 7.0
-    shared = stretto.Shared(capacity=1, lanes={"disk": 1, "cpu": 1})
+    shared = stretto.SharedResource(capacity=1, lanes={"disk": 1, "cpu": 1})
     beside = program_of([Call("load", lane="disk"), Call("spin", lane="cpu")])
     assert stretto.simulate(beside, Costs(calls={"load": 2, "spin": 2}, shared={"core": shared})).makespan == 4.0
     for costs in (Costs(unit="s"), Costs(calls={"load": 2}), Costs(calls={"lode": 2})):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import stretto
 from strategies import plans
 from stretto import DENSE, EMBEDDING, LOSS, MOE, MTP, Costs, Layer, Link, PhaseTimes, cut_layers
-from stretto.program.link import link_tasks
+from stretto.program.needs import link_tasks
 from stretto.program.phases import Phase
 from stretto.program.task import SENDS, Kind
 

@@ -97,9 +97,9 @@ def test_a_need_that_is_taken_away_is_missed(plan: stretto.Plan, data: st.DataOb
 def test_ends_that_do_not_meet_are_found() -> None:
     program = stretto.lower(stretto.dualpipe(devices=4, microbatches=8))
     a, *_ = sums_of(program)
-    mate = program.mate.copy()
-    mate[program.ends(a)] = -1
-    assert "3REDUCE_GRAD do not meet" in str(stretto.check(replace(program, mate=mate))[0])
+    counterpart = program.counterpart.copy()
+    counterpart[program.ends(a)] = -1
+    assert "3REDUCE_GRAD do not meet" in str(stretto.check(replace(program, counterpart=counterpart))[0])
 
 
 def test_sums_hide_behind_other_stages() -> None:
@@ -144,17 +144,17 @@ def test_a_sum_on_another_lane_is_found(lane: str) -> None:
 @pytest.mark.parametrize("how", ["itself", "rho", "far", "need"])
 def test_columns_that_make_no_program_are_found_at_once(how: str) -> None:
     program = stretto.lower(stretto.dualpipe(devices=2, microbatches=4))
-    mate, need, (a, *_) = program.mate.copy(), program.need.copy(), sums_of(program)
+    counterpart, need, (a, *_) = program.counterpart.copy(), program.need.copy(), sums_of(program)
     match how:
         case "itself":
-            mate[0] = 0
+            counterpart[0] = 0
         case "rho":
-            mate[mate[a]] = mate[a]
+            counterpart[counterpart[a]] = counterpart[a]
         case "far":
-            mate[a] = len(program)
+            counterpart[a] = len(program)
         case "need":
             need[0] = len(program)
-    broken = replace(program, mate=mate, need=need)
+    broken = replace(program, counterpart=counterpart, need=need)
     assert len(stretto.check(broken)) == 1
     with pytest.raises(ProgramError, match="this is no program: "):
         stretto.simulate(broken)

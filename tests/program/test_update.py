@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
-from stretto import BucketTimes, Costs, Shared
+from stretto import BucketTimes, Costs, SharedResource
 from stretto.program.task import Kind
 from stretto.program.update import MODES, Mode
 
@@ -130,9 +130,9 @@ def test_a_buffer_overwritten_before_it_was_read_is_named() -> None:
 def test_a_broadcast_that_misses_a_device_is_named() -> None:
     program = stretto.weight_update(devices=3, buckets=3)
     ends = [k for k, task in enumerate(program.tasks()) if str(task) == "BROADCAST1"]
-    mate = program.mate.copy()
-    mate[ends] = ends[1], ends[0], -1
-    assert [str(found) for found in stretto.check(replace(program, mate=mate))] == [
+    counterpart = program.counterpart.copy()
+    counterpart[ends] = ends[1], ends[0], -1
+    assert [str(found) for found in stretto.check(replace(program, counterpart=counterpart))] == [
         "transfers: the ends of BROADCAST1 do not meet, one on every device"
     ]
 
@@ -154,12 +154,14 @@ def test_broadcasts_in_different_orders_deadlock() -> None:
     order = np.arange(len(program))
     order[[first, second]] = second, first  # device 1 comes to bucket 1 before bucket 0
     place = np.argsort(order)
-    mate = np.where(program.mate >= 0, place[program.mate], -1)[order]
-    work = stretto.program.work.Work.joined((program.work,), order)  # type: ignore[attr-defined]
+    counterpart = np.where(program.counterpart >= 0, place[program.counterpart], -1)[order]
+    work = stretto.program.columns.TaskColumns.joined((program.work,), order)  # type: ignore[attr-defined]
     needing, need = place[program.needing], place[program.need]
     by = np.argsort(needing, kind="stable")
     starts = np.concatenate(([0], np.cumsum(np.bincount(needing, minlength=len(program)))))
-    swapped = replace(program, work=work, lane=program.lane[order], mate=mate, need=need[by], need_start=starts)
+    swapped = replace(
+        program, work=work, lane=program.lane[order], counterpart=counterpart, need=need[by], need_start=starts
+    )
     found = stretto.check(swapped)
     assert found
     assert {violation.rule for violation in found} <= {"deadlock", "buffers", "dependencies"}
@@ -170,7 +172,7 @@ def test_a_shared_pcie_stalls_three_stages() -> None:
     bucket = BucketTimes(h2d=2, broadcast=1, reload=0.5)
     program = stretto.weight_update(devices=4, buckets=32, mode="three")
     alone = stretto.simulate(program, Costs(bucket=bucket)).makespan
-    shared = Costs(bucket=bucket, shared={"pcie": Shared(capacity=1, lanes={"h2d": 1, "broadcast": 1})})
+    shared = Costs(bucket=bucket, shared={"pcie": SharedResource(capacity=1, lanes={"h2d": 1, "broadcast": 1})})
     assert alone == 2 + 1 + 0.5 + 31
     assert stretto.simulate(program, shared).makespan > 1.3 * alone
 

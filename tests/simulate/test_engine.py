@@ -83,8 +83,8 @@ def test_no_lane_overlaps_and_nothing_starts_early(
             ]
             assert found.start in [timeline.end[need] for need in program.needs(index)] + previous
         if found.task.kind in SENDS:
-            mate = program.mate[index]
-            assert (timeline.start[mate], timeline.end[mate]) == (found.start, found.end)
+            counterpart = program.counterpart[index]
+            assert (timeline.start[counterpart], timeline.end[counterpart]) == (found.start, found.end)
 
 
 @given(plans(), st.integers(1, 3))
@@ -98,7 +98,7 @@ def test_a_program_read_from_a_file_in_any_device_order_simulates_alike() -> Non
     program = stretto.lower(stretto.dualpipe(devices=4, microbatches=8))
     again = stretto.parse_program(str(program))
     assert (program.need < program.needing).all()
-    assert not (again.mate[again.mate >= 0] == program.mate[program.mate >= 0]).all()
+    assert not (again.counterpart[again.counterpart >= 0] == program.counterpart[program.counterpart >= 0]).all()
     assert stretto.simulate(again).summary() == stretto.simulate(program).summary()
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto import MOE, BucketTimes, Costs, Link, Shared
+from stretto import MOE, BucketTimes, Costs, Link, SharedResource
 
 
 def spans(timeline: stretto.Timeline) -> dict[str, tuple[float, float]]:
@@ -15,7 +15,7 @@ def spans(timeline: stretto.Timeline) -> dict[str, tuple[float, float]]:
 
 def test_four_ranks_on_two_cores_take_twice_as_long() -> None:
     plan = stretto.parse_plan("0F0\n1F1\n2F2\n3F3")  # nobody needs anybody
-    cores = {"cores": Shared(capacity=2, lanes={"compute": 1}, devices=4)}
+    cores = {"cores": SharedResource(capacity=2, lanes={"compute": 1}, devices=4)}
     timeline = stretto.simulate(plan, Costs(F=3, shared=cores))
     assert timeline.makespan == 6
     assert stretto.simulate(plan, Costs(F=3)).makespan == 3
@@ -24,7 +24,7 @@ def test_four_ranks_on_two_cores_take_twice_as_long() -> None:
 def test_unequal_tasks_share_until_one_is_done() -> None:
     """Works of 2 and 6 on one core: both at half speed until 4, and the longer one alone until 8."""
     plan = stretto.parse_plan("0F0\n1F1")
-    timeline = stretto.simulate(plan, Costs(F=(2, 6), shared={"core": Shared(1, {"compute": 1}, devices=2)}))
+    timeline = stretto.simulate(plan, Costs(F=(2, 6), shared={"core": SharedResource(1, {"compute": 1}, devices=2)}))
     assert spans(timeline) == {"0F0 0": (0, 4), "1F1 1": (0, 8)}
 
 
@@ -32,7 +32,7 @@ def test_who_wants_little_gets_it() -> None:
     """Capacity 10: one lane wants 2 and gets it; the other wants 16, gets 8, and takes twice as long."""
     costs = Costs(
         bucket=BucketTimes(h2d=0, broadcast=4, reload=4),
-        shared={"bus": Shared(10, {"broadcast": 2, "reload": 16})},
+        shared={"bus": SharedResource(10, {"broadcast": 2, "reload": 16})},
     )
     timeline = stretto.simulate(stretto.weight_update(devices=2, buckets=2, mode="three"), costs)
     found = spans(timeline)
@@ -46,7 +46,7 @@ def test_both_ways_over_pcie_are_slower_than_one() -> None:
     """A link that gives 55 each way and 96 both ways at once."""
     plan = stretto.interleaved(devices=4, virtual=2, microbatches=8, overlap=True)
     program = stretto.lower(plan, offload=1)
-    pcie = {"pcie": Shared(96.0, {"d2h": 55.0, "h2d": 55.0})}
+    pcie = {"pcie": SharedResource(96.0, {"d2h": 55.0, "h2d": 55.0})}
     base = Costs(F=100, I=100, W=100, activation_bytes=55, host=Link(bandwidth=55))
     shared = Costs(F=100, I=100, W=100, activation_bytes=55, host=Link(bandwidth=55), shared=pcie)
     lengths = {
@@ -64,7 +64,7 @@ def test_both_ways_over_pcie_are_slower_than_one() -> None:
 
 
 def test_what_gets_nothing_never_ends() -> None:
-    hopeless = {"x": Shared(1e-200, {"compute": 1e200})}
+    hopeless = {"x": SharedResource(1e-200, {"compute": 1e200})}
     with pytest.raises(stretto.CostError, match="longer than a number can say"):
         stretto.simulate(stretto.gpipe(devices=1, microbatches=1), Costs(shared=hopeless))
 
@@ -75,7 +75,7 @@ def test_a_transfer_goes_at_the_speed_of_its_slower_side() -> None:
         F=1,
         link=Link(latency=4),
         host=Link(latency=4),
-        shared={"nic": Shared(1, {"send": 1, "recv": 1, "d2h": 1})},
+        shared={"nic": SharedResource(1, {"send": 1, "recv": 1, "d2h": 1})},
     )
     plan = stretto.parse_plan("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1F1,1F2,1F3,1B0,1B1,1B2,1B3")
     found = spans(stretto.simulate(stretto.lower(plan, offload=1), costs))
@@ -86,7 +86,7 @@ def test_a_transfer_goes_at_the_speed_of_its_slower_side() -> None:
 @given(plans(), st.integers(0, 1), st.booleans())
 def test_more_than_enough_changes_nothing(plan: stretto.Plan, room: int, phases: bool) -> None:
     program = stretto.lower(plan, layers=[[MOE]] * plan.stages if phases else None, offload=room)
-    plenty = {"all": Shared(1e6, {"compute": 1, "send": 1, "recv": 1, "d2h": 1, "h2d": 1}, devices=99)}
+    plenty = {"all": SharedResource(1e6, {"compute": 1, "send": 1, "recv": 1, "d2h": 1, "h2d": 1}, devices=99)}
     table = {"F": 1.5, "activation_bytes": 3, "host": Link(bandwidth=4), "link": Link(latency=0.25)}
     alone, beside = (stretto.simulate(program, Costs(**table, **more)) for more in ({}, {"shared": plenty}))  # type: ignore[arg-type]
     assert alone.start == pytest.approx(beside.start)
@@ -96,7 +96,7 @@ def test_more_than_enough_changes_nothing(plan: stretto.Plan, room: int, phases:
 @given(plans(), st.integers(1, 4))
 def test_cores_are_never_overbooked(plan: stretto.Plan, cores: int) -> None:
     """Whatever the order, the work done cannot exceed what the cores give."""
-    costs = Costs(shared={"cores": Shared(cores, {"compute": 1}, devices=99)})
+    costs = Costs(shared={"cores": SharedResource(cores, {"compute": 1}, devices=99)})
     timeline = stretto.simulate(plan, costs)
     work = sum(device.busy for device in stretto.simulate(plan).summary().devices)
     assert timeline.makespan >= work / cores - 1e-9
@@ -110,14 +110,14 @@ def test_cores_are_never_overbooked(plan: stretto.Plan, cores: int) -> None:
 @pytest.mark.parametrize(
     ("shared", "says"),
     [
-        (Shared(0, {"h2d": 1}), "shared.x.capacity must be above 0"),
-        (Shared(1, {"h2d": 0}), "shared.x.h2d must be above 0"),
-        (Shared(1, {"pcie": 1}), "shared.x names lane 'pcie'; known are compute"),
-        (Shared(1, {"h2d": 1}, devices=0), "shared.x.devices must be at least 1 (got 0)"),
+        (SharedResource(0, {"h2d": 1}), "shared.x.capacity must be above 0"),
+        (SharedResource(1, {"h2d": 0}), "shared.x.h2d must be above 0"),
+        (SharedResource(1, {"pcie": 1}), "shared.x names lane 'pcie'; known are compute"),
+        (SharedResource(1, {"h2d": 1}, devices=0), "shared.x.devices must be at least 1 (got 0)"),
         (3, "shared.x must be Shared (got 3)"),
     ],
 )
-def test_senseless_sharing_is_refused(shared: Shared, says: str) -> None:
+def test_senseless_sharing_is_refused(shared: SharedResource, says: str) -> None:
     with pytest.raises(stretto.CostError) as caught:
         Costs(shared={"x": shared})
     assert says in str(caught.value)

@@ -8,15 +8,15 @@ import pytest
 
 from stretto.check import check
 from stretto.ir.errors import WeightsError
-from stretto.weights.choose import Speeds, bucket_bytes_for, buffers, choose
-from stretto.weights.manifest import Entry, Manifest
-from stretto.weights.speeds import slowest
+from stretto.weights.manifest import Manifest, TensorSpec
+from stretto.weights.send.choose import Speeds, bucket_bytes_for, buffers, choose
+from stretto.weights.send.speeds import slowest
 
 MIB = 1 << 20
 
 
 def model(*sizes: int) -> Manifest:
-    return Manifest("v", tuple(Entry(f"t{k}", "uint8", (size,)) for k, size in enumerate(sizes)))
+    return Manifest("v", tuple(TensorSpec(f"t{k}", "uint8", (size,)) for k, size in enumerate(sizes)))
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:

@@ -37,7 +37,7 @@ def senders() -> Iterator[Senders]:
 def push(senders: Senders, version: str, weights: Mapping[str, Tensor], where: list[str]) -> dict[int, Any]:
     """Each sender holds a part of the weights, as in training; what each says in the end, within the bound."""
     for number, rank in enumerate(senders.ranks):
-        rank.tell("push", (version, Sharded(dict(weights), number, len(senders.ranks)), where))
+        rank.send("push", (version, Sharded(dict(weights), number, len(senders.ranks)), where))
     return senders.heard(time.monotonic() + BOUND)
 
 

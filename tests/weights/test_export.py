@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.ir.errors import WeightsError
-from stretto.weights.boxes import Box, whole
-from stretto.weights.export import BLOCK, Export
-from stretto.weights.held import Held, Source
-from stretto.weights.manifest import Entry
+from stretto.weights.manifest import TensorSpec
+from stretto.weights.regions import Region, whole
+from stretto.weights.sources.export import BLOCK, Export
+from stretto.weights.sources.shard import Shard, Source
 
 
 def read(source: Source) -> dict[str, Tensor]:
@@ -39,19 +39,19 @@ class Parts:
 
     everywhere = False
 
-    def __init__(self, tensors: Mapping[str, tuple[Tensor, list[Box]]]) -> None:
+    def __init__(self, tensors: Mapping[str, tuple[Tensor, list[Region]]]) -> None:
         self.tensors, self.reads = tensors, 0
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[Shard]:
         return [self._part(name, tensor, box) for name, (tensor, boxes) in self.tensors.items() for box in boxes]
 
-    def _part(self, name: str, tensor: Tensor, box: Box) -> Held:
+    def _part(self, name: str, tensor: Tensor, box: Region) -> Shard:
         def count_and_read() -> Tensor:
             self.reads += 1
             return tensor[tuple(slice(*edge) for edge in box)]
 
-        entry = Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        return Held(entry, box, count_and_read)
+        entry = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        return Shard(entry, box, count_and_read)
 
 
 def names(source: Source) -> list[str]:
@@ -195,14 +195,14 @@ def test_stacking_what_was_unstacked_gives_the_same_and_the_other_way_round(shap
 
 
 @st.composite
-def tilings(draw: st.DrawFn, shape: tuple[int, ...], step: int = 1) -> list[Box]:
+def tilings(draw: st.DrawFn, shape: tuple[int, ...], step: int = 1) -> list[Region]:
     """Boxes that tile a shape, cut at multiples of a step."""
     edges = []
     for size in shape:
         inner = draw(st.sets(st.integers(1, max(1, (size - 1) // step)).map(lambda k: k * step), max_size=2))
         cuts = [0, *sorted(cut for cut in inner if 0 < cut < size), size]
         edges.append(list(pairwise(cuts)))
-    boxes: list[Box] = [()]
+    boxes: list[Region] = [()]
     for dimension in edges:
         boxes = [(*box, edge) for box in boxes for edge in dimension]
     return boxes
@@ -223,7 +223,7 @@ def test_ranks_with_some_experts_each_make_one_tensor() -> None:
     export = Export(stack={r"e\.(?P<expert>\d+)": ("e", 4)})
     ranks = [export({f"e.{expert}": torch.full((2,), expert) for expert in mine}) for mine in ((0, 3), (2, 1))]
     parts = [part for rank in ranks for part in rank.held()]
-    assert {part.entry for part in parts} == {Entry("e", "int64", (4, 2))}
+    assert {part.entry for part in parts} == {TensorSpec("e", "int64", (4, 2))}
     assert sorted((part.box[0][0], part.read().tolist()) for part in parts) == [(e, [[e, e]]) for e in range(4)]
 
 
@@ -238,11 +238,11 @@ def test_all_steps_apply_in_their_order() -> None:
     weight = torch.randn(2, 130, 5)
     made = export({"model.a.experts": weight, "model.a.heads.0": torch.ones(3), "model.a.heads.1": torch.ones(3)})
     assert {part.entry for part in made.held()} == {
-        Entry("a.experts.0.weight", "float8_e4m3fn", (130, 5)),
-        Entry("a.experts.0.weight_scale_inv", "float32", (2, 1)),
-        Entry("a.experts.1.weight", "float8_e4m3fn", (130, 5)),
-        Entry("a.experts.1.weight_scale_inv", "float32", (2, 1)),
-        Entry("a.heads", "bfloat16", (2, 3)),
+        TensorSpec("a.experts.0.weight", "float8_e4m3fn", (130, 5)),
+        TensorSpec("a.experts.0.weight_scale_inv", "float32", (2, 1)),
+        TensorSpec("a.experts.1.weight", "float8_e4m3fn", (130, 5)),
+        TensorSpec("a.experts.1.weight_scale_inv", "float32", (2, 1)),
+        TensorSpec("a.heads", "bfloat16", (2, 3)),
     }
     found = read(made)
     scale = found["a.experts.1.weight_scale_inv"]
@@ -338,7 +338,7 @@ def test_what_is_not_finite_cannot_become_fp8(bad: float) -> None:
 
 
 @pytest.mark.parametrize("box", [((0, 64), (0, 300)), ((64, 300), (0, 300)), ((0, 300), (128, 200))])
-def test_a_shard_that_cuts_through_blocks_cannot_become_fp8(box: Box) -> None:
+def test_a_shard_that_cuts_through_blocks_cannot_become_fp8(box: Region) -> None:
     source = Parts({"w": (torch.ones(300, 300), [box])})
     with pytest.raises(WeightsError, match=r"of 300 rows or columns of w, which cuts through blocks of 128; shard"):
         Export(fp8=["w"])(source).held()

@@ -13,7 +13,7 @@ import torch
 from mini_engine import Config, Engine, Unavailable, checkpoint, reference
 
 from pushes import tensors_of, until
-from stretto.weights.sender import Sender
+from stretto.weights.send.sender import Sender
 from weights_victims import BUCKET, SECONDS, SPEC, Senders, Team, Worker
 
 BOUND = 10.0  # seconds in which all others have ended
@@ -222,7 +222,7 @@ def test_an_engine_next_to_a_receiver_that_dies_is_repaired_by_the_same_sender(f
     with Engine(address) as engine, Sender(device="cpu") as sender:
         victim = Worker(_engine, f"unix://{folder}/victim")
         try:
-            assert victim.hear() == "ready"
+            assert victim.recv() == "ready"
             sender.register("new", NEW)
             with pytest.raises(ValueError, match=f"unix://{folder}/victim (is gone|has closed)"):
                 sender.push("new", [address, f"unix://{folder}/victim"])

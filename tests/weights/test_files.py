@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.ir.errors import WeightsError
-from stretto.weights import files
-from stretto.weights.boxes import whole
-from stretto.weights.files import DTYPES, INDEX, Safetensors
 from stretto.weights.manifest import ITEM_BYTES
+from stretto.weights.regions import whole
+from stretto.weights.sources import safetensors as files
+from stretto.weights.sources.safetensors import DTYPES, INDEX, Safetensors
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

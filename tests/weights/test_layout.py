@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.ir.errors import WeightsError
-from stretto.weights.boxes import common, extent, runs, slices_box, whole
 from stretto.weights.layout import ALIGNMENT, lay_out, least_bucket
-from stretto.weights.manifest import ITEM_BYTES, Entry, Manifest, differences
+from stretto.weights.manifest import ITEM_BYTES, Manifest, TensorSpec, differences
+from stretto.weights.regions import common, extent, runs, slices_box, whole
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 models = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), min_size=1, max_size=30).map(
-    lambda found: Manifest("v", tuple(Entry(f"t{k}", dtype, shape) for k, (dtype, shape) in enumerate(found)))
+    lambda found: Manifest("v", tuple(TensorSpec(f"t{k}", dtype, shape) for k, (dtype, shape) in enumerate(found)))
 )
 
 
@@ -48,7 +48,7 @@ def test_no_two_neighbouring_buckets_would_fit_one(model: Manifest) -> None:
 
 
 def test_a_tensor_that_does_not_fit_is_named_with_the_way_out() -> None:
-    model = Manifest("v", (Entry("big", "float32", (1000,)),))
+    model = Manifest("v", (TensorSpec("big", "float32", (1000,)),))
     with pytest.raises(
         WeightsError, match=r"big has 4,000 bytes, more than a bucket of 512; in parts \(split=True, --split\) only"
     ):
@@ -92,10 +92,10 @@ def test_common_is_what_both_index(data: st.DataObject) -> None:
 
 
 def test_versions_of_one_structure_have_one_digest_and_others_do_not() -> None:
-    entries = (Entry("a", "float32", (2,)), Entry("b", "int8", ()))
+    entries = (TensorSpec("a", "float32", (2,)), TensorSpec("b", "int8", ()))
     digest = Manifest("v1", entries).digest
     assert Manifest("v2", entries).digest == digest
-    for other in (entries[::-1], entries[:1], (Entry("a", "float32", (3,)), entries[1])):
+    for other in (entries[::-1], entries[:1], (TensorSpec("a", "float32", (3,)), entries[1])):
         assert Manifest("v1", other).digest != digest
 
 
@@ -103,20 +103,20 @@ def test_versions_of_one_structure_have_one_digest_and_others_do_not() -> None:
     ("entries", "said"),
     [
         ((), "v has no tensors"),
-        ((Entry("a", "float3", ()),), "a has type 'float3', which cannot be pushed"),
-        ((Entry("a", "int8", (-1,)),), r"a has shape \(-1,\)"),
-        ((Entry("a", "int8", ()), Entry("b", "int8", ()), Entry("a", "int8", ())), "a is there twice"),
-        ((Entry("a", "int8", (1 << 60,)),), "a is larger than any memory"),
+        ((TensorSpec("a", "float3", ()),), "a has type 'float3', which cannot be pushed"),
+        ((TensorSpec("a", "int8", (-1,)),), r"a has shape \(-1,\)"),
+        ((TensorSpec("a", "int8", ()), TensorSpec("b", "int8", ()), TensorSpec("a", "int8", ())), "a is there twice"),
+        ((TensorSpec("a", "int8", (1 << 60,)),), "a is larger than any memory"),
     ],
 )
-def test_a_manifest_that_cannot_be_is_refused(entries: tuple[Entry, ...], said: str) -> None:
+def test_a_manifest_that_cannot_be_is_refused(entries: tuple[TensorSpec, ...], said: str) -> None:
     with pytest.raises(WeightsError, match=said):
         Manifest("v", entries).check()
 
 
 def test_differences_are_told_in_words() -> None:
-    given_ = Manifest("v", (Entry("a", "float32", (2, 2)), Entry("b", "int8", ())))
-    wanted = [Entry("a", "float32", (2, 3)), Entry("c", "int8", ()), Entry("b", "int8", ())]
+    given_ = Manifest("v", (TensorSpec("a", "float32", (2, 2)), TensorSpec("b", "int8", ())))
+    wanted = [TensorSpec("a", "float32", (2, 3)), TensorSpec("c", "int8", ()), TensorSpec("b", "int8", ())]
     assert differences(wanted, given_) == [
         "a is pushed as float32[2, 2], and float32[2, 3] is expected",
         "c is not in what is pushed",

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.weights import live
-from stretto.weights.live import Layouts, layout_of
+from stretto.weights.receive import memory_layouts as live
+from stretto.weights.receive.memory_layouts import Layouts, layout_of
 
 
 def assign(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from pushes import begun, total_of
 from stretto.ir.errors import WeightsError
-from stretto.weights.endpoint import Offer, Remote
+from stretto.weights.ipc_buffers import SharedBuffers
 from stretto.weights.layout import lay_out, least_bucket
 from stretto.weights.manifest import Manifest
 from stretto.weights.messages import InFlight
-from stretto.weights.shared import SharedBuffers
+from stretto.weights.send.endpoint import Offer, Remote
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = Config()

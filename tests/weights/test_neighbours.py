@@ -15,16 +15,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pushes import until
-from stretto.execute.record import Recorder
+from stretto.execute.recorder import Recorder
 from stretto.ir.errors import PeerError, WeightsError
 from stretto.weights import Hooks, PushError, Receiver, Sender, status
-from stretto.weights.boxes import whole
-from stretto.weights.doors import Door, connect
-from stretto.weights.endpoint import Wanted
-from stretto.weights.held import Held
-from stretto.weights.manifest import Entry
+from stretto.weights.ipc_buffers import SharedBuffers
+from stretto.weights.listener import Listener, connect
+from stretto.weights.manifest import TensorSpec
 from stretto.weights.messages import Abandon, Begin, Begun, Buffers, Failed, Filled, Pause, Paused, Ready
-from stretto.weights.shared import SharedBuffers
+from stretto.weights.regions import whole
+from stretto.weights.send.endpoint import Wanted
+from stretto.weights.sources.shard import Shard
 from weights.test_wire import after_opening, opening
 
 SECONDS = 60.0
@@ -112,9 +112,9 @@ def test_a_sender_that_leaves_during_a_pause_is_noticed_before_anything_is_touch
     connection = connect(one.address)
     shared = SharedBuffers(512, torch.device("cpu"))
     buffers, files = shared.described(local=True)
-    connection.tell(opening(buffers=buffers), files)
-    assert isinstance(connection.hear(seconds=SECONDS)[0], Ready)
-    connection.tell(Pause("wait", 60))
+    connection.send(opening(buffers=buffers), files)
+    assert isinstance(connection.recv(seconds=SECONDS)[0], Ready)
+    connection.send(Pause("wait", 60))
     until(lambda: one.calls == ["pause"], SECONDS)
     connection.close()
     over.set()
@@ -275,18 +275,18 @@ def test_a_sender_that_has_opened_is_not_thrown_out_by_another(folder: Path) -> 
         first, second = (connect(str(receiver.address)) for _ in range(2))
         shared = SharedBuffers(512, torch.device("cpu"))
         buffers, files = shared.described(local=True)
-        first.tell(opening(buffers=buffers), files)
-        assert isinstance(first.hear(seconds=SECONDS)[0], Ready)
-        second.tell(opening())
-        assert second.hear(seconds=SECONDS)[0] == Failed("is busy with another update", dirty=False)
-        first.tell(Pause("wait", 60))
-        assert first.hear(seconds=SECONDS)[0] == Paused()
-        first.tell(Begin())
-        assert first.hear(seconds=SECONDS)[0] == Begun()
+        first.send(opening(buffers=buffers), files)
+        assert isinstance(first.recv(seconds=SECONDS)[0], Ready)
+        second.send(opening())
+        assert second.recv(seconds=SECONDS)[0] == Failed("is busy with another update", dirty=False)
+        first.send(Pause("wait", 60))
+        assert first.recv(seconds=SECONDS)[0] == Paused()
+        first.send(Begin())
+        assert first.recv(seconds=SECONDS)[0] == Begun()
         first.close()
         until(lambda: not receiver._standing.busy, SECONDS)
-        second.tell(opening(buffers=buffers), files)
-        assert isinstance(second.hear(seconds=SECONDS)[0], Ready)
+        second.send(opening(buffers=buffers), files)
+        assert isinstance(second.recv(seconds=SECONDS)[0], Ready)
         second.close()
         shared.close()
 
@@ -294,10 +294,10 @@ def test_a_sender_that_has_opened_is_not_thrown_out_by_another(folder: Path) -> 
 def test_a_receiver_that_serves_late_does_not_wait_for_those_who_have_left(folder: Path) -> None:
     with Receiver(f"unix://{folder}/r", into={"w": torch.zeros(100)}) as receiver:
         first, second = (connect(str(receiver.address)) for _ in range(2))
-        first.tell(opening())
+        first.send(opening())
         until(lambda: receiver._waiting is not None, SECONDS)
-        second.tell(opening())
-        assert second.hear(seconds=SECONDS)[0] == Failed("is busy with another update", dirty=False)
+        second.send(opening())
+        assert second.recv(seconds=SECONDS)[0] == Failed("is busy with another update", dirty=False)
         first.close()
         second.close()
         pushed = threading.Timer(0.5, receiver.start)
@@ -393,7 +393,7 @@ def test_what_a_resume_raises_reaches_the_caller_at_once(folder: Path, how: str)
     connection = connect(str(receiver.address))
     assert after_opening(connection, Pause("wait", 60)) == [Paused()]
     if how == "abandoned":
-        connection.tell(Abandon("no more"))
+        connection.send(Abandon("no more"))
     else:
         connection.close()
     thread.join(SECONDS)
@@ -421,14 +421,14 @@ def test_of_many_that_start_at_one_place_exactly_one_listens(folder: Path) -> No
     path, address = folder / "r", f"unix://{folder}/r"
     for _ in range(40):
         with _stale(path):
-            opened: list[Door] = []
+            opened: list[Listener] = []
             refused: list[str] = []
             start = threading.Barrier(4)
 
             def begin(start: Any = start, opened: Any = opened, refused: Any = refused) -> None:
                 start.wait(SECONDS)
                 try:
-                    opened.append(Door(address))
+                    opened.append(Listener(address))
                 except WeightsError as error:
                     refused.append(str(error))
 
@@ -447,12 +447,12 @@ def test_one_that_closes_does_not_take_the_place_of_one_that_starts(folder: Path
     path, address = folder / "r", f"unix://{folder}/r"
     began = 0
     for _ in range(40):
-        old, found = Door(address), list[Door]()
+        old, found = Listener(address), list[Listener]()
 
         def begin(found: Any = found) -> None:
             for _ in range(200):
                 try:
-                    found.append(Door(address))
+                    found.append(Listener(address))
                     return
                 except WeightsError as error:
                     assert "another process listens" in str(error)
@@ -487,7 +487,7 @@ def _answers(path: Path) -> bool:
 def test_directories_that_are_made_are_for_their_user_alone(folder: Path) -> None:
     before = os.umask(0)
     try:
-        Door(f"unix://{folder}/a/b/c/r").close()
+        Listener(f"unix://{folder}/a/b/c/r").close()
     finally:
         os.umask(before)
     for made in ("a", "a/b", "a/b/c"):
@@ -497,7 +497,7 @@ def test_directories_that_are_made_are_for_their_user_alone(folder: Path) -> Non
 def test_nothing_is_pushed_to_another_user(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine()
     user = os.geteuid()
-    monkeypatch.setattr("stretto.weights.doors.peer_user", lambda _: user + 1)
+    monkeypatch.setattr("stretto.weights.listener.peer_user", lambda _: user + 1)
     with registered() as sender:
         said = f"{one.address} belongs to user {user + 1}, and this process to user {user}"
         with pytest.raises(WeightsError, match=said):
@@ -523,8 +523,8 @@ def test_memory_that_could_be_cut_is_not_used(folder: Path, how: str, tmp_path: 
             file = os.open(tmp_path / "plain", os.O_RDWR | os.O_CREAT)
             os.ftruncate(file, 1024)
         buffers.nbytes = 512
-        connection.tell(opening(buffers=buffers), (file,))
-        answer = connection.hear(seconds=SECONDS)[0]
+        connection.send(opening(buffers=buffers), (file,))
+        answer = connection.recv(seconds=SECONDS)[0]
         assert isinstance(answer, Failed)
         assert "cannot open the sender's buffers (a file " in answer.why
         connection.close()
@@ -539,14 +539,14 @@ def test_buffers_that_could_not_be_opened_leave_no_closed_ones_behind(folder: Pa
         buffers, files = shared.described(local=True)
         answers = []
         for there, attached in ((buffers, files), (Buffers(buffers.number + 1, 512), ()), (buffers, files)):
-            connection.tell(opening(buffers=there), attached)
-            answers.append(connection.hear(seconds=SECONDS)[0])
+            connection.send(opening(buffers=there), attached)
+            answers.append(connection.recv(seconds=SECONDS)[0])
         assert [type(answer) for answer in answers] == [Ready, Failed, Ready]
         for word, said in ((Pause("wait", 60), Paused()), (Begin(), Begun())):
-            connection.tell(word)
-            assert connection.hear(seconds=SECONDS)[0] == said
-        connection.tell(Filled(0, 0, b"not its sum"))
-        answer = connection.hear(seconds=SECONDS)[0]
+            connection.send(word)
+            assert connection.recv(seconds=SECONDS)[0] == said
+        connection.send(Filled(0, 0, b"not its sum"))
+        answer = connection.recv(seconds=SECONDS)[0]
         assert isinstance(answer, Failed)
         assert "bucket 0 (w) arrived changed" in answer.why
         connection.close()
@@ -580,10 +580,10 @@ class Many:
     everywhere = False
 
     def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
-        self._entry = Entry("w", dtype, shape)
+        self._entry = TensorSpec("w", dtype, shape)
 
-    def held(self) -> list[Held]:
-        return [Held(self._entry, whole(self._entry.shape), lambda: torch.zeros(0))]
+    def held(self) -> list[Shard]:
+        return [Shard(self._entry, whole(self._entry.shape), lambda: torch.zeros(0))]
 
 
 def _fake() -> torch.Tensor:

@@ -15,15 +15,15 @@ import pushes
 from pushes import same, tensors_of, until
 from ranks import Ranks
 from stretto.ir.errors import WeightsError
-from stretto.weights.choose import busy
-from stretto.weights.conversation import Conversation, Hooks
+from stretto.weights.connection import Connection
 from stretto.weights.messages import Filled, Message
-from stretto.weights.push import Lanes
-from stretto.weights.receiver import Receiver
-from stretto.weights.remotes import status
-from stretto.weights.report import Report
-from stretto.weights.sender import Sender
-from stretto.weights.wire import Connection
+from stretto.weights.receive.receiver import Receiver
+from stretto.weights.receive.session import Hooks, Session
+from stretto.weights.send.choose import busy
+from stretto.weights.send.push import Lanes
+from stretto.weights.send.remotes import status
+from stretto.weights.send.report import Report
+from stretto.weights.send.sender import Sender
 
 SECONDS = 60.0
 SPEC = [("float32", (64, 33)), ("bfloat16", (7,)), ("int64", ())]
@@ -130,12 +130,12 @@ def test_a_receiver_is_told_only_of_buckets_of_which_it_needs_something(
     tensors = tensors_of(spec, 1)
     whole, part = empty(spec), {name: torch.zeros_like(tensors[name][slices.get(name, ...)]) for name in wants}
     told: dict[str, list[int]] = {}
-    tell = Connection.tell
+    send = Connection.send
 
     def telling(self: Connection, message: Message, *given: Any, **options: Any) -> None:
         if isinstance(message, Filled):
             told.setdefault(self._stream.getpeername(), []).append(message.bucket)
-        tell(self, message, *given, **options)
+        send(self, message, *given, **options)
 
     with (
         Receiver(f"unix://{folder}/whole", into=whole) as first,
@@ -144,7 +144,7 @@ def test_a_receiver_is_told_only_of_buckets_of_which_it_needs_something(
     ):
         first.start(), second.start()
         sender.register("v", tensors)
-        monkeypatch.setattr(Connection, "tell", telling)
+        monkeypatch.setattr(Connection, "send", telling)
         report = sender.push("v", [str(first.address), str(second.address)])
     assert report.buckets == 9
     assert told == {f"{folder}/whole": list(range(9)), f"{folder}/part": buckets}
@@ -238,13 +238,13 @@ def test_a_device_copies_the_first_buckets_while_receivers_are_asked(
     monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
     spec = [("float32", (60,))] * 7
     live, stream = empty([("float32", (60 + wrong,))] * 7), Stream()
-    begun, opens = [], Conversation._open
+    begun, opens = [], Session._open
 
-    def opened(conversation: Conversation, *given: Any) -> Message:
+    def opened(session: Session, *given: Any) -> Message:
         begun.append(stream.queued)
-        return opens(conversation, *given)
+        return opens(session, *given)
 
-    monkeypatch.setattr(Conversation, "_open", opened)
+    monkeypatch.setattr(Session, "_open", opened)
     with Receiver(f"unix://{folder}/r", into=live) as receiver, Sender(device="cpu", bucket_bytes=256) as sender:
         receiver.start()
         sender._lanes.close()

@@ -16,9 +16,9 @@ import pushes
 from pushes import same, tensors_of
 from ranks import Ranks
 from stretto.program.task import Kind
-from stretto.weights.conversation import Hooks
-from stretto.weights.manifest import ITEM_BYTES, Entry
-from stretto.weights.receiver import Receiver
+from stretto.weights.manifest import ITEM_BYTES, TensorSpec
+from stretto.weights.receive.receiver import Receiver
+from stretto.weights.receive.session import Hooks
 
 DEVICE = os.environ.get("STRETTO_TEST_DEVICE", "cpu")  # "cuda" runs all of this on a GPU, under MPS
 SPEC = [("float32", (64, 33)), ("bfloat16", (7,)), ("int8", (5, 5, 5)), ("float8_e4m3fn", (300, 40)), ("int64", ())]
@@ -285,7 +285,7 @@ def test_a_version_that_does_not_fit_is_refused_before_anybody_pauses(
 
 
 def test_a_loader_says_what_it_expects(ranks: Ranks, folder: Path) -> None:
-    expects = [Entry("t0", "float32", (64, 33)), Entry("t1", "float16", (7,)), Entry("q", "int8", ())]
+    expects = [TensorSpec("t0", "float32", (64, 33)), TensorSpec("t1", "float16", (7,)), TensorSpec("q", "int8", ())]
     with Receiver(f"unix://{folder}/a", Keeper(), expects=expects) as receiver:
         receiver.start()
         (failed,) = ranks.run(pushes.push, 1, SPEC, [1], [str(receiver.address)], {})[0]

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from pushes import until
 from stretto.ir.errors import WeightsError
-from stretto.weights.conversation import Hooks
-from stretto.weights.manifest import Entry
+from stretto.weights.connection import Connection
+from stretto.weights.manifest import TensorSpec
 from stretto.weights.messages import Commit
-from stretto.weights.receiver import Receiver
-from stretto.weights.report import PushError
-from stretto.weights.sender import Sender
-from stretto.weights.wire import Connection
+from stretto.weights.receive.receiver import Receiver
+from stretto.weights.receive.session import Hooks
+from stretto.weights.send.report import PushError
+from stretto.weights.send.sender import Sender
 from stretto.wire import connection
 
 SECONDS = 20.0
@@ -160,7 +160,7 @@ def test_senseless_receivers_are_refused(folder: Path) -> None:
     with pytest.raises(WeightsError, match="into has no tensors"):
         Receiver(f"unix://{folder}/r", into={})
     with pytest.raises(WeightsError, match="expects is for load"):
-        Receiver(f"unix://{folder}/r", into={"w": torch.zeros(2)}, expects=[Entry("w", "float32", (2,))])
+        Receiver(f"unix://{folder}/r", into={"w": torch.zeros(2)}, expects=[TensorSpec("w", "float32", (2,))])
 
 
 # Nobody waits for those that are stuck.
@@ -203,8 +203,8 @@ def test_signs_of_life_in_a_process_with_many_files() -> None:
         one, other = map(Connection, socket.socketpair())
         one.limit = other.limit = 1000
         one.beat()
-        one.tell(Commit())
-        assert other.hear(seconds=SECONDS)[0] == Commit()
+        one.send(Commit())
+        assert other.recv(seconds=SECONDS)[0] == Commit()
         one.close()
         other.close()
     finally:
@@ -304,7 +304,7 @@ def test_a_process_ends_in_peace_while_its_sender_is_there(folder: Path, how: st
     [
         ({"load": {}}, "load is a function that takes tensors"),
         ({"into": {"w": 3}}, "w of into is a int, not a tensor"),
-        ({"load": names, "expects": [Entry("w", "fp32", (2,))]}, "w is expected as 'fp32'; types are named as in"),
+        ({"load": names, "expects": [TensorSpec("w", "fp32", (2,))]}, "w is expected as 'fp32'; types are named as in"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_when_it_is_made(folder: Path, given: Any, said: str) -> None:

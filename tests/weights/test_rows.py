@@ -10,9 +10,9 @@ from torch import Tensor
 
 from stretto.weights.checksums import COLUMNS, ROW
 from stretto.weights.layout import lay_out
-from stretto.weights.loading import Writing
-from stretto.weights.manifest import Entry, Manifest
-from stretto.weights.rows import Rows, first_change, is_readable, reads_in_place
+from stretto.weights.manifest import Manifest, TensorSpec
+from stretto.weights.receive.loaders import InPlaceLoader
+from stretto.weights.receive.rows import Rows, first_change, is_readable, reads_in_place
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([ROW - 1, ROW, ROW + 1, 3 * ROW, 5 * ROW + 17, 130 * ROW]))
@@ -62,9 +62,9 @@ def test_where_only_one_side_can_be_read_in_place_both_are_copied(device: torch.
         torch.zeros(100_000, dtype=torch.int8, device=device),
         torch.zeros(100_001, dtype=torch.int8, device=device),
     )
-    manifest = Manifest("v", (Entry("a", "int8", (100_000,)), Entry("b", "int8", (100_000,))))
+    manifest = Manifest("v", (TensorSpec("a", "int8", (100_000,)), TensorSpec("b", "int8", (100_000,))))
     buckets = lay_out(manifest, 1 << 20)
-    writing = Writing({"a": live, "b": shifted[1:]}, {}, manifest, buckets)
+    writing = InPlaceLoader({"a": live, "b": shifted[1:]}, {}, manifest, buckets)
     writing.begin()
     buffer = random_bytes(1 << 20, device).view(torch.uint8)
     writing.load(0, buffer, POOL)

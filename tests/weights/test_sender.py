@@ -13,13 +13,13 @@ from torch import Tensor
 import pushes
 from ranks import Ranks
 from stretto.ir.errors import WeightsError
-from stretto.weights import files
-from stretto.weights import sender as senders
-from stretto.weights.push import Push
-from stretto.weights.receiver import Receiver
-from stretto.weights.remotes import status
-from stretto.weights.sender import Sender
-from stretto.weights.wire import Connection, Late
+from stretto.weights.connection import Connection, PeerTimeout
+from stretto.weights.receive.receiver import Receiver
+from stretto.weights.send import sender as senders
+from stretto.weights.send.push import Push
+from stretto.weights.send.remotes import status
+from stretto.weights.send.sender import Sender
+from stretto.weights.sources import safetensors as files
 
 
 class Taking:
@@ -238,7 +238,7 @@ def test_a_tiny_push_does_not_spoil_what_is_foreseen_of_the_next(taking: Any) ->
         ({"into": [torch.zeros(1)]}, r"into is tensors by name, such as model.state_dict\(\)"),
         ({"into": {"w": torch.zeros(1)}, "slices": {"w": slice(0, 1)}}, "the slice of w is a tuple of slices"),
         ({"into": {"w": torch.zeros(1)}, "slices": {"v": (slice(0, 1),)}}, "a slice of v is asked for"),
-        ({"load": print, "expects": [("w", "int8", ())]}, r"expects are Entry\(name, dtype, shape\)"),
+        ({"load": print, "expects": [("w", "int8", ())]}, r"expects are TensorSpec\(name, dtype, shape\)"),
         ({}, "either load, a function, or into, tensors by name"),
         ({"load": print, "device": "xpu"}, "weights are pushed on cpu or cuda"),
         ({"load": print, "hooks": {"pause": print}}, r"hooks are Hooks\(pause=…, resume=…\)"),
@@ -282,19 +282,19 @@ def test_a_sender_that_cannot_see_how_much_memory_there_is_goes_on(
 def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(
     taking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late, hear = [True], Connection.hear
+    late, recv = [True], Connection.recv
 
     def hears(connection: Connection, *, seconds: float) -> Any:
         if late and seconds == 5.0 and connection in kept:
             late.clear()
-            raise Late("is slow: it did not answer in time")
-        return hear(connection, seconds=seconds)
+            raise PeerTimeout("is slow: it did not answer in time")
+        return recv(connection, seconds=seconds)
 
     with Sender(device="cpu") as sender:
         sender.register("v", {"w": torch.zeros(1)})
         sender.push("v", [taking[0]])
         kept = [it._connection for it in sender._remotes._remotes.values()]
-        monkeypatch.setattr(Connection, "hear", hears)
+        monkeypatch.setattr(Connection, "recv", hears)
         with pytest.raises(WeightsError, match="is slow"):
             sender.push("v", [taking[0]])
         sender.push("v", [taking[0]])

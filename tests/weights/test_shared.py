@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stretto.ir.errors import WeightsError
-from stretto.weights.shared import OpenedBuffers, SharedBuffers
+from stretto.weights.ipc_buffers import OpenedBuffers, SharedBuffers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NBYTES = 1 << 20

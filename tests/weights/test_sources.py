@@ -13,29 +13,30 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from models import Case, pipeline
 from ranks import Ranks
 from stretto.ir.errors import WeightsError
-from stretto.weights.boxes import Box, inside, whole
-from stretto.weights.export import Export
-from stretto.weights.files import Safetensors
-from stretto.weights.held import Held, Source
-from stretto.weights.manifest import Entry
-from stretto.weights.sources import Tensors, _runs, as_source, local_runs, of_module
+from stretto.weights.manifest import TensorSpec
+from stretto.weights.regions import Region, inside, whole
+from stretto.weights.sources.export import Export
+from stretto.weights.sources.safetensors import Safetensors
+from stretto.weights.sources.shard import Shard, Source
+from stretto.weights.sources.tensors import Tensors, _runs, as_source, local_runs, of_module
 
-Told = list[tuple[Entry, Box, Tensor]]
+Status = list[tuple[TensorSpec, Region, Tensor]]
 """What a rank holds, as it can be sent to the test."""
 
 
-def told(source: Source) -> Told:
+def told(source: Source) -> Status:
     return [(part.entry, part.box, part.read().clone()) for part in source.held()]
 
 
-def assembled(ranks: Iterable[Told], *, once: bool = True) -> dict[str, Tensor]:
+def assembled(ranks: Iterable[Status], *, once: bool = True) -> dict[str, Tensor]:
     """The whole tensors; every element must be there, and with `once` on one rank only."""
     made: dict[str, Tensor] = {}
     times: dict[str, Tensor] = {}
@@ -54,7 +55,7 @@ def assembled(ranks: Iterable[Told], *, once: bool = True) -> dict[str, Tensor]:
     return made
 
 
-def entries(ranks: Iterable[Told]) -> dict[str, list[int]]:
+def entries(ranks: Iterable[Status]) -> dict[str, list[int]]:
     """On which ranks each tensor is."""
     found: dict[str, list[int]] = {}
     for number, rank in enumerate(ranks):
@@ -112,22 +113,22 @@ def _coordinates(rank: int, cuts: list[tuple[int, int]]) -> Iterator[tuple[int, 
 # DTensors of real ranks.
 
 PLACED: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
-    "rows": ((8, 3), (Shard(0), Shard(0))),
-    "uneven rows": ((7, 3), (Shard(0), Shard(0))),
-    "fewer rows than ranks": ((3, 2), (Shard(0), Shard(0))),
-    "rows and columns": ((5, 7), (Shard(0), Shard(1))),
-    "columns and rows": ((5, 7), (Shard(1), Shard(0))),
-    "third dimension": ((2, 3, 9), (Replicate(), Shard(2))),
-    "outer": ((6, 2), (Shard(0), Replicate())),
-    "inner": ((6, 2), (Replicate(), Shard(1))),
+    "rows": ((8, 3), (ShardPlacement(0), ShardPlacement(0))),
+    "uneven rows": ((7, 3), (ShardPlacement(0), ShardPlacement(0))),
+    "fewer rows than ranks": ((3, 2), (ShardPlacement(0), ShardPlacement(0))),
+    "rows and columns": ((5, 7), (ShardPlacement(0), ShardPlacement(1))),
+    "columns and rows": ((5, 7), (ShardPlacement(1), ShardPlacement(0))),
+    "third dimension": ((2, 3, 9), (Replicate(), ShardPlacement(2))),
+    "outer": ((6, 2), (ShardPlacement(0), Replicate())),
+    "inner": ((6, 2), (Replicate(), ShardPlacement(1))),
     "everywhere": ((3, 3), (Replicate(), Replicate())),
     "scalar": ((), (Replicate(), Replicate())),
-    "nothing": ((0, 4), (Shard(0), Shard(1))),
+    "nothing": ((0, 4), (ShardPlacement(0), ShardPlacement(1))),
     "nothing whole": ((4, 0), (Replicate(), Replicate())),
-    "strided": ((8, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+    "strided": ((8, 2), (_StridedShard(0, split_factor=2), ShardPlacement(0))),
     "strided alone": ((8, 2), (_StridedShard(0, split_factor=2), Replicate())),
-    "strided uneven": ((10, 2), (_StridedShard(0, split_factor=2), Shard(0))),
-    "strided columns": ((3, 12), (Shard(0), _StridedShard(1, split_factor=3))),
+    "strided uneven": ((10, 2), (_StridedShard(0, split_factor=2), ShardPlacement(0))),
+    "strided columns": ((3, 12), (ShardPlacement(0), _StridedShard(1, split_factor=3))),
 }
 
 
@@ -135,7 +136,7 @@ def values(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
 
 
-def hold_placed(_: Any) -> Told:
+def hold_placed(_: Any) -> Status:
     mesh = init_device_mesh("cpu", (2, 2))
     pairs = [
         (name, nn.Parameter(distribute_tensor(values(shape), mesh, placements, src_data_rank=None)))
@@ -180,14 +181,14 @@ class Odd(nn.Module):
 ODD = ["kept", "up.weight", "up.bias", "down.weight", "again.weight", "again.bias"]
 
 
-def hold_fsdp(_: Any) -> Told:
+def hold_fsdp(_: Any) -> Status:
     module = Odd()
     fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
     assert isinstance(module.up.weight, DTensor)
     return told(as_source(module))
 
 
-def hold_fsdp_and_tensor_parallel(_: Any, width: int) -> Told:
+def hold_fsdp_and_tensor_parallel(_: Any, width: int) -> Status:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(4)
     module = nn.Sequential(nn.Linear(6, width), nn.Linear(6, width))
@@ -223,7 +224,9 @@ def test_fsdp_over_tensor_parallel_is_put_together_rightly(ranks: Ranks, width: 
 def refusals(_: Any) -> list[str]:
     wide = init_device_mesh("cpu", (4,))
     partly = DTensor.from_local(torch.ones(2), wide, [Partial()])
-    uneven = DTensor.from_local(torch.ones(1 + wide.get_local_rank()), wide, [Shard(0)], shape=(10,), stride=(1,))
+    uneven = DTensor.from_local(
+        torch.ones(1 + wide.get_local_rank()), wide, [ShardPlacement(0)], shape=(10,), stride=(1,)
+    )
     said = []
     for name, tensor in {"partly": partly, "uneven": uneven}.items():
         try:
@@ -247,16 +250,19 @@ def test_dtensors_that_cannot_be_put_together_are_refused(ranks: Ranks) -> None:
 
 
 def test_shards_of_which_it_is_not_clear_where_they_lie_are_refused() -> None:
-    placements, mesh = (_StridedShard(0, split_factor=2), Shard(0)), (3, 2)  # FSDP over 3 of tensor parallelism over 2
+    placements, mesh = (
+        (_StridedShard(0, split_factor=2), ShardPlacement(0)),
+        (3, 2),
+    )  # FSDP over 3 of tensor parallelism over 2
     assert _runs("t", 8, 0, placements, mesh, (2, 0)) == []
     assert _runs("t", 12, 0, placements, mesh, (2, 0)) == [(4, 6)]
     with pytest.raises(WeightsError, match=r"t is 7 long in dimension 0, which .* does not cut evenly enough"):
         _runs("t", 7, 0, placements, mesh, (2, 0))
 
 
-def hold_part_of_the_mesh(pp: Any) -> Told:
+def hold_part_of_the_mesh(pp: Any) -> Status:
     some = DeviceMesh("cpu", [1, 2])
-    pairs = [("t", DTensor.from_local(torch.full((2,), float(pp.get_local_rank())), some, [Shard(0)]))]
+    pairs = [("t", DTensor.from_local(torch.full((2,), float(pp.get_local_rank())), some, [ShardPlacement(0)]))]
     return told(Tensors(pairs))
 
 
@@ -266,9 +272,9 @@ def test_a_rank_outside_of_a_tensors_mesh_holds_none_of_it(ranks: Ranks) -> None
     assert assembled(found)["t"].tolist() == [1, 1, 2, 2]
 
 
-def hold_experts(_: Any) -> Told:
+def hold_experts(_: Any) -> Status:
     mesh = init_device_mesh("cpu", (2, 2))
-    placed = distribute_tensor(values((5, 4, 6)), mesh, (Shard(0), Shard(2)), src_data_rank=None)
+    placed = distribute_tensor(values((5, 4, 6)), mesh, (ShardPlacement(0), ShardPlacement(2)), src_data_rank=None)
     export = Export(unstack={"*.experts": "{0}.experts.{expert}"})
     return told(export([("a.experts", placed)]))
 
@@ -283,7 +289,7 @@ def test_experts_of_a_dtensor_are_unstacked_where_they_are(ranks: Ranks) -> None
     assert places["a.experts.4"] == [2, 3]
 
 
-def hold_pipeline(mesh: Any, case: Case) -> Told:
+def hold_pipeline(mesh: Any, case: Case) -> Status:
     pipe = pipeline(mesh, case)
     try:
         return told(as_source(pipe))
@@ -332,8 +338,8 @@ def test_an_iterator_of_pairs_can_be_held_twice() -> None:
 class Other:
     everywhere = True
 
-    def held(self) -> Iterable[Held]:
-        return [Held.whole("x", torch.zeros(1))]
+    def held(self) -> Iterable[Shard]:
+        return [Shard.whole("x", torch.zeros(1))]
 
 
 def test_whatever_can_be_a_source_becomes_one(tmp_path: Path) -> None:

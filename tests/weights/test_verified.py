@@ -16,16 +16,17 @@ from torch import Tensor
 import pushes
 from ranks import Ranks
 from stretto.ir.errors import WeightsError
-from stretto.weights import loading, spread
-from stretto.weights.conversation import Hooks
-from stretto.weights.export import Export
-from stretto.weights.held import Held
-from stretto.weights.live import shared, unfit
-from stretto.weights.manifest import Entry
-from stretto.weights.receiver import Receiver
-from stretto.weights.remotes import status
-from stretto.weights.rows import first_change
-from stretto.weights.sender import Sender
+from stretto.weights.manifest import TensorSpec
+from stretto.weights.receive import loaders as loading
+from stretto.weights.receive.memory_layouts import shared, unfit
+from stretto.weights.receive.receiver import Receiver
+from stretto.weights.receive.rows import first_change
+from stretto.weights.receive.session import Hooks
+from stretto.weights.send import reshard as spread
+from stretto.weights.send.remotes import status
+from stretto.weights.send.sender import Sender
+from stretto.weights.sources.export import Export
+from stretto.weights.sources.shard import Shard
 
 
 @pytest.fixture
@@ -322,14 +323,14 @@ def test_a_tensor_whose_memory_was_cut_where_it_lies_is_refused(folder: Path) ->
 def test_a_tensor_whose_memory_is_cut_while_others_are_loaded_is_not_written(
     folder: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live, load = {name: torch.zeros(60) for name in ("a", "b")}, loading.Writing.load
+    live, load = {name: torch.zeros(60) for name in ("a", "b")}, loading.InPlaceLoader.load
 
     def disturbed(writing: Any, number: int, *given: Any) -> None:
         if number == 1:
             live["b"].untyped_storage().resize_(size)
         load(writing, number, *given)
 
-    monkeypatch.setattr(loading.Writing, "load", disturbed)
+    monkeypatch.setattr(loading.InPlaceLoader, "load", disturbed)
     with Engine(folder, live) as engine, Sender(device="cpu", bucket_bytes=256) as sender:
         with pytest.raises(WeightsError, match=r"bucket 1 \(b\): b was replaced, or its memory cut"):
             push(sender, engine, {name: torch.ones(60) for name in live})
@@ -381,7 +382,7 @@ def test_a_tensor_that_changes_while_others_are_loaded_is_found(
     folder: Path, how: str, hooks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = {name: torch.zeros(60) for name in ("a", "b")}
-    load = loading.Writing.load
+    load = loading.InPlaceLoader.load
 
     def disturbed(writing: Any, number: int, *given: Any) -> None:
         if number == 1 and how == "changed":
@@ -392,7 +393,7 @@ def test_a_tensor_that_changes_while_others_are_loaded_is_found(
 
     with Engine(folder, live, **hooks) as engine, Sender(device="cpu", bucket_bytes=256) as sender:
         with monkeypatch.context() as patch:
-            patch.setattr(loading.Writing, "load", disturbed)
+            patch.setattr(loading.InPlaceLoader, "load", disturbed)
             with pytest.raises(WeightsError, match=f"a {how} after it was loaded"):
                 push(sender, engine, {name: torch.ones(60) for name in live})
         assert engine.receiver.status.state == "dirty"
@@ -459,9 +460,9 @@ class Odd:
     def __init__(self, *starts: int) -> None:
         self._starts = starts
 
-    def held(self) -> list[Held]:
-        entry = Entry("w", "float32", (4,))
-        return [Held(entry, ((at, at + 2),), lambda: torch.ones(2)) for at in self._starts]
+    def held(self) -> list[Shard]:
+        entry = TensorSpec("w", "float32", (4,))
+        return [Shard(entry, ((at, at + 2),), lambda: torch.ones(2)) for at in self._starts]
 
 
 @pytest.mark.parametrize("starts", [(0, 4), (-1, 2), (0, 3)])

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 from pushes import until
 from stretto.ir.errors import WeightsError
-from stretto.weights.doors import connect, read_secret
-from stretto.weights.manifest import Entry, Manifest
+from stretto.weights.connection import PROTOCOL, Connection, PeerClosed
+from stretto.weights.ipc_buffers import SharedBuffers
+from stretto.weights.listener import connect, read_secret
+from stretto.weights.manifest import Manifest, TensorSpec
 from stretto.weights.messages import (
     Abandon,
-    Ask,
     Beat,
     Begin,
     Begun,
@@ -41,22 +42,21 @@ from stretto.weights.messages import (
     Proof,
     Ready,
     Serving,
+    Status,
+    StatusRequest,
     Taken,
-    Told,
     Unknown,
 )
-from stretto.weights.receiver import Receiver
-from stretto.weights.remotes import status
-from stretto.weights.sender import Sender
-from stretto.weights.shared import SharedBuffers
-from stretto.weights.wire import PROTOCOL, Connection, Gone
+from stretto.weights.receive.receiver import Receiver
+from stretto.weights.send.remotes import status
+from stretto.weights.send.sender import Sender
 from weights_victims import Team, Worker, receive
 
 SECONDS = 30.0
 SECRET = b"7e4bd8a1c3f0925566d0a7be18c2f94d"
 
 
-class Door:
+class Listener:
     """A receiver, somebody who may push to it, and anybody else."""
 
     def __init__(self, folder: Path, kind: str) -> None:
@@ -127,15 +127,15 @@ def drained(stream: socket.socket) -> bytes:
 
 
 @pytest.fixture(scope="module", params=["unix", "tcp"])
-def door(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    made = Door(tmp_path_factory.mktemp("door"), request.param)
+def door(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listener]:
+    made = Listener(tmp_path_factory.mktemp("door"), request.param)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    made = Door(tmp_path_factory.mktemp("guarded"), "tcp")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listener]:
+    made = Listener(tmp_path_factory.mktemp("guarded"), "tcp")
     yield made
     made.close()
 
@@ -149,7 +149,7 @@ def said(*messages: Message) -> bytes:
 
 
 HELLO = said(Hello(PROTOCOL, bytes(32)))
-MANIFEST = Manifest("evil", (Entry("w", "float32", (100,)),))
+MANIFEST = Manifest("evil", (TensorSpec("w", "float32", (100,)),))
 
 
 def opening(**changes: Any) -> Open:
@@ -180,13 +180,15 @@ def messages() -> Any:
     number, text = st.integers(-(2**63), 2**63 - 1), st.text(max_size=20)
     buffers = st.builds(Buffers, number, number, handle=st.binary(max_size=64), offset=number)
     entry = st.builds(
-        Entry, text, st.sampled_from(["float32", "nonsense", ""]), st.lists(number, max_size=3).map(tuple)
+        TensorSpec, text, st.sampled_from(["float32", "nonsense", ""]), st.lists(number, max_size=3).map(tuple)
     )
     manifests = st.builds(Manifest, text, st.lists(entry, max_size=3).map(tuple))
     return st.one_of(
         st.builds(Hello, st.sampled_from([PROTOCOL, 0, 2, 2**40]), st.binary(max_size=40)),
         st.builds(Proof, st.binary(max_size=40)),
-        st.sampled_from([Beat(), Ask(), Unknown(), Paused(), Begin(), End(), Commit(), Ready([1, 2], [[0, 1]])]),
+        st.sampled_from(
+            [Beat(), StatusRequest(), Unknown(), Paused(), Begin(), End(), Commit(), Ready([1, 2], [[0, 1]])]
+        ),
         st.builds(Open, text, text, text, number, st.booleans(), buffers, st.floats(), manifests | st.none()),
         st.builds(opening, buffers=buffers),
         st.builds(Pause, st.sampled_from(["wait", "abort", "keep"]), st.floats()),
@@ -196,7 +198,7 @@ def messages() -> Any:
         st.builds(Serving, text),
         st.builds(Abandon, text),
         st.builds(Failed, text, st.booleans()),
-        st.builds(Told, st.sampled_from(["serving", "dirty"]), text, text, text, text),
+        st.builds(Status, st.sampled_from(["serving", "dirty"]), text, text, text, text),
     )
 
 
@@ -234,7 +236,7 @@ DEEP = framed(b"\x82\xa4type\xa4Open\xa1x" + b"\x91" * 3000)
 @example(data=HELLO + (2**64 - 1).to_bytes(8, "big"))
 @example(data=HELLO + said(opening(), Pause("wait", 60), Begin(), Filled(0, 0, b""), End(), Commit()))
 @settings(max_examples=100)
-def test_nonsense_changes_nothing(door: Door, data: bytes) -> None:
+def test_nonsense_changes_nothing(door: Listener, data: bytes) -> None:
     before = door.receiver.status
     files = len(os.listdir("/proc/self/fd"))
     door.throw(data)
@@ -246,15 +248,15 @@ def test_nonsense_changes_nothing(door: Door, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("size", [4097, 1 << 40, 2**64 - 1])
-def test_a_long_message_is_not_waited_for_before_the_greeting(door: Door, size: int) -> None:
+def test_a_long_message_is_not_waited_for_before_the_greeting(door: Listener, size: int) -> None:
     with door.dial() as stream:
         stream.sendall(size.to_bytes(8, "big") + b"x")
         drained(stream)  # while this side has not hung up
     door.push()
 
 
-def test_another_protocol_is_refused_and_logged(door: Door, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "stretto.weights.receiver"), door.dial() as stream:
+def test_another_protocol_is_refused_and_logged(door: Listener, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "stretto.weights.receive.receiver"), door.dial() as stream:
         stream.sendall(said(Hello(PROTOCOL + 1, bytes(32))))
         drained(stream)
         deadline = time.monotonic() + SECONDS
@@ -270,11 +272,11 @@ def after_opening(connection: Connection, *words: Message) -> list[Message]:
     buffers, files = shared.described(local=connection.local)
     heard = []
     try:
-        connection.tell(opening(buffers=buffers), files)
-        assert isinstance(connection.hear(seconds=SECONDS)[0], Ready)
+        connection.send(opening(buffers=buffers), files)
+        assert isinstance(connection.recv(seconds=SECONDS)[0], Ready)
         for word in words:
-            connection.tell(word)
-            heard.append(connection.hear(seconds=SECONDS)[0])
+            connection.send(word)
+            heard.append(connection.recv(seconds=SECONDS)[0])
     finally:
         shared.close()
     return heard
@@ -283,11 +285,11 @@ def after_opening(connection: Connection, *words: Message) -> list[Message]:
 @pytest.mark.parametrize(
     "word", [Filled(0, 0, b""), End(), Commit(), Hello(PROTOCOL, bytes(32)), Taken(0), Ready(), Failed("")], ids=repr
 )
-def test_messages_out_of_turn_are_refused_and_change_nothing(door: Door, word: Message) -> None:
+def test_messages_out_of_turn_are_refused_and_change_nothing(door: Listener, word: Message) -> None:
     before = door.receiver.status
     connection = connect(door.address, door.secret)
     try:
-        (answer, told) = after_opening(connection, word, Ask())
+        (answer, told) = after_opening(connection, word, StatusRequest())
     finally:
         connection.close()
     assert isinstance(answer, Failed)
@@ -296,32 +298,32 @@ def test_messages_out_of_turn_are_refused_and_change_nothing(door: Door, word: M
     door.push()
 
 
-def test_what_was_opened_before_is_not_taken_for_what_is_not_known(door: Door) -> None:
+def test_what_was_opened_before_is_not_taken_for_what_is_not_known(door: Listener) -> None:
     connection = connect(door.address, door.secret)
     shared = SharedBuffers(512, torch.device("cpu"))
     try:
         after_opening(connection)
-        connection.tell(Abandon("no"))
+        connection.send(Abandon("no"))
         buffers, files = shared.described(local=connection.local)
         other = msgspec.structs.replace(opening(buffers=buffers), digest="another", manifest=None)
-        connection.tell(other, files)
-        assert isinstance(connection.hear(seconds=SECONDS)[0], Unknown)
-        connection.tell(Pause("wait", 60))
-        assert connection.hear(seconds=SECONDS)[0] == Failed("nothing was opened", dirty=False)
+        connection.send(other, files)
+        assert isinstance(connection.recv(seconds=SECONDS)[0], Unknown)
+        connection.send(Pause("wait", 60))
+        assert connection.recv(seconds=SECONDS)[0] == Failed("nothing was opened", dirty=False)
     finally:
         connection.close()
         shared.close()
     door.push()
 
 
-def test_nonsense_in_the_middle_of_an_update_is_no_end_of_the_receiver(door: Door) -> None:
+def test_nonsense_in_the_middle_of_an_update_is_no_end_of_the_receiver(door: Listener) -> None:
     connection = connect(door.address, door.secret)
     try:
         assert after_opening(connection, Pause("wait", 60), Begin()) == [Paused(), Begun()]
         assert door.receiver.status.state == "loading"
         connection._stream.sendall(NOT_UTF8)
-        with pytest.raises(Gone):
-            connection.hear(seconds=SECONDS)
+        with pytest.raises(PeerClosed):
+            connection.recv(seconds=SECONDS)
     finally:
         connection.close()
     until(lambda: door.receiver.status.state == "serving", SECONDS)  # for nothing was written
@@ -332,7 +334,7 @@ def test_nonsense_in_the_middle_of_an_update_is_no_end_of_the_receiver(door: Doo
 # Crowds.
 
 
-def test_somebody_who_says_nothing_keeps_nobody_out_and_is_thrown_out(guarded: Door) -> None:
+def test_somebody_who_says_nothing_keeps_nobody_out_and_is_thrown_out(guarded: Listener) -> None:
     with guarded.dial() as silent, guarded.dial() as slow:
         slow.sendall(HELLO[:3])
         guarded.push()
@@ -341,7 +343,7 @@ def test_somebody_who_says_nothing_keeps_nobody_out_and_is_thrown_out(guarded: D
     guarded.push()
 
 
-def test_a_crowd_that_says_nothing_keeps_nobody_out(door: Door) -> None:
+def test_a_crowd_that_says_nothing_keeps_nobody_out(door: Listener) -> None:
     with contextlib.ExitStack() as held:
         for _ in range(40):
             held.enter_context(door.dial())
@@ -373,7 +375,7 @@ def test_what_a_killed_process_has_left_is_taken_over(folder: Path) -> None:
     address = f"unix://{folder}/door"
     victim = Worker(receive, address, "")
     try:
-        assert victim.hear() == "ready"
+        assert victim.recv() == "ready"
         with pytest.raises(WeightsError, match=f"another process listens at {address}"):
             Receiver(address, lambda _: None)
         os.kill(victim.pid, signal.SIGKILL)
@@ -500,18 +502,18 @@ def test_a_secret_is_long_and_for_its_user_alone(folder: Path, data: bytes | Non
 class Tap:
     """Listens in on one conversation."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Listener) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
         self.said: dict[str, bytearray] = {"client": bytearray(), "server": bytearray()}
-        self._door = door
+        self._listener = door
         self._thread = threading.Thread(target=self._pass)
         self._thread.start()
 
     def _pass(self) -> None:
         client, _ = self._server.accept()
         client.settimeout(SECONDS)
-        with client, self._door.dial() as server:
+        with client, self._listener.dial() as server:
             back = threading.Thread(target=self._copy, args=("server", server, client))
             back.start()
             self._copy("client", client, server)
@@ -534,7 +536,7 @@ class Tap:
         assert not self._thread.is_alive()
 
 
-def test_the_secret_is_never_said_and_what_was_said_is_of_no_use_to_others(guarded: Door) -> None:
+def test_the_secret_is_never_said_and_what_was_said_is_of_no_use_to_others(guarded: Listener) -> None:
     with Tap(guarded) as tap:
         assert status(tap.address, secret=SECRET) == guarded.receiver.status
     client, server = bytes(tap.said["client"]), bytes(tap.said["server"])
@@ -550,7 +552,7 @@ def test_the_secret_is_never_said_and_what_was_said_is_of_no_use_to_others(guard
     guarded.push()
 
 
-def test_what_the_receiver_proves_does_not_prove_it_of_another(guarded: Door) -> None:
+def test_what_the_receiver_proves_does_not_prove_it_of_another(guarded: Listener) -> None:
     """Neither its nonce nor, by asking it elsewhere, its own proof."""
     with guarded.dial() as stream:
         hello = stream.recv(1 << 12)
@@ -569,7 +571,7 @@ def _kinds(data: bytes) -> list[str]:
 
 
 @pytest.mark.parametrize("secret", [b"another secret of enough bytes", SECRET[:-1], SECRET + b"0", SECRET.upper()])
-def test_a_wrong_secret_is_refused(guarded: Door, secret: bytes) -> None:
+def test_a_wrong_secret_is_refused(guarded: Listener, secret: bytes) -> None:
     before = guarded.receiver.status
     with pytest.raises(WeightsError, match=guarded.address) as error:
         status(guarded.address, secret=secret)
@@ -578,7 +580,7 @@ def test_a_wrong_secret_is_refused(guarded: Door, secret: bytes) -> None:
     guarded.push()
 
 
-def test_a_receiver_that_does_not_know_the_secret_is_told_nothing(guarded: Door) -> None:
+def test_a_receiver_that_does_not_know_the_secret_is_told_nothing(guarded: Listener) -> None:
     """Somebody who has taken a receiver's address gets no proof that would open the real one."""
     words: list[bytes] = []
 
@@ -601,30 +603,35 @@ def test_a_receiver_that_does_not_know_the_secret_is_told_nothing(guarded: Door)
     assert _kinds(guarded.throw(b"".join(words))) == ["Hello"]
 
 
-def test_before_the_proof_nothing_is_told(guarded: Door) -> None:
-    for words in ((Ask(),), (Proof(b""), Ask()), (Proof(bytes(32)), Ask()), (Hello(PROTOCOL, bytes(32)), Ask())):
+def test_before_the_proof_nothing_is_told(guarded: Listener) -> None:
+    for words in (
+        (StatusRequest(),),
+        (Proof(b""), StatusRequest()),
+        (Proof(bytes(32)), StatusRequest()),
+        (Hello(PROTOCOL, bytes(32)), StatusRequest()),
+    ):
         assert _kinds(guarded.throw(HELLO + said(*words))) == ["Hello"]
 
 
 @pytest.fixture
-def two(guarded: Door) -> Iterator[list[Connection]]:
+def two(guarded: Listener) -> Iterator[list[Connection]]:
     made = [connect(guarded.address, guarded.secret) for _ in range(2)]
     yield made
     for connection in made:
         connection.close()
 
 
-def test_of_two_senders_one_is_refused_while_the_other_pushes(guarded: Door, two: list[Connection]) -> None:
+def test_of_two_senders_one_is_refused_while_the_other_pushes(guarded: Listener, two: list[Connection]) -> None:
     first, second = two
     assert after_opening(first, Pause("wait", 60)) == [Paused()]
-    second.tell(opening())
-    assert second.hear(seconds=SECONDS)[0] == Failed("is busy with another update", dirty=False)
+    second.send(opening())
+    assert second.recv(seconds=SECONDS)[0] == Failed("is busy with another update", dirty=False)
     first.close()
     guarded.push()
 
 
-def test_a_sender_between_two_pushes_keeps_nobody_out(guarded: Door, two: list[Connection]) -> None:
-    assert after_opening(two[0], Ask()) == [guarded.receiver.status]
-    two[0].tell(Abandon("something else came up"))
+def test_a_sender_between_two_pushes_keeps_nobody_out(guarded: Listener, two: list[Connection]) -> None:
+    assert after_opening(two[0], StatusRequest()) == [guarded.receiver.status]
+    two[0].send(Abandon("something else came up"))
     until(lambda: not guarded.receiver._standing.opened, SECONDS)
     guarded.push()

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from stretto.check.violation import Violation
 from stretto.check.waits import Waits
+from stretto.program.buffers import refills
 from stretto.program.program import Program
-from stretto.program.slots import refills
 
 
 def buffers(program: Program, waits: Waits) -> Iterator[Violation]:

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from stretto.check.violation import Violation
+from stretto.program.columns import Bools, grouped
 from stretto.program.program import Program
 from stretto.program.task import BACKWARDS, COPIES, FORWARDS, WEIGHTS, Kind
-from stretto.program.work import Bools, grouped
 
 
 def coverage(program: Program) -> Iterator[Violation]:

@@ -7,10 +7,10 @@ import numpy as np
 
 from stretto.check.dependencies import required
 from stretto.check.violation import Violation
+from stretto.program.columns import Bools, Ints, last_before
 from stretto.program.graph import Graph, need_edges, queue_edges, wait_graph
 from stretto.program.program import Program
 from stretto.program.task import Kind
-from stretto.program.work import Bools, Ints, last_before
 
 
 def deadlock(program: Program, actions: Graph) -> Iterator[Violation]:
@@ -121,7 +121,7 @@ def _wait(program: Program, waiting: int, awaited: int) -> str:
 
 def _name(program: Program, index: int) -> str:
     task = program.task(index)
-    if program.mate[index] < 0 or task.kind in (Kind.BROADCAST, Kind.REDUCE, Kind.CALL):
-        return str(task) if program.mate[index] >= 0 else f"{task} on device {task.device}"
-    send = task if task.lane.name == "send" else program.task(int(program.mate[index]))
+    if program.counterpart[index] < 0 or task.kind in (Kind.BROADCAST, Kind.REDUCE, Kind.CALL):
+        return str(task) if program.counterpart[index] >= 0 else f"{task} on device {task.device}"
+    send = task if task.lane.name == "send" else program.task(int(program.counterpart[index]))
     return f"{send} from device {send.device} to {send.lane.peer}"

@@ -7,9 +7,9 @@ import numpy as np
 
 from stretto.check.violation import Violation
 from stretto.check.waits import Waits
+from stretto.program.columns import Ints
 from stretto.program.program import Program
 from stretto.program.task import COPIES, Kind
-from stretto.program.work import Ints
 
 
 def dependencies(program: Program, waits: Waits, *, transfers: bool) -> Iterator[Violation]:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from stretto.check.violation import Violation
+from stretto.program.columns import Bools, Ints
 from stretto.program.program import Program
 from stretto.program.task import LANES, RECEIVES, SENDS, Kind
-from stretto.program.work import Bools, Ints
 
 
 def lanes(program: Program) -> Iterator[Violation]:

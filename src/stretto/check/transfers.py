@@ -6,9 +6,9 @@ import numpy as np
 
 from stretto.check.placement import home_devices, settled, transfer_ends
 from stretto.check.violation import Violation
+from stretto.program.columns import Bools
 from stretto.program.program import Program
 from stretto.program.task import BACKWARDS, SENDS, Kind
-from stretto.program.work import Bools
 
 
 def transfers(program: Program, judged: Bools) -> Iterator[Violation]:
@@ -56,7 +56,7 @@ def _missing(kind: Kind, stage: int, microbatch: int, here: int, there: int) -> 
 
 
 def _unmatched(program: Program, judged: Bools) -> Iterator[Violation]:
-    for task in np.flatnonzero(judged & (program.mate < 0)).tolist():
+    for task in np.flatnonzero(judged & (program.counterpart < 0)).tolist():
         it = program.task(task)
         does, other = ("sends to", "receives it there") if it.kind in SENDS else ("waits for", "sends it from there")
         message = f"{it} on device {it.device} {does} device {it.lane.peer}, but nothing {other}"
@@ -65,14 +65,14 @@ def _unmatched(program: Program, judged: Bools) -> Iterator[Violation]:
 
 def transfer_order(program: Program) -> Iterator[Violation]:
     """Along a link, things arrive in the order they were sent."""
-    sent = np.flatnonzero(program.work.among(SENDS) & (program.mate >= 0))
+    sent = np.flatnonzero(program.work.among(SENDS) & (program.counterpart >= 0))
     sent = sent[np.argsort(program.lane[sent], kind="stable")]
     first, second = sent[:-1], sent[1:]
-    swapped = (program.lane[first] == program.lane[second]) & (program.mate[first] > program.mate[second])
+    swapped = (program.lane[first] == program.lane[second]) & (program.counterpart[first] > program.counterpart[second])
     for a, b in zip(first[swapped].tolist(), second[swapped].tolist(), strict=True):
         lane = program.lanes[program.lane[a]]
         message = (
             f"device {lane.device} sends {program.task(a)} before {program.task(b)}, "
-            f"but device {lane.peer} receives {program.task(int(program.mate[b]))} first"
+            f"but device {lane.peer} receives {program.task(int(program.counterpart[b]))} first"
         )
         yield Violation("transfers", message, (a, b))

@@ -6,10 +6,10 @@ import numpy as np
 
 from stretto.check.violation import Violation
 from stretto.check.waits import Waits
+from stretto.program.buffers import by_bucket
+from stretto.program.columns import Bools, Ints
 from stretto.program.program import Program
-from stretto.program.slots import by_bucket
 from stretto.program.task import UPDATES, Kind
-from stretto.program.work import Bools, Ints
 
 
 def update(program: Program, waits: Waits) -> Iterator[Violation]:
@@ -58,7 +58,7 @@ def _meetings(program: Program, sent: Ints) -> Iterator[Violation]:
     end = sent[0]
     for _ in range(len(sent)):
         met[program.device[end], bucket] |= sent[program.device[end], bucket] == end
-        end = program.mate[end]
+        end = program.counterpart[end]
     for k in np.flatnonzero(~met.all(axis=0) | (end != sent[0])).tolist():
         message = f"the ends of {program.task(int(sent[0, k]))} do not meet, one on every device"
         yield Violation("transfers", message, tuple(sent[:, k].tolist()))

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from stretto.check.violation import Violation
+from stretto.program.columns import Bools, Ints
 from stretto.program.program import Program
-from stretto.program.work import Bools, Ints
 
 
 class Waits:

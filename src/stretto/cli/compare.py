@@ -16,7 +16,7 @@ from stretto.cli.inputs import (
     Devices,
     Json,
     Layers,
-    Making,
+    LowerOptions,
     Microbatches,
     Offload,
     Overlap,
@@ -30,7 +30,7 @@ from stretto.cli.inputs import (
     read_costs,
     training_of,
 )
-from stretto.costs import Costs, Shared
+from stretto.costs import Costs, SharedResource
 from stretto.draw import draw_comparison
 from stretto.ir.errors import CostError, PlanError, StrettoError
 from stretto.schedules.catalogue import SCHEDULES, schedule_named
@@ -112,14 +112,14 @@ def compare(
     table = read_costs(cost, costs)
     if output is not None and output.suffix.lower() not in (".svg", ".png"):
         raise PlanError(f"-o draws .svg or .png (got {output})")
-    making = Making(layers, offload, recompute, wgrad_microbatches)
+    options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
     simulated = not names or not all(map(is_trace, names))  # anything that costs and the like are for
     timelines, refused = {}, []
     for name, sizes in _targets(names or [], Sizes(devices, microbatches, virtual, overlap)):
         label = name + " +overlap" * sizes.overlap
         with working(f"simulating {label}"):
             try:
-                given = (Making(), CostTable(table.costs)) if simulated and is_trace(name) else (making, table)
+                given = (LowerOptions(), CostTable(table.costs)) if simulated and is_trace(name) else (options, table)
                 timelines[label] = training_of(name, sizes, *given, same_model=True)
             except StrettoError as error:
                 reason = str(error) if str(error).startswith(name) else f"{label}: {error}"
@@ -127,7 +127,7 @@ def compare(
                     raise type(error)(reason) from None
                 refused.append(reason)
     _demand_one_unit(timelines)
-    note_free_copies(making, timelines.values())
+    note_free_copies(options, timelines.values())
     sizes_differ = _differing_sizes(timelines)
     fitted = {name: _fitted(timeline, cores) for name, timeline in timelines.items() if fit and is_trace(name)}
     timelines |= {f"{name}, fitted": timeline for name, timeline in fitted.items()}
@@ -179,7 +179,7 @@ def _differing_sizes(timelines: dict[str, Timeline]) -> str:
 def _fitted(timeline: Timeline, cores: int | None) -> Timeline:
     """What a simulation makes of a timeline's program, with costs fitted to its times."""
     program = timeline.program
-    shared = {} if cores is None else {"cores": Shared(cores, {"compute": 1}, devices=program.devices)}
+    shared = {} if cores is None else {"cores": SharedResource(cores, {"compute": 1}, devices=program.devices)}
     return simulate(program, msgspec.structs.replace(fit_costs(timeline), shared=shared))
 
 

@@ -86,7 +86,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class LowerOptions:
     """How a plan is to be lowered, as given on the command line."""
 
     layers: str | None = None
@@ -95,7 +95,7 @@ class Making:
     wgrad_microbatches: int = 1
 
     def given(self) -> bool:
-        return self != Making()
+        return self != LowerOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,22 +176,22 @@ def make_plan(name: str, sizes: Sizes) -> Plan:
     return schedule.make(devices=devices, microbatches=microbatches)
 
 
-def _sound_program(target: str, sizes: Sizes, making: Making, costs: Costs, *, same_model: bool) -> Program:
+def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, same_model: bool) -> Program:
     """A schedule or file as a program that has passed `check`."""
     if not is_file(target):
         plan = make_plan(target, sizes)
         if same_model:
             costs = costs.for_stages(plan.stages, devices=plan.devices)
-        layers = None if making.layers is None else cut_layers(parse_layers(making.layers), stages=plan.stages)
+        layers = None if options.layers is None else cut_layers(parse_layers(options.layers), stages=plan.stages)
         return lower(
             plan,
             layers=layers,
             costs=costs,
-            offload=making.offload,
-            recompute=making.recompute,
-            wgrad_microbatches=making.wgrad_microbatches,
+            offload=options.offload,
+            recompute=options.recompute,
+            wgrad_microbatches=options.wgrad_microbatches,
         )
-    if making.given():
+    if options.given():
         raise PlanError(
             "--layers, --offload, --recompute and --wgrad-microbatches go with a schedule's name, not with a file such "
             f"as {target}"
@@ -205,36 +205,40 @@ def _sound_program(target: str, sizes: Sizes, making: Making, costs: Costs, *, s
     return program
 
 
-def training_of(target: str, sizes: Sizes, making: Making, table: CostTable, *, same_model: bool = False) -> Timeline:
+def training_of(
+    target: str, sizes: Sizes, options: LowerOptions, table: CostTable, *, same_model: bool = False
+) -> Timeline:
     """The same of what can only be a training step."""
-    timeline = timeline_of(target, sizes, making, table, same_model=same_model)
+    timeline = timeline_of(target, sizes, options, table, same_model=same_model)
     if timeline.program.is_update:
         raise PlanError(f"{target} shows a weight update; stretto show draws it, stretto update simulates one")
     return timeline
 
 
-def timeline_of(target: str, sizes: Sizes, making: Making, table: CostTable, *, same_model: bool = False) -> Timeline:
+def timeline_of(
+    target: str, sizes: Sizes, options: LowerOptions, table: CostTable, *, same_model: bool = False
+) -> Timeline:
     """What a trace shows, or what the simulation of a schedule or file gives.
 
     With `same_model`, costs are a p-th of the model's, and each schedule's stages take their share.
     """
     if is_trace(target):
-        if making.given() or sizes.given():
+        if options.given() or sizes.given():
             raise PlanError(f"{target} is a timeline: sizes, --layers and the like go with a schedule's name")
         if table.times:
             raise CostError(f"{target} has its own times; leave {table.times[0]} out, only bytes matter here")
         return read_trace(Path(target))
     costs = table.costs
-    program = _sound_program(target, sizes, making, costs, same_model=same_model)
+    program = _sound_program(target, sizes, options, costs, same_model=same_model)
     if same_model:
         costs = costs.for_stages(program.placement.stages, devices=program.devices)
     return simulate(program, costs)
 
 
-def note_free_copies(making: Making, timelines: Iterable[Timeline]) -> None:
+def note_free_copies(options: LowerOptions, timelines: Iterable[Timeline]) -> None:
     """Say so where offloading was asked for and costs nothing."""
     copies = [(timeline.end - timeline.start)[timeline.program.work.among(COPIES)] for timeline in timelines]
-    if making.offload and any(len(times) and not times.any() for times in copies):
+    if options.offload and any(len(times) and not times.any() for times in copies):
         err.print(
             "note: copies to and from host memory take no time with these costs; "
             "a file (--costs) may give activation_bytes and the bandwidth of [host]"

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
-from stretto.broker.launch import launch
-from stretto.broker.model import PRESETS, LinkModel
 from stretto.cli.console import err, out
 from stretto.ir.extras import demand
+from stretto.onegpu_broker.launch import launch
+from stretto.onegpu_broker.link_model import PRESETS, SimulatedLink
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -48,7 +48,7 @@ def run(
     """
     demand("torch", extra="train", what="stretto onegpu")
     if link is not None:
-        LinkModel.parse(link)
+        SimulatedLink.parse(link)
     if not mps:
         err.print("without MPS the ranks take turns on the GPU: right, but slower")
     raise typer.Exit(launch([script, *context.args], devices, link=link, mps=mps))

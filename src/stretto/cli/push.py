@@ -99,8 +99,8 @@ def push(
       stretto push checkpoint/ --dry-run --devices 8
     """
     demand("torch", extra="train", what="stretto push")
-    from stretto.weights.files import Safetensors
     from stretto.weights.messages import InFlight
+    from stretto.weights.sources.safetensors import Safetensors
 
     if in_flight not in get_args(InFlight):
         raise WeightsError(f"--in-flight is one of {', '.join(get_args(InFlight))} (got {in_flight!r:.40})")
@@ -120,14 +120,14 @@ def push(
         if json:
             raise WeightsError("--dry-run prints for people; leave --json out")
         if not _rank():
-            _foresee(files, name, _ranks() if devices is None else devices, mode, device, options, output)
+            _predict(files, name, _ranks() if devices is None else devices, mode, device, options, output)
         return
     if devices is not None:
         raise WeightsError("--devices is for --dry-run; torchrun --nproc-per-node starts as many senders as you like")
     if not addresses:
         raise WeightsError("say where to push to: --to unix:///path (or --dry-run)")
     with _senders(device, backend) as (rank, mesh, where), _bar(shown=rank == 0 and not json) as bar:
-        from stretto.weights.sender import Sender
+        from stretto.weights.send.sender import Sender
 
         waits: dict[str, Any] = {"timeout": timeout, "bucket_timeout": bucket_timeout}
         with Sender(mesh, device=where, secret_file=secret_file, **waits, **options) as sender:
@@ -226,7 +226,7 @@ def _tell_failure(version: str, error: WeightsError) -> None:
 
 
 def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
-    from stretto.weights.report import counted, size
+    from stretto.weights.send.report import counted, size
 
     drawn = output is not None and _drawn(report, output)
     if json:
@@ -270,7 +270,7 @@ def _drawn(report: "Report", output: Path) -> bool:
     return True
 
 
-def _foresee(
+def _predict(
     files: Any,
     version: str,
     devices: int,
@@ -280,13 +280,13 @@ def _foresee(
     output: Path | None,
 ) -> None:
     """The plan of a push, with what this machine's copies are measured to be; a broadcast is taken as twice as fast."""
-    from stretto.weights.choose import Choice, bucket_bytes_for, buffers, choose
+    from stretto.weights.ipc_buffers import resolved
     from stretto.weights.layout import lay_out
     from stretto.weights.manifest import Manifest
-    from stretto.weights.report import counted
-    from stretto.weights.shared import resolved
-    from stretto.weights.speeds import copies
-    from stretto.weights.staging import free_bytes
+    from stretto.weights.send.choose import Choice, bucket_bytes_for, buffers, choose
+    from stretto.weights.send.report import counted
+    from stretto.weights.send.speeds import copies
+    from stretto.weights.send.staging import free_bytes
 
     if not 1 <= devices <= 4096:
         raise WeightsError(f"--devices is a number of senders from 1 to 4096 (got {devices})")

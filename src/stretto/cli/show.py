@@ -12,7 +12,7 @@ from stretto.cli.inputs import (
     CostFile,
     Devices,
     Layers,
-    Making,
+    LowerOptions,
     Microbatches,
     Offload,
     Overlap,
@@ -80,14 +80,14 @@ def show(
       stretto show interleaved --overlap --layers 'moe*8' --costs examples/phases.toml --offload 1 --lanes
     """
     sizes = Sizes(devices, microbatches, virtual, overlap)
-    making = Making(layers, offload, recompute, wgrad_microbatches)
+    options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
     if name is None:
-        if sizes.given() or making.given() or output is not None:
+        if sizes.given() or options.given() or output is not None:
             raise PlanError("name a schedule to draw or write; stretto show alone lists them")
         _list()
     elif output is not None:
         with working(f"writing {output}"):
-            _write(name, sizes, making, output, transfers=transfers, cost=cost, costs=costs, lanes=lanes)
+            _write(name, sizes, options, output, transfers=transfers, cost=cost, costs=costs, lanes=lanes)
         out.print(f"wrote {output}")
     else:
         if transfers:
@@ -96,8 +96,8 @@ def show(
             raise PlanError(f"--width needs at least 20 columns (got {width})")
         with working(f"simulating {name}"):
             table = read_costs(cost, costs)
-            timeline = timeline_of(name, sizes, making, table)
-            note_free_copies(making, [timeline])
+            timeline = timeline_of(name, sizes, options, table)
+            note_free_copies(options, [timeline])
             coloured = out.is_terminal and not out.no_color
             drawing = (draw_rich if coloured else draw_text)(timeline, width=width or out.width, lanes=lanes)
         out.print(drawing)
@@ -119,7 +119,7 @@ def _list() -> None:
 def _write(
     name: str,
     sizes: Sizes,
-    making: Making,
+    options: LowerOptions,
     path: Path,
     *,
     transfers: bool,
@@ -131,13 +131,13 @@ def _write(
     kind = figure_kind(path)
     if kind in (".svg", ".png", ".trace.json"):
         table = read_costs(cost, costs)
-        timeline = timeline_of(name, sizes, making, table)
-        note_free_copies(making, [timeline])
+        timeline = timeline_of(name, sizes, options, table)
+        note_free_copies(options, [timeline])
         write_figure(timeline, path, costs=table.costs, lanes=lanes)
         return
     if is_file(name):
         raise PlanError(f"-o draws a file as .svg, .png or .trace.json; its order is in {name} (got {path})")
-    if cost is not None or costs is not None or making.given() or lanes:
+    if cost is not None or costs is not None or options.given() or lanes:
         raise PlanError(
             f"{path} holds the order of a schedule's actions, and no costs, layers, lanes, copies or joined weight "
             "gradients; a .trace.json does"

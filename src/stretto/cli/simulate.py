@@ -12,7 +12,7 @@ from stretto.cli.inputs import (
     Devices,
     Json,
     Layers,
-    Making,
+    LowerOptions,
     Microbatches,
     Offload,
     Overlap,
@@ -61,10 +61,10 @@ def simulate(
     table = read_costs(cost, costs)
     with working(f"simulating {name}"):
         sizes = Sizes(devices, microbatches, virtual, overlap)
-        making = Making(layers, offload, recompute, wgrad_microbatches)
-        timeline = training_of(name, sizes, making, table)
+        options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
+        timeline = training_of(name, sizes, options, table)
         summary = timeline.summary(table.costs)
-    note_free_copies(making, [timeline])
+    note_free_copies(options, [timeline])
     if json:
         out.print(msgspec.json.format(msgspec.json.encode(summary)).decode())
     else:

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from stretto.doctor.rank import weights
-from stretto.weights.receiver import Receiver
+from stretto.weights.receive.receiver import Receiver
 
 
 def main() -> None:

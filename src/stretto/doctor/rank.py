@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from stretto.doctor.report import Check, Note
 from stretto.ir.errors import PlanError, named
 from stretto.ir.plan import Plan
-from stretto.runtime.pipeline import Pipeline
+from stretto.pipeline.pipeline import Pipeline
 from stretto.schedules.catalogue import SCHEDULES
-from stretto.weights.sender import Sender
+from stretto.weights.send.sender import Sender
 
 WIDTH, ROWS, STEPS, RATE = 16, 2, 2, 0.1
 BOUND = 1e-12

@@ -10,11 +10,11 @@ from stretto.costs import Costs, Unit
 from stretto.draw.lanes import host_late
 from stretto.ir.errors import StrettoError, TextError
 from stretto.ir.placement import Placement
-from stretto.program.link import lanes_of, link_tasks
+from stretto.program.columns import TaskColumns
+from stretto.program.needs import lanes_of, link_tasks
 from stretto.program.phases import Anatomy, Layer
 from stretto.program.program import Program
 from stretto.program.task import LANES, SENDS, UPDATES, WEIGHTS, Kind, Lane, Task
-from stretto.program.work import Work
 from stretto.timeline import Timeline
 
 _MICROSECONDS: dict[Unit, float] = {"s": 1e6, None: 1e3}
@@ -111,7 +111,7 @@ class _Args(msgspec.Struct, omit_defaults=True):
     needs: list[_Index] | None = None
     """Of a weight update, as its mode decides, and of a user's own program; in training needs and ends follow from the
     tasks."""
-    mate: _Index = -1
+    counterpart: _Index = -1
 
 
 class _Slice(msgspec.Struct):
@@ -143,12 +143,16 @@ def _program(origin: _Origin, slices: list[_Slice]) -> Program:
         return link_tasks(tasks, placement, anatomy)
     needs = [(task, need) for task, slice_ in enumerate(slices) for need in slice_.args.needs or ()]
     needing, need = np.array(needs, dtype=np.int64).reshape(-1, 2).T
-    mate = np.array([slice_.args.mate for slice_ in slices])
-    ends = np.flatnonzero(mate >= 0)
-    if (need >= needing).any() or not np.array_equal(np.sort(mate[ends]), ends) or (mate == np.arange(len(mate))).any():
+    counterpart = np.array([slice_.args.counterpart for slice_ in slices])
+    ends = np.flatnonzero(counterpart >= 0)
+    if (
+        (need >= needing).any()
+        or not np.array_equal(np.sort(counterpart[ends]), ends)
+        or (counterpart == np.arange(len(counterpart))).any()
+    ):
         _refuse("a task refers to one that is not there")
     lanes, lane = lanes_of(tasks)
-    return Program.of(lanes, lane, Work.of_tasks(tasks), [(needing, need)], mate, placement, anatomy)
+    return Program.of(lanes, lane, TaskColumns.of_tasks(tasks), [(needing, need)], counterpart, placement, anatomy)
 
 
 def _task(slice_: _Slice, placement: Placement, anatomy: Anatomy) -> Task:
@@ -197,7 +201,7 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
     program, scale = timeline.program, _MICROSECONDS[timeline.unit]
-    lanes, mates = program.lane.tolist(), program.mate.tolist()
+    lanes, counterparts = program.lane.tolist(), program.counterpart.tolist()
     says_needs = program.is_update or program.is_own
     issued = [None] * len(program) if timeline.issued is None else timeline.issued.tolist()
     for index, span in enumerate(timeline.spans()):
@@ -223,12 +227,12 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 backward=task.backward,
                 part=task.part,
                 slot=task.slot,
-                mate=mates[index] if says_needs else -1,
+                counterpart=counterparts[index] if says_needs else -1,
             ),
         }
         # An arrow from where something is sent to each place where it arrives, numbered by the latter.
         flow = {**place, "name": "transfer", "cat": "transfer"}
-        if mates[index] >= 0 and task.kind not in (Kind.REDUCE, Kind.CALL):
+        if counterparts[index] >= 0 and task.kind not in (Kind.REDUCE, Kind.CALL):
             if task.kind in SENDS or (task.kind is Kind.BROADCAST and task.device == task.stage):
                 for end_index in program.ends(index)[1:]:
                     yield {"ph": "s", "ts": start, "id": end_index, **flow}

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from stretto.execute.lanes import Awaited, HostLane, Ticket, Work
+from stretto.execute.host_lanes import Awaited, HostLane, Ticket, Work
 from stretto.program.program import Program
 from stretto.program.task import Lane, Task
 
 if TYPE_CHECKING:
-    from stretto.execute.record import Recorder  # which needs PyTorch
+    from stretto.execute.recorder import Recorder  # which needs PyTorch
 
 Act = Callable[[], Work | None]
 """What a task does. It has ended when it returns; or, if it returns what it has started, when that has."""

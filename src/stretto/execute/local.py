@@ -9,7 +9,7 @@ import numpy as np
 
 from stretto.check import demand_sound
 from stretto.execute.executor import Executor, HostLanes
-from stretto.execute.lanes import Awaited, HostLane
+from stretto.execute.host_lanes import Awaited, HostLane
 from stretto.ir.errors import ProgramError, named
 from stretto.ir.plan import Plan
 from stretto.program.lower import lowered
@@ -88,20 +88,20 @@ class _Run:
         self.failure: tuple[Task, BaseException] | None = None
         self._is_stopped, self._lock = False, threading.Lock()
         self._meetings: dict[int, threading.Barrier] = {}
-        for at in np.flatnonzero(program.mate >= 0).tolist():
+        for at in np.flatnonzero(program.counterpart >= 0).tolist():
             ends = program.ends(at)
             if at == min(ends):
                 self._meetings.update(dict.fromkeys(ends, threading.Barrier(len(ends))))
 
     def act(self, at: int, task: Task, function: Callable[[], object]) -> Callable[[], None]:
         """A task, timed, once all its ends are ready."""
-        meeting = self._meetings.get(at)
+        rendezvous = self._meetings.get(at)
 
         def act() -> None:
             self.check()
-            if meeting is not None:
+            if rendezvous is not None:
                 try:
-                    meeting.wait()
+                    rendezvous.wait()
                 except threading.BrokenBarrierError:
                     raise _StoppedError from None
             self.start[at] = time.perf_counter()
@@ -122,8 +122,8 @@ class _Run:
     def stop(self) -> None:
         """Begin nothing more."""
         self._is_stopped = True
-        for meeting in self._meetings.values():
-            meeting.abort()
+        for rendezvous in self._meetings.values():
+            rendezvous.abort()
 
     def check(self) -> None:
         if self._is_stopped:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.execute.meeting import Meeting
-from stretto.execute.supervise import Supervisor
+from stretto.execute.rendezvous import Rendezvous
+from stretto.execute.supervisor import Supervisor
 from stretto.ir.errors import PeerError, StrettoError
-from stretto.wire.connection import Connection, Gone
-from stretto.wire.frames import Nonsense, Reader, packed
+from stretto.wire.connection import Connection, PeerClosed
+from stretto.wire.frames import MalformedMessage, Reader, pack_message
 from stretto.wire.greeting import Greeting, Hello, Proof
 
 _JOINING = 60.0  # seconds for a neighbour to come
@@ -29,7 +29,7 @@ PROTOCOL = 1
 _DECODER: msgspec.msgpack.Decoder[Hello | Proof] = msgspec.msgpack.Decoder(Hello | Proof)
 
 
-class Door(msgspec.Struct, frozen=True):
+class ListenAddress(msgspec.Struct, frozen=True):
     """Where a rank waits for others, and the word by which it knows them from strangers."""
 
     host: str
@@ -37,26 +37,26 @@ class Door(msgspec.Struct, frozen=True):
     word: str
 
 
-def supervised(meeting: Meeting | None, *, timeout: float, turns: str) -> Supervisor:
+def supervised(rendezvous: Rendezvous | None, *, timeout: float, turns: str) -> Supervisor:
     """One that knows its neighbours. Without a meeting, one that watches nobody."""
-    failure = PeerError if meeting is None else meeting.failure
-    supervisor = Supervisor(0 if meeting is None else meeting.rank, timeout=timeout, turns=turns, failure=failure)
-    if meeting is not None:
-        with opened_doors(meeting) as (server, doors):
-            peers = neighbours(meeting.rank, doors, server, timeout=min(timeout, _JOINING), failure=failure)
-            supervisor.watch(peers, on_one_machine=doors[0].host == _HERE)
+    failure = PeerError if rendezvous is None else rendezvous.failure
+    supervisor = Supervisor(0 if rendezvous is None else rendezvous.rank, timeout=timeout, turns=turns, failure=failure)
+    if rendezvous is not None:
+        with listening(rendezvous) as (server, addresses):
+            peers = neighbours(rendezvous.rank, addresses, server, timeout=min(timeout, _JOINING), failure=failure)
+            supervisor.watch(peers, on_one_machine=addresses[0].host == _HERE)
     return supervisor
 
 
 @contextlib.contextmanager
-def opened_doors(meeting: Meeting) -> Iterator[tuple[socket.socket, list[Door]]]:
+def listening(rendezvous: Rendezvous) -> Iterator[tuple[socket.socket, list[ListenAddress]]]:
     """This rank's server, and where all wait, for as long as they are needed. On one machine nobody else can come."""
-    alone = len(set(meeting.gather(_machine()))) == 1
-    with socket.create_server((_HERE if alone else "", 0), backlog=max(_BACKLOG, meeting.size)) as server:
+    alone = len(set(rendezvous.gather(_machine()))) == 1
+    with socket.create_server((_HERE if alone else "", 0), backlog=max(_BACKLOG, rendezvous.size)) as server:
         host = _HERE if alone else socket.gethostname()
-        mine = Door(host, server.getsockname()[1], secrets.token_hex(16))
-        said = meeting.gather(msgspec.json.encode(mine).decode())
-        yield server, [msgspec.json.decode(it, type=Door) for it in said]
+        mine = ListenAddress(host, server.getsockname()[1], secrets.token_hex(16))
+        said = rendezvous.gather(msgspec.json.encode(mine).decode())
+        yield server, [msgspec.json.decode(it, type=ListenAddress) for it in said]
 
 
 def _machine() -> str:
@@ -70,17 +70,17 @@ def _machine() -> str:
 
 def neighbours(
     rank: int,
-    doors: Sequence[Door],
+    addresses: Sequence[ListenAddress],
     server: socket.socket,
     *,
     timeout: float = _JOINING,
     failure: Callable[[str], StrettoError] = PeerError,
 ) -> dict[int, socket.socket]:
     """Connections with the rank after this one, which it goes to, and with the one before, which comes."""
-    if len(doors) == 1:
+    if len(addresses) == 1:
         return {}
-    following, before = (rank + 1) % len(doors), (rank - 1) % len(doors)
-    to, of = connected(rank, [following], [before], doors, server, timeout=timeout, failure=failure)
+    following, before = (rank + 1) % len(addresses), (rank - 1) % len(addresses)
+    to, of = connected(rank, [following], [before], addresses, server, timeout=timeout, failure=failure)
     if following == before:  # two ranks: one connection is enough to watch by
         (to[following] if rank else of[before]).close()
         return {following: of[before] if rank else to[following]}
@@ -91,7 +91,7 @@ def connected(
     rank: int,
     targets: Sequence[int],
     sources: Collection[int],
-    doors: Sequence[Door],
+    addresses: Sequence[ListenAddress],
     server: socket.socket,
     *,
     timeout: float = _JOINING,
@@ -105,12 +105,12 @@ def connected(
 
     def go() -> None:
         for target in targets:
-            to[target] = failing.enter_context(connection_to(doors[target], rank, target, timeout, failure))
+            to[target] = failing.enter_context(connection_to(addresses[target], rank, target, timeout, failure))
 
     with contextlib.ExitStack() as failing, ThreadPoolExecutor(1) as pool:
         going = pool.submit(go)
         if sources:
-            for source, stream in guests(server, doors[rank].word, timeout=timeout, check=check):
+            for source, stream in guests(server, addresses[rank].word, timeout=timeout, check=check):
                 of[source] = failing.enter_context(stream)
                 if not set(sources) - of.keys():
                     break
@@ -122,7 +122,7 @@ def connected(
 
 
 def connection_to(
-    door: Door,
+    door: ListenAddress,
     rank: int,
     other: int,
     timeout: float = _JOINING,
@@ -136,7 +136,7 @@ def connection_to(
     connection = Connection(stream, _DECODER)
     try:
         connection.greet(PROTOCOL, door.word.encode(), serves=False, name=str(rank), seconds=timeout)
-    except Gone as error:
+    except PeerClosed as error:
         connection.close()
         raise failure(f"rank {rank} came to rank {other} at {door.host}:{door.port}, which {error}") from None
     return stream
@@ -157,7 +157,7 @@ class _Guest:
         come."""
         data = self.stream.recv(_LARGEST)
         if not data:
-            raise Nonsense("nothing more")
+            raise MalformedMessage("nothing more")
         for message in self._reader.feed(data):
             if self._name is None:
                 self._name = self._greeting.meet(message)
@@ -168,7 +168,7 @@ class _Guest:
         return None
 
     def _say(self, message: Hello | Proof) -> None:
-        self.stream.send(packed(message))  # which a new connection has room for
+        self.stream.send(pack_message(message))  # which a new connection has room for
 
 
 def guests(

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.execute.device_lanes import Reached, StreamTicket
 from stretto.execute.groups import Groups, all_gather, all_reduce, broadcast
-from stretto.execute.lanes import Awaited, HostLane
-from stretto.execute.meeting import Meeting, demand_none
+from stretto.execute.host_lanes import Awaited, HostLane
+from stretto.execute.rendezvous import Rendezvous, demand_none
 from stretto.execute.ring import supervised
-from stretto.execute.streams import Reached, StreamTicket
 from stretto.execute.uncaught import print_told_errors_as_one_line
 from stretto.ir.errors import PeerError, StrettoError, named, one_line
 
@@ -46,19 +46,19 @@ class Team:
         self._patience: float | None = None
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         print_told_errors_as_one_line()
-        self.meeting = None if group is None else Meeting(group, timeout=timeout, failure=failure)
-        if self.meeting is not None:
-            self.meeting.demand_none(wrong)
+        self.rendezvous = None if group is None else Rendezvous(group, timeout=timeout, failure=failure)
+        if self.rendezvous is not None:
+            self.rendezvous.demand_none(wrong)
         elif wrong is not None:
             raise wrong
-        self.supervisor = supervised(self.meeting, timeout=timeout, turns=turns)
+        self.supervisor = supervised(self.rendezvous, timeout=timeout, turns=turns)
         weakref.finalize(self, self.supervisor.leave).atexit = False  # of a pipeline that was let go of and not closed
         self._lane = HostLane("collectives")
         self.groups: Groups | None = None
-        if self.meeting is not None and group is not None:
-            self.meeting.check = self.supervisor.check
+        if self.rendezvous is not None and group is not None:
+            self.rendezvous.check = self.supervisor.check
             with self.closing_if_it_fails():
-                self.groups = Groups(group, device, self.meeting.store(), timeout=timeout, blocking=self._blocking)
+                self.groups = Groups(group, device, self.rendezvous.store(), timeout=timeout, blocking=self._blocking)
 
     @property
     def everybody(self) -> dist.ProcessGroup | None:

@@ -10,19 +10,19 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from stretto.broker.model import PRESETS, LinkModel
 from stretto.onegpu.engine import GroupError
-from stretto.onegpu.group import Group
+from stretto.onegpu.group import OneGpuGroup
+from stretto.onegpu_broker.link_model import PRESETS, SimulatedLink
 
-__all__ = ["PRESETS", "Group", "GroupError", "LinkModel"]
-
-
-def _on_gpu(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
-    return Group(store, rank, size, timeout, host=False)
+__all__ = ["PRESETS", "GroupError", "OneGpuGroup", "SimulatedLink"]
 
 
-def _on_cpu(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
-    return Group(store, rank, size, timeout, host=True)
+def _on_gpu(store: Store, rank: int, size: int, timeout: timedelta) -> OneGpuGroup:
+    return OneGpuGroup(store, rank, size, timeout, host=False)
+
+
+def _on_cpu(store: Store, rank: int, size: int, timeout: timedelta) -> OneGpuGroup:
+    return OneGpuGroup(store, rank, size, timeout, host=True)
 
 
 dist.Backend.register_backend("onegpu", _on_gpu, devices=["cuda", "cpu"])

@@ -3,7 +3,7 @@
 import threading
 from dataclasses import dataclass
 
-from stretto.broker import driver
+from stretto import cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class Allocations:
 
     def find(self, address: int) -> Allocation:
         """The one that an address lies in."""
-        number = driver.buffer_id(address)
+        number = cuda.buffer_id(address)
         with self._lock:
             if number not in self._known:
-                base, size = driver.extent(address)
-                self._known[number] = Allocation(base, size, driver.export(base))
+                base, size = cuda.extent(address)
+                self._known[number] = Allocation(base, size, cuda.export(base))
             return self._known[number]
 
     def take_freed(self) -> list[Allocation]:
@@ -40,6 +40,6 @@ class Allocations:
 
 def _is_there(number: int, allocation: Allocation) -> bool:
     try:
-        return driver.buffer_id(allocation.base) == number
-    except driver.DriverError:
+        return cuda.buffer_id(allocation.base) == number
+    except cuda.DriverError:
         return False

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stretto.broker import driver
-from stretto.broker.board import BLOCKS, EVER, RING, Board
-from stretto.broker.model import LinkModel
-from stretto.broker.wire import (
+from stretto import cuda
+from stretto.onegpu import memory
+from stretto.onegpu.allocations import Allocations
+from stretto.onegpu_broker.flags import BLOCKS, EVER, RING, Flags
+from stretto.onegpu_broker.link_model import SimulatedLink
+from stretto.onegpu_broker.wire import (
     PROTOCOL,
     Bye,
     Failed,
@@ -31,17 +33,15 @@ from stretto.broker.wire import (
     Join,
     Joined,
     Leave,
-    Links,
     Place,
     Refused,
+    SetLink,
     Taken,
     close,
-    hear_broker,
-    tell,
+    recv_from_broker,
+    send_message,
 )
-from stretto.onegpu import memory
-from stretto.onegpu.allocations import Allocations
-from stretto.wire.frames import Nonsense
+from stretto.wire.frames import MalformedMessage
 from stretto.wire.greeting import Greeting, Hello
 from stretto.wire.peers import peer_user
 
@@ -56,7 +56,7 @@ class GroupError(RuntimeError):
 
 
 @dataclass(eq=False, slots=True)
-class Move:
+class Message:
     """One side of a message."""
 
     engine: "Engine"
@@ -76,15 +76,15 @@ class Move:
     @property
     def ended(self) -> bool:
         if not self._ended and self.tensor.is_cuda:
-            board = self.engine.board
-            self._ended = board.read(board.done(self.block)) > self.number
+            flags = self.engine.flags
+            self._ended = flags.read(flags.done(self.block)) > self.number
         return self._ended
 
     def hold_back(self) -> None:
         """Whatever comes next on the current stream waits for it."""
         if not self.ended:
-            board = self.engine.board
-            driver.wait_value(_stream(self.tensor), board.address(board.done(self.block)), self.number + 1)
+            flags = self.engine.flags
+            cuda.wait_value(_stream(self.tensor), flags.address(flags.done(self.block)), self.number + 1)
 
 
 class Member:
@@ -94,10 +94,10 @@ class Member:
         self._engine, self.name, self.rank, self._size = engine, name, rank, size
         self._first, self._seconds = first, seconds
         self._counts: dict[tuple[int, bool], int] = {}
-        self._under_way: deque[Move] = deque()
-        self._waiting: dict[tuple[int, bool, int], Move] = {}
+        self._under_way: deque[Message] = deque()
+        self._waiting: dict[tuple[int, bool, int], Message] = {}
         """On the host: by peer, direction and number."""
-        self._later: dict[tuple[int, bool], deque[tuple[Move, Place]]] = {}
+        self._later: dict[tuple[int, bool], deque[tuple[Message, Place]]] = {}
         """On the host: messages that wait until fewer are under way."""
         self._ahead: dict[tuple[int, bool], int] = {}
         self._begin = threading.Lock()
@@ -109,43 +109,43 @@ class Member:
         if self.error is not None:
             raise GroupError(self.error)
 
-    def send(self, tensor: Tensor, peer: int) -> Move:
+    def send(self, tensor: Tensor, peer: int) -> Message:
         """Offer a tensor to a rank."""
         memory.demand_source(tensor)
         return self._moved(memory.plain(tensor), peer, sends=True)
 
-    def receive(self, tensor: Tensor, peer: int) -> Move:
+    def receive(self, tensor: Tensor, peer: int) -> Message:
         """Take a tensor from a rank."""
         memory.demand_target(tensor)
         return self._moved(tensor, peer, sends=False)
 
-    def wait(self, move: Move) -> None:
+    def wait(self, move: Message) -> None:
         """Until a move has ended, on the host."""
         with self._engine.changed:
             while not move.ended:
                 self.check()
                 self._engine.changed.wait(0.05)
 
-    def model_links(self, model: LinkModel | None) -> None:
-        self._engine.tell(Links(self.name, model))
+    def model_links(self, model: SimulatedLink | None) -> None:
+        self._engine.send_message(SetLink(self.name, model))
 
-    def fail(self, why: str, *, tell: bool = True) -> None:
+    def fail(self, why: str, *, announce: bool = True) -> None:
         """The group cannot go on; the first reason counts."""
         with self._engine.changed:
             if self.error is None:
                 self.error = why
-                if tell:
-                    self._engine.tell(Failed(self.name, why))
+                if announce:
+                    self._engine.send_message(Failed(self.name, why))
             self._engine.changed.notify_all()
 
     def leave(self) -> None:
         """Nothing of this member goes on."""
-        self.fail(f"rank {self.rank} has left this group", tell=False)
+        self.fail(f"rank {self.rank} has left this group", announce=False)
 
     def let_go(self) -> None:
         """Let all streams go on that wait for a message, where the broker cannot."""
         for block in range(self._first, self._first + self._size**2):
-            self._engine.board.write(self._engine.board.done(block), EVER)
+            self._engine.flags.write(self._engine.flags.done(block), EVER)
 
     def watch(self) -> None:
         """Let go of what has ended, and give up on what has taken too long."""
@@ -171,7 +171,7 @@ class Member:
         except OSError as error:
             self.fail(f"rank {self.rank} could not read message {number} from rank {peer}: {error}")
             return
-        self._engine.tell(Taken(self.name, peer, number))
+        self._engine.send_message(Taken(self.name, peer, number))
         move.end()
 
     def taken(self, peer: int, number: int) -> None:
@@ -180,22 +180,22 @@ class Member:
             self._ahead[peer, True] -= 1
             move.end()
 
-    def _moved(self, tensor: Tensor, peer: int, *, sends: bool) -> Move:
+    def _moved(self, tensor: Tensor, peer: int, *, sends: bool) -> Message:
         while (move := self._begun(tensor, peer, sends=sends)) is None:
             time.sleep(0.0002)
         return move
 
-    def _begun(self, tensor: Tensor, peer: int, *, sends: bool) -> Move | None:
+    def _begun(self, tensor: Tensor, peer: int, *, sends: bool) -> Message | None:
         """None while the board has no room for more messages on the device."""
-        board = self._engine.board
+        flags = self._engine.flags
         with self._begin:
             self.check()
             number = self._counts.get((peer, sends), 0)
             source, target = (self.rank, peer) if sends else (peer, self.rank)
             block = self._first + source * self._size + target
-            if tensor.is_cuda and number - board.read(board.done(block)) >= RING - 1:
+            if tensor.is_cuda and number - flags.read(flags.done(block)) >= RING - 1:
                 return None
-            move = Move(self._engine, block, peer, number, sends, tensor)
+            move = Message(self._engine, block, peer, number, sends, tensor)
             place = Place(self.name, peer, number, sends, tensor.nbytes, turn=self.turn)
             if tensor.is_cuda:
                 move.deadline = time.monotonic() + self._seconds
@@ -208,16 +208,16 @@ class Member:
             self.check()
         return move
 
-    def _on_device(self, move: Move, place: Place) -> None:
-        board, tensor = self._engine.board, move.tensor
+    def _on_device(self, move: Message, place: Place) -> None:
+        flags, tensor = self._engine.flags, move.tensor
         place.device = tensor.device.index
         if tensor.nbytes:
             allocation = self._engine.allocations.find(tensor.data_ptr())
             place.handle, place.size = allocation.handle, allocation.size
             place.offset = tensor.data_ptr() - allocation.base
-        word = board.address(board.ready(move.block, move.number, sender=move.sends))
+        word = flags.address(flags.ready(move.block, move.number, sender=move.sends))
         self._hand_over(place)
-        driver.write_value(_stream(tensor), word, move.number + 1)
+        cuda.write_value(_stream(tensor), word, move.number + 1)
 
     def post_later(self, peer: int, *, sends: bool) -> None:
         """A message has ended: there is room for another."""
@@ -250,7 +250,7 @@ class Member:
         finally:
             close(file)
 
-    def _keep(self, move: Move) -> None:
+    def _keep(self, move: Message) -> None:
         """Hold on to what is under way, and let go of what is not."""
         with self._engine.changed:
             while self._under_way and self._under_way[0].ended:
@@ -277,7 +277,7 @@ class Engine:
         return next((address for address, engine in cls._all.items() if not engine.lost), None) or _start_broker()
 
     def __init__(self, address: str) -> None:
-        self._connection, self.board = _connect(address)
+        self._connection, self.flags = _connect(address)
         self.allocations = Allocations()
         self.changed = threading.Condition()
         self.lost = False
@@ -299,7 +299,7 @@ class Engine:
         """Take part in a group."""
         with self.changed:
             self._answers[name] = None
-            self.tell(Join(name, rank, size))
+            self.send_message(Join(name, rank, size))
             self.changed.wait_for(lambda: self._answers[name] is not None or self.lost, seconds)
             match self._answers.pop(name):
                 case Joined(first=first) if first + size**2 <= BLOCKS:
@@ -312,17 +312,17 @@ class Engine:
                     pass
                 case None:
                     why = self._why_lost if self.lost else f"{_BROKER} has not answered for {seconds:g} s"
-        self.tell(Leave(name))  # it may have been let in by now
+        self.send_message(Leave(name))  # it may have been let in by now
         raise GroupError(why)
 
     def leave(self, name: str) -> None:
         with self.changed:
             member = self._members.pop(name, None)
-        self.tell(Leave(name))
+        self.send_message(Leave(name))
         if member is not None:
             member.leave()
 
-    def tell(self, message: FromRank) -> None:
+    def send_message(self, message: FromRank) -> None:
         with contextlib.suppress(OSError):
             self.post(message)
 
@@ -330,13 +330,13 @@ class Engine:
         """Raises if a broker that lives cannot be told."""
         with self._telling, contextlib.suppress(ConnectionError):  # which the listener notices
             if not self.lost:
-                tell(self._connection, message, file)
+                send_message(self._connection, message, file)
 
     def close(self) -> None:
         """Leave, and end all threads: PyTorch's code must not be running when the interpreter is taken down."""
         if self._process != os.getpid():  # a forked child
             return
-        self.tell(Bye())
+        self.send_message(Bye())
         with self.changed:
             self.lost = True
             for member in self._members.values():
@@ -365,7 +365,7 @@ class Engine:
 
     def _listen(self) -> None:
         try:
-            message, file = hear_broker(self._connection)
+            message, file = recv_from_broker(self._connection)
             while message is not None:
                 try:
                     self._act(message, file)
@@ -373,9 +373,9 @@ class Engine:
                     close(file)
                 if isinstance(message, Here | Taken) and (member := self._members.get(message.group)) is not None:
                     member.post_later(message.peer, sends=isinstance(message, Taken))
-                message, file = hear_broker(self._connection)
+                message, file = recv_from_broker(self._connection)
             self._lose(f"{_BROKER} died")
-        except Nonsense as error:
+        except MalformedMessage as error:
             self._lose(f"{_BROKER} failed: it sent {error}")
         except Exception as error:
             self._lose(f"{_BROKER} failed: what it sent could not be read ({error})")
@@ -388,11 +388,11 @@ class Engine:
                 case Refused():
                     self._lose(f"{_BROKER} disconnected this process: {message.why}", let_go=False)  # it has done so
                 case Hello():
-                    raise Nonsense("a second hello")
+                    raise MalformedMessage("a second hello")
                 case Joined() | Failed() if message.group in self._answers:
                     self._answers[message.group] = message
                 case Failed() if message.group in self._members:
-                    self._members[message.group].fail(message.why, tell=False)
+                    self._members[message.group].fail(message.why, announce=False)
                 case Here() if message.group in self._members:
                     self._members[message.group].here(message.peer, message.number, file)
                 case Taken() if message.group in self._members:
@@ -409,7 +409,7 @@ class Engine:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             for member in list(self._members.values()):
-                member.fail(why, tell=False)
+                member.fail(why, announce=False)
                 if let_go:
                     member.let_go()
             self.changed.notify_all()
@@ -419,7 +419,7 @@ class Engine:
             for member in list(self._members.values()):
                 member.watch()
             for allocation in self.allocations.take_freed():
-                self.tell(Freed(allocation.handle))
+                self.send_message(Freed(allocation.handle))
 
 
 os.register_at_fork(after_in_child=Engine.forget_all)
@@ -430,7 +430,7 @@ def _stream(tensor: Tensor) -> int:
     return int(torch._C._cuda_getCurrentRawStream(tensor.device.index))
 
 
-def _connect(address: str) -> tuple[socket.socket, Board]:
+def _connect(address: str) -> tuple[socket.socket, Flags]:
     """A connection to a broker of this user, and its board."""
     connection, file = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), -1
     try:
@@ -438,16 +438,16 @@ def _connect(address: str) -> tuple[socket.socket, Board]:
         if (user := peer_user(connection)) != os.geteuid():
             raise ConnectionError(f"it belongs to user {user}, and this process to user {os.geteuid()}")
         connection.settimeout(_GREETING)
-        message, file = hear_broker(connection)
+        message, file = recv_from_broker(connection)
         connection.settimeout(None)
         if message is None:
             raise ConnectionError("it does not answer")
         Greeting(PROTOCOL, None, serves=False).meet(message)
-        return connection, Board(file)
+        return connection, Flags(file)
     except (OSError, ValueError) as error:
         connection.close()
         close(file)
-        sent = "it sent " if isinstance(error, Nonsense) else ""
+        sent = "it sent " if isinstance(error, MalformedMessage) else ""
         raise GroupError(f"{_BROKER} cannot be used: {sent}{error}") from None
 
 
@@ -461,7 +461,7 @@ def _start_broker() -> str:
     environment = {key: value for key, value in os.environ.items() if key != "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"}
     environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     subprocess.Popen(
-        [sys.executable, "-m", "stretto.broker.serve", str(server.fileno())],
+        [sys.executable, "-m", "stretto.onegpu_broker.serve", str(server.fileno())],
         pass_fds=[server.fileno()],
         env=environment,
         start_new_session=True,  # a Ctrl-C is for the ranks; it goes when they have

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from stretto.broker.model import LinkModel
 from stretto.ir.errors import named
 from stretto.onegpu import memory
-from stretto.onegpu.engine import Engine, Member, Move
+from stretto.onegpu.engine import Engine, Member, Message
 from stretto.onegpu.reduce import demand, reduced
-from stretto.onegpu.works import All, InThread, Moves, OnStream, Server, Work, settle, updating
+from stretto.onegpu.work import All, InThread, Moves, OnStream, Server, Work, settle, updating
+from stretto.onegpu_broker.link_model import SimulatedLink
 
 _ProcessGroup: Any = dist.ProcessGroup
 _cuda: Any = torch.cuda
@@ -31,14 +31,14 @@ def _collective(method: _Method) -> _Method:
     """Count a collective before anything can be wrong with it: ranks of which one was refused it notice."""
 
     @wraps(method)
-    def counted(self: "Group", *arguments: Any, **options: Any) -> Any:
+    def counted(self: "OneGpuGroup", *arguments: Any, **options: Any) -> Any:
         self._turn += 1
         return method(self, *arguments, **options)
 
     return cast("_Method", counted)
 
 
-class Group(_ProcessGroup):  # type: ignore[misc]
+class OneGpuGroup(_ProcessGroup):  # type: ignore[misc]
     """Point-to-point messages are in order, and rendezvous, for each directed pair of ranks; tags are not looked at.
 
     Collectives are made of the same messages, on channels of their own, and reduce in the order of the ranks, so that
@@ -55,13 +55,13 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self._host = host
         self._gloo: Any = None if host else _gloo(c10d.PrefixStore(f"gloo {self._key}", store), rank, size, timeout)
         if link := os.environ.get("STRETTO_ONEGPU_LINK"):
-            self.model_links(LinkModel.parse(link))
+            self.model_links(SimulatedLink.parse(link))
         self._turn = 0  # collectives that were begun
         self._stream: Any = None
         self._held: deque[tuple[Any, object]] = deque()
         self._server: Server | None = None
 
-    def model_links(self, model: LinkModel | None) -> None:
+    def model_links(self, model: SimulatedLink | None) -> None:
         """Let messages take the time that they would on such links."""
         for member in self._members:
             member.model_links(model)
@@ -325,7 +325,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         member = self._members[2]
         settle(member, self._post(member, list(sends.items()), list(receives.items())))
 
-    def _post(self, member: Member, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Move]:
+    def _post(
+        self, member: Member, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
+    ) -> list[Message]:
         """All of a collective's messages or none; if only some can be, the group fails."""
         for _, tensor in receives:
             memory.demand_target(tensor)

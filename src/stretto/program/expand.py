@@ -7,18 +7,18 @@ from typing import NamedTuple
 import numpy as np
 
 from stretto.costs import Costs
+from stretto.program.columns import Bools, Ints, TaskColumns, grouped
 from stretto.program.phases import Anatomy
 from stretto.program.task import BACKWARDS, Kind
 from stretto.program.timing import Times, part_times
 from stretto.program.weave import Passes, Step, Token, Weight, weave
-from stretto.program.work import Bools, Ints, Work, grouped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expansion:
     """The tasks that actions become, and of each: its action, its place in it, its lane, whether it comes late."""
 
-    work: Work
+    work: TaskColumns
     action: Ints
     place: Ints
     """From 1 on; 0 is left for copies."""
@@ -36,29 +36,29 @@ class _Piece(NamedTuple):
     late: bool = False
 
 
-def expand(actions: Work, anatomy: Anatomy, costs: Costs | None, *, recompute: bool) -> Expansion:
+def expand(actions: TaskColumns, anatomy: Anatomy, costs: Costs | None, *, recompute: bool) -> Expansion:
     if anatomy.is_whole:
         return _whole(actions, recompute=recompute)
     return _phases(actions, anatomy, costs or Costs(), recompute=recompute)
 
 
-def _whole(actions: Work, *, recompute: bool) -> Expansion:
+def _whole(actions: TaskColumns, *, recompute: bool) -> Expansion:
     """Every action is a task; a full backward, alone or in a pair, has a WGRAD besides."""
     again = np.flatnonzero(actions.among(BACKWARDS)) if recompute else np.empty(0, dtype=np.int64)
     split = np.flatnonzero(actions.among((Kind.B, Kind.PAIR)))
     stage, microbatch = actions.backward
     recomputes, wgrads = (
-        Work.simple(np.full(len(of), kind), stage[of], microbatch[of])
+        TaskColumns.simple(np.full(len(of), kind), stage[of], microbatch[of])
         for kind, of in ((Kind.RECOMPUTE, again), (Kind.WGRAD, split))
     )
     action = np.concatenate((again, np.arange(len(actions)), split))
-    work = Work.joined((recomputes, actions, wgrads), np.arange(len(action)))
+    work = TaskColumns.joined((recomputes, actions, wgrads), np.arange(len(action)))
     late = np.arange(len(action)) >= len(action) - len(split)
     place = np.where(np.arange(len(action)) < len(again), 1, 2)
     return Expansion(work, action, place, np.zeros_like(late), late)
 
 
-def _phases(actions: Work, anatomy: Anatomy, costs: Costs, *, recompute: bool) -> Expansion:
+def _phases(actions: TaskColumns, anatomy: Anatomy, costs: Costs, *, recompute: bool) -> Expansion:
     """Actions of the same kind and stages become the same pieces, so those are found once and repeated."""
     stages = len(anatomy.forward)
     code = (actions.kind * (stages + 1) + actions.stage) * (stages + 1) + actions.stage_b + 1
@@ -88,7 +88,7 @@ def _phases(actions: Work, anatomy: Anatomy, costs: Costs, *, recompute: bool) -
         for column, values in zip(columns, filled, strict=True):
             column.append(values.ravel())
     *work, action, place, flags = (np.concatenate(column) for column in columns)
-    return Expansion(Work(*work), action, place, flags % 2 == 1, flags >= 2)
+    return Expansion(TaskColumns(*work), action, place, flags % 2 == 1, flags >= 2)
 
 
 class _Cutter:

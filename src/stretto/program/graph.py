@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from stretto.ir.errors import ProgramError
+from stretto.program.columns import Ints, grouped, stable_order
 from stretto.program.program import Program
-from stretto.program.work import Ints, grouped, stable_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,7 @@ def wait_graph(program: Program, *edges: tuple[Ints, Ints]) -> Graph:
 def leaders(program: Program) -> Ints:
     """For each task the last end of what it is an end of, which stands for all; a task by itself is its own."""
     index = np.arange(len(program))
-    ahead, leader = np.where(program.mate < 0, index, program.mate), index
+    ahead, leader = np.where(program.counterpart < 0, index, program.counterpart), index
     while not np.array_equal(further := np.maximum(leader, leader[ahead]), leader):
         leader, ahead = further, ahead[ahead]  # of twice as many ends, until that finds no later one
     return leader
@@ -94,6 +94,6 @@ def lane_graph(program: Program) -> Graph:
     previous = np.full(len(program), -1, dtype=np.int64)
     previous[after] = before
     # Where a link's two lanes agree, one edge between two transfers says it all.
-    other = program.mate[after]
-    twice = (other >= 0) & (other < after) & (previous[other] == program.mate[before]) & (previous[other] >= 0)
+    other = program.counterpart[after]
+    twice = (other >= 0) & (other < after) & (previous[other] == program.counterpart[before]) & (previous[other] >= 0)
     return wait_graph(program, need_edges(program), (before[~twice], after[~twice]))

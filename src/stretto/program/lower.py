@@ -11,17 +11,17 @@ from stretto.costs import Costs
 from stretto.ir.action import Op, Pair
 from stretto.ir.errors import PlanError
 from stretto.ir.plan import Plan, Slot
+from stretto.program.columns import Ints, TaskColumns
 from stretto.program.expand import Expansion, expand
-from stretto.program.link import link
+from stretto.program.index import TaskIndex
 from stretto.program.memory import Copies, no_copies, plan_copies
+from stretto.program.needs import link
 from stretto.program.order import FREE, RESULT, start_ticks
 from stretto.program.phases import Anatomy, Layer
 from stretto.program.program import Program
 from stretto.program.sums import Sums, sum_rings
-from stretto.program.tables import Tables
 from stretto.program.task import GRADIENTS, Kind, Lane
 from stretto.program.wgrads import apart, side_by_side
-from stretto.program.work import Ints, Work
 
 _OWN_LANES = ("compute", "comm", "d2h", "h2d", "reduce")
 _KIND = {op: int(Kind[op.name]) for op in Op}
@@ -82,7 +82,7 @@ def lower(
     device, actions = _actions(plan)
     actions.demand(plan.placement)
     whole = Anatomy.whole(plan.stages)
-    tables = Tables(actions, whole, plan.placement)
+    tables = TaskIndex(actions, whole, plan.placement)
     forward, backward = tables.first(tables.forward), tables.first(tables.backward)
     start = start_ticks(device, actions, forward, backward)
     result = start + RESULT[actions.kind]
@@ -106,16 +106,18 @@ def lower(
     place[order] = np.arange(len(order))
     sends_at, receives_at = len(parts.work), len(parts.work) + len(source)
     send, receive = place[sends_at:receives_at], place[receives_at : receives_at + len(source)]
-    mate = np.full(len(order), -1)
-    mate[send], mate[receive] = receive, send
+    counterpart = np.full(len(order), -1)
+    counterpart[send], counterpart[receive] = receive, send
 
     stages, microbatches = actions.backward
     stage = np.where(gradient, stages[source], actions.stage[source])
     microbatch = np.where(gradient, microbatches[source], actions.microbatch[source])
-    sends = Work.simple(np.where(gradient, Kind.SEND_B, Kind.SEND_F), stage, microbatch)
-    receives = Work.simple(np.where(gradient, Kind.RECV_B, Kind.RECV_F), stage + np.where(gradient, -1, 1), microbatch)
+    sends = TaskColumns.simple(np.where(gradient, Kind.SEND_B, Kind.SEND_F), stage, microbatch)
+    receives = TaskColumns.simple(
+        np.where(gradient, Kind.RECV_B, Kind.RECV_F), stage + np.where(gradient, -1, 1), microbatch
+    )
     leaves, comes = (
-        Work.simple(
+        TaskColumns.simple(
             np.full(len(slot), kind), actions.stage[copies.forward], actions.microbatch[copies.forward], slot=slot
         )
         for kind, slot in ((Kind.OFFLOAD, np.full_like(copies.slot, -1)), (Kind.ONLOAD, copies.slot))
@@ -131,16 +133,16 @@ def lower(
     ]
     lanes, at = _used_lanes(np.concatenate(lane)[order], plan.devices)
     every = [parts.work, sends, receives, leaves, comes, *([sums.work] if sums else [])]
-    work = Work.joined(every, order)
-    sum_rings(work, mate)
-    return link(lanes, at, work, mate, plan.placement, anatomy)
+    work = TaskColumns.joined(every, order)
+    sum_rings(work, counterpart)
+    return link(lanes, at, work, counterpart, plan.placement, anatomy)
 
 
 def _keys(
     parts: Expansion,
     copies: Copies,
     device: Ints,
-    actions: Work,
+    actions: TaskColumns,
     start: Ints,
     result: Ints,
     source: Ints,
@@ -168,14 +170,14 @@ def _keys(
     ]
 
 
-def _actions(plan: Plan) -> tuple[Ints, Work]:
+def _actions(plan: Plan) -> tuple[Ints, TaskColumns]:
     """The plan's slots, device by device: where, and what."""
     slots = [slot for row in plan.rows for slot in row]
     pairs = [(at, slot) for at, slot in enumerate(slots) if isinstance(slot, Pair)]
     first: list[Slot] = slots.copy()
     for at, pair in pairs:
         first[at] = pair.forward
-    work = Work(
+    work = TaskColumns(
         np.array([_KIND[op] for op in map(attrgetter("op"), first)]),
         np.array(list(map(attrgetter("stage"), first))),
         np.array(list(map(attrgetter("microbatch"), first))),

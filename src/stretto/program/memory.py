@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from stretto.program.columns import Ints, TaskColumns
 from stretto.program.task import FORWARDS
-from stretto.program.work import Ints, Work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ def no_copies(actions: int) -> Copies:
     return Copies(none, none, none, np.full(actions, -1))
 
 
-def plan_copies(device: Ints, actions: Work, backward: Ints, room: int) -> Copies:
+def plan_copies(device: Ints, actions: TaskColumns, backward: Ints, room: int) -> Copies:
     """Kimi K2's rule: what a forward saved leaves during the `room` actions after it, and comes back during the
     `room` actions before its backward; in a steady state of pairs, the previous microbatch's forward goes
     while the next one's backward comes.

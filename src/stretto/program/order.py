@@ -2,15 +2,15 @@
 
 import numpy as np
 
+from stretto.program.columns import Ints, TaskColumns
 from stretto.program.task import BACKWARDS, FORWARDS, Kind
-from stretto.program.work import Ints, Work
 
 # Ticks by kind (F, B, I, W, PAIR): until the result can be sent on, and until the device is free.
 RESULT = np.array([1, 1, 1, 1, 2])
 FREE = np.array([1, 2, 1, 1, 3])
 
 
-def start_ticks(device: Ints, work: Work, forward: Ints, backward: Ints) -> Ints:
+def start_ticks(device: Ints, work: TaskColumns, forward: Ints, backward: Ints) -> Ints:
     """The tick each action starts in.
 
     Actions are listed device by device, each device's in row order. Those of a row that are stuck, and so

@@ -9,8 +9,8 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from stretto.ir.errors import PlanError
+from stretto.program.columns import Ints
 from stretto.program.task import COMPUTE, WEIGHTS, Kind
-from stretto.program.work import Ints
 
 _T = TypeVar("_T")
 PhaseLane = Literal["compute", "comm"]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from stretto.ir.placement import Placement
+from stretto.program.columns import Bools, Ints, TaskColumns, grouped
+from stretto.program.index import TaskIndex
 from stretto.program.phases import Anatomy
-from stretto.program.tables import Tables
 from stretto.program.task import RECEIVES, SENDS, UPDATES, Kind, Lane, Task
-from stretto.program.work import Bools, Ints, Work, grouped
 
 _KINDS = tuple(Kind)
 
@@ -28,11 +28,11 @@ class Program:
     lanes: tuple[Lane, ...]
     lane: Ints
     """The lane of each task, as an index into `lanes`."""
-    work: Work
+    work: TaskColumns
     need_start: Ints
     """Task t needs `need[need_start[t]:need_start[t + 1]]`."""
     need: Ints
-    mate: Ints
+    counterpart: Ints
     """The next end of the transfer or broadcast that a task is an end of, the first following the last; else −1.
     All ends take place as one."""
 
@@ -40,9 +40,9 @@ class Program:
     def of(
         lanes: tuple[Lane, ...],
         lane: Ints,
-        work: Work,
+        work: TaskColumns,
         needs: Iterable[tuple[Ints, Ints]],
-        mate: Ints,
+        counterpart: Ints,
         placement: Placement,
         anatomy: Anatomy,
     ) -> "Program":
@@ -50,7 +50,7 @@ class Program:
         edges = [(task[there], need[there]) for task, need in needs for there in [(task >= 0) & (need >= 0)]]
         order, need_start = grouped(np.concatenate([task for task, _ in edges]), len(work))
         need = np.concatenate([need for _, need in edges])[order]
-        return Program(placement, anatomy, lanes, lane, work, need_start, need, mate)
+        return Program(placement, anatomy, lanes, lane, work, need_start, need, counterpart)
 
     def __len__(self) -> int:
         return len(self.work)
@@ -99,8 +99,8 @@ class Program:
         return bool((self.work.kind == Kind.RECOMPUTE).any())
 
     @property
-    def tables(self) -> Tables:
-        return Tables(self.work, self.anatomy, self.placement)
+    def tables(self) -> TaskIndex:
+        return TaskIndex(self.work, self.anatomy, self.placement)
 
     @property
     def needing(self) -> Ints:
@@ -133,20 +133,20 @@ class Program:
     def malformed(self) -> str | None:
         """What is wrong if its columns refer to tasks that are not there, or its ends do not form rings."""
         count = len(self)
-        ends = np.flatnonzero(self.mate != -1)
-        mates, starts = self.mate[ends], np.diff(self.need_start)
+        ends = np.flatnonzero(self.counterpart != -1)
+        counterparts, starts = self.counterpart[ends], np.diff(self.need_start)
         if len(self.need_start) != count + 1 or (starts < 0).any() or self.need_start[-1] != len(self.need):
             return "its needs are not shared out among its tasks"
         if ((self.need < 0) | (self.need >= count)).any():
             return "a task needs one that is not there"
-        if not np.array_equal(np.sort(mates), ends) or (mates == ends).any():
+        if not np.array_equal(np.sort(counterparts), ends) or (counterparts == ends).any():
             return "the ends of what devices do together do not form rings"
         return None
 
     def ends(self, index: int) -> list[int]:
         """All ends of the transfer or broadcast that a task is part of, itself first; only itself if of none."""
         ends = [index]
-        while (end := self.mate.item(ends[-1])) not in (-1, index):
+        while (end := self.counterpart.item(ends[-1])) not in (-1, index):
             ends.append(end)
         return ends
 

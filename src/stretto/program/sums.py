@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from stretto.ir.placement import Placement
+from stretto.program.columns import Ints, TaskColumns, grouped
 from stretto.program.phases import Anatomy
 from stretto.program.task import GRADIENTS, Kind
-from stretto.program.work import Ints, Work, grouped
 
 
 class Sums:
@@ -40,10 +40,12 @@ class Sums:
         return len(self.stages)
 
     @property
-    def work(self) -> Work:
-        return Work.simple(np.full(len(self), Kind.REDUCE), self.stage, np.zeros_like(self.stage), part=self.part)
+    def work(self) -> TaskColumns:
+        return TaskColumns.simple(
+            np.full(len(self), Kind.REDUCE), self.stage, np.zeros_like(self.stage), part=self.part
+        )
 
-    def latest(self, key: Ints, work: Work) -> Ints:
+    def latest(self, key: Ints, work: TaskColumns) -> Ints:
         """Of each sum, the greatest of the keys of all tasks that add to its gradients, on any device."""
         adds = work.among(GRADIENTS)
         of_stage = np.full(1 + max(max(stages) for stages in self.stages), -1)
@@ -53,12 +55,12 @@ class Sums:
         return np.array([max(of_stage[it] for it in stages) for stages in self.stages])
 
 
-def reduces(work: Work) -> Ints:
+def reduces(work: TaskColumns) -> Ints:
     """The tasks that are sums."""
     return np.flatnonzero(work.kind == Kind.REDUCE)
 
 
-def sum_needs(work: Work, anatomy: Anatomy, lane: Ints, device: Ints) -> tuple[Ints, Ints]:
+def sum_needs(work: TaskColumns, anatomy: Anatomy, lane: Ints, device: Ints) -> tuple[Ints, Ints]:
     """Sums, and the last task of each lane of their device that adds to their gradients: a row for each two."""
     tasks = reduces(work)
     pairs = [
@@ -84,11 +86,11 @@ def sum_needs(work: Work, anatomy: Anatomy, lane: Ints, device: Ints) -> tuple[I
     return needing, need
 
 
-def sum_rings(work: Work, mate: Ints) -> None:
+def sum_rings(work: TaskColumns, counterpart: Ints) -> None:
     """Join all ends of each sum, in a ring."""
     tasks = reduces(work)
     for ends in _alike(tasks, zip(work.stage[tasks].tolist(), work.part[tasks].tolist(), strict=True)):
-        mate[ends] = np.roll(ends, -1)
+        counterpart[ends] = np.roll(ends, -1)
 
 
 def _alike(tasks: Ints, names: Iterable[tuple[int, int]]) -> list[Ints]:

@@ -7,12 +7,12 @@ import numpy as np
 
 from stretto.ir.errors import PlanError
 from stretto.ir.placement import Placement
+from stretto.program.buffers import by_bucket, refills
+from stretto.program.columns import Ints, TaskColumns
+from stretto.program.index import TaskIndex
 from stretto.program.phases import Anatomy
 from stretto.program.program import Program
-from stretto.program.slots import by_bucket, refills
-from stretto.program.tables import Tables
 from stretto.program.task import UPDATES, Kind, Lane
-from stretto.program.work import Ints, Work
 
 Mode = Literal["serial", "two", "three"]
 MODES: tuple[Mode, ...] = ("serial", "two", "three")
@@ -44,14 +44,14 @@ def weight_update(*, devices: int, buckets: int, mode: Mode = "two") -> Program:
             raise PlanError(f"a weight update needs at least 1 of {name} (got {value!r:.40})")
     device, work = _tasks(devices, buckets, mode)
     placement, anatomy = Placement((tuple(range(devices)),), buckets), Anatomy.whole(devices)
-    refilled = ((fills, empties) for fills, _, empties in refills(Tables(work, anatomy, placement), device))
+    refilled = ((fills, empties) for fills, _, empties in refills(TaskIndex(work, anatomy, placement), device))
     used, lane = np.unique(device * len(UPDATES) + work.kind - min(UPDATES), return_inverse=True)
     lanes = tuple(Lane(code // len(UPDATES), UPDATES[code % len(UPDATES)].name.lower()) for code in used.tolist())
     needs = (*_needs(work, device, mode), *refilled)
     return Program.of(lanes, lane, work, needs, _rings(work, device), placement, anatomy)
 
 
-def _tasks(devices: int, buckets: int, mode: Mode) -> tuple[Ints, Work]:
+def _tasks(devices: int, buckets: int, mode: Mode) -> tuple[Ints, TaskColumns]:
     """Where, and what: bucket by bucket, all devices' together, copies before the broadcasts they run beside."""
     h2d = np.arange(buckets)
     each = np.repeat(h2d, devices)  # what all devices do for each bucket
@@ -65,11 +65,11 @@ def _tasks(devices: int, buckets: int, mode: Mode) -> tuple[Ints, Work]:
     ahead = 1 if mode == "three" else 0
     place = np.where(kind == Kind.H2D, np.maximum(0, bucket // devices - ahead) * devices, bucket)
     order = np.lexsort((device, kind, place))
-    work = Work.simple(kind, bucket % devices, bucket, slot=slot)
-    return device[order], Work.joined((work,), order)
+    work = TaskColumns.simple(kind, bucket % devices, bucket, slot=slot)
+    return device[order], TaskColumns.joined((work,), order)
 
 
-def _needs(work: Work, device: Ints, mode: Mode) -> Iterator[tuple[Ints, Ints]]:
+def _needs(work: TaskColumns, device: Ints, mode: Mode) -> Iterator[tuple[Ints, Ints]]:
     """A broadcast needs its copy, a reload its broadcast; and what the mode wants to wait for. −1 is nothing."""
     h2d, broadcast, reload = (np.flatnonzero(work.kind == kind) for kind in UPDATES)
     copied, sent, loaded = (by_bucket(work, device, kind) for kind in UPDATES)
@@ -85,10 +85,10 @@ def _needs(work: Work, device: Ints, mode: Mode) -> Iterator[tuple[Ints, Ints]]:
         yield h2d, np.where(before >= 0, sent[device[h2d], before], -1)
 
 
-def _rings(work: Work, device: Ints) -> Ints:
+def _rings(work: TaskColumns, device: Ints) -> Ints:
     """All ends of a broadcast, one after the other in a ring."""
-    mate = np.full(len(work), -1)
+    counterpart = np.full(len(work), -1)
     ends = by_bucket(work, device, Kind.BROADCAST)
     if len(ends) > 1:
-        mate[ends] = np.roll(ends, -1, axis=0)
-    return mate
+        counterpart[ends] = np.roll(ends, -1, axis=0)
+    return counterpart

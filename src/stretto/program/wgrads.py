@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from stretto.program.columns import Ints, TaskColumns
 from stretto.program.task import WEIGHTS, Kind, Task
-from stretto.program.work import Ints, Work
 
 
-def apart(work: Work, action_kind: Ints) -> Ints:
+def apart(work: TaskColumns, action_kind: Ints) -> Ints:
     """The kinds of tasks where weight gradients do not follow their backwards any more: what was a full backward is an
     I and a W. Pairs stay what they are.
     """
@@ -17,7 +17,7 @@ def apart(work: Work, action_kind: Ints) -> Ints:
     return np.where(full & (work.kind == Kind.WGRAD), Kind.W, kind)
 
 
-def side_by_side(order: Ints, work: Work, device: Ints, count: int) -> Ints:
+def side_by_side(order: Ints, work: TaskColumns, device: Ints, count: int) -> Ints:
     """The same order, in which every `count` weight gradients of a stage's part on a device stand where the last of
     them did. `work` and `device` are those of the first tasks, all weight gradients among them.
     """

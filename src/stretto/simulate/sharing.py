@@ -5,9 +5,9 @@ from heapq import heappop, heappush
 import numpy as np
 
 from stretto.costs import Costs
+from stretto.program.columns import grouped
 from stretto.program.graph import Graph
 from stretto.program.program import Program
-from stretto.program.work import grouped
 
 
 def replay_sharing(program: Program, costs: Costs, graph: Graph, time: list[float]) -> tuple[list[float], list[float]]:

@@ -5,10 +5,10 @@ import numpy as np
 
 from stretto.costs import Costs, Link, PhaseTimes, family
 from stretto.ir.errors import CostError
+from stretto.program.columns import Bools
 from stretto.program.program import Program
 from stretto.program.sums import reduces
 from stretto.program.task import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Kind
-from stretto.program.work import Bools
 from stretto.timeline.memory import Floats
 from stretto.timeline.timeline import Timeline
 
@@ -103,8 +103,8 @@ def _phases(program: Program, length: Floats) -> dict[str, PhaseTimes]:
 
 def _transfer(timeline: Timeline) -> float:
     program = timeline.program
-    send = np.flatnonzero(program.work.among(SENDS) & (program.mate >= 0))
-    receive = program.mate[send]
+    send = np.flatnonzero(program.work.among(SENDS) & (program.counterpart >= 0))
+    receive = program.counterpart[send]
     ready = np.maximum(timeline.start[send], timeline.start[receive])
     taken = np.maximum(0.0, timeline.end[receive] - ready)
     return float(np.median(taken)) if len(taken) else 0.0

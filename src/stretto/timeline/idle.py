@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stretto.program.columns import Bools, Ints
 from stretto.program.graph import leaders, queue_edges
 from stretto.program.program import Program
-from stretto.program.work import Bools, Ints
 from stretto.timeline.memory import Floats
 
 

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from stretto.costs import Costs
 from stretto.ir.errors import CostError
+from stretto.program.columns import Bools, Ints, grouped
 from stretto.program.program import Program
 from stretto.program.task import BACKWARDS, COPIES, FORWARDS, WEIGHTS, Kind
-from stretto.program.work import Bools, Ints, grouped
 
 Floats = NDArray[np.float64]
 

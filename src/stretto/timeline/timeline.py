@@ -9,10 +9,10 @@ import numpy as np
 
 from stretto.costs import Costs, Unit
 from stretto.ir.errors import StrettoError
+from stretto.program.columns import grouped
 from stretto.program.graph import queue_edges
 from stretto.program.program import Program
 from stretto.program.task import COPIES, Task
-from stretto.program.work import grouped
 from stretto.timeline import idle
 from stretto.timeline.memory import DeviceMemory, Floats, memory_in_order
 

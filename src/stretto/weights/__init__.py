@@ -7,25 +7,25 @@ from stretto.ir.extras import demand
 
 if TYPE_CHECKING:
     from stretto.ir.errors import WeightsError
-    from stretto.weights.conversation import Hooks
-    from stretto.weights.export import Export
-    from stretto.weights.manifest import Entry
-    from stretto.weights.receiver import Receiver
-    from stretto.weights.remotes import status
-    from stretto.weights.report import PushError, Report
-    from stretto.weights.sender import Sender
+    from stretto.weights.manifest import TensorSpec
+    from stretto.weights.receive.receiver import Receiver
+    from stretto.weights.receive.session import Hooks
+    from stretto.weights.send.remotes import status
+    from stretto.weights.send.report import PushError, Report
+    from stretto.weights.send.sender import Sender
+    from stretto.weights.sources.export import Export
 
-__all__ = ["Entry", "Export", "Hooks", "PushError", "Receiver", "Report", "Sender", "WeightsError", "status"]
+__all__ = ["Export", "Hooks", "PushError", "Receiver", "Report", "Sender", "TensorSpec", "WeightsError", "status"]
 
-_ROOMS = {
-    "Entry": "manifest",
-    "Export": "export",
-    "Hooks": "conversation",
-    "PushError": "report",
-    "Receiver": "receiver",
-    "Report": "report",
-    "Sender": "sender",
-    "status": "remotes",
+_MODULES = {
+    "Export": "sources.export",
+    "Hooks": "receive.session",
+    "PushError": "send.report",
+    "Receiver": "receive.receiver",
+    "Report": "send.report",
+    "Sender": "send.sender",
+    "TensorSpec": "manifest",
+    "status": "send.remotes",
 }
 
 
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
     """Most need PyTorch, and are imported when they are asked for."""
     if name == "WeightsError":
         return import_module("stretto.ir.errors").WeightsError
-    if name in _ROOMS:
+    if name in _MODULES:
         demand("torch", extra="train", what=f"stretto.weights.{name}")
-        return getattr(import_module(f"stretto.weights.{_ROOMS[name]}"), name)
+        return getattr(import_module(f"stretto.weights.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'stretto.weights' has no attribute {name!r}")

@@ -54,8 +54,8 @@ def lay_out(manifest: Manifest, bucket_bytes: int, *, split: bool = False) -> li
 
     Tensors stay whole, unless they may be split: then only a tensor larger than a bucket is.
 
-    >>> from stretto.weights.manifest import Entry
-    >>> model = Manifest("", tuple(Entry(name, "uint8", (size,)) for name, size in zip("abc", (300, 10, 600))))
+    >>> from stretto.weights.manifest import TensorSpec
+    >>> model = Manifest("", tuple(TensorSpec(name, "uint8", (size,)) for name, size in zip("abc", (300, 10, 600))))
     >>> [[(it.entry, it.start, it.nbytes, it.offset) for it in bucket.pieces] for bucket in lay_out(model, 1024)]
     [[(0, 0, 300, 0), (1, 0, 10, 512)], [(2, 0, 600, 0)]]
     """

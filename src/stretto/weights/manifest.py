@@ -33,7 +33,7 @@ ITEM_BYTES = {
 _LARGEST = 1 << 48  # bytes of a tensor
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor: its name, type and shape."""
 
     name: str
@@ -48,13 +48,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Manifest(msgspec.Struct, frozen=True, dict=True):
     """All tensors of a version, in model order. Its digest says to all who take part in a push what is to come.
 
-    >>> manifest = Manifest("step-100", (Entry("a", "bfloat16", (2, 3)), Entry("b", "float32", ())))
+    >>> manifest = Manifest("step-100", (TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "float32", ())))
     >>> manifest.nbytes, manifest.sizes, manifest.digest[:8]
     (16, [12, 4], 'f3379c3e')
     """
 
     version: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorSpec, ...]
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -100,7 +100,7 @@ def is_possible(shape: Sequence[int]) -> bool:
     return all(size >= 0 for size in shape) and prod(max(1, size) for size in shape) < 1 << 63
 
 
-def differences(wanted: Iterable[Entry], manifest: Manifest) -> list[str]:
+def differences(wanted: Iterable[TensorSpec], manifest: Manifest) -> list[str]:
     """What is wrong with a manifest for somebody who wants these, in words; other tensors in it do not matter."""
     given = {entry.name: entry for entry in manifest.entries}
     found = []
@@ -113,5 +113,5 @@ def differences(wanted: Iterable[Entry], manifest: Manifest) -> list[str]:
     return found
 
 
-def _typed(entry: Entry) -> str:
+def _typed(entry: TensorSpec) -> str:
     return f"{entry.dtype}[{', '.join(map(str, entry.shape))}]"

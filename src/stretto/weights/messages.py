@@ -20,11 +20,11 @@ Assurance: TypeAlias = Literal["verified", "delivered", "unaccounted"]
 """
 
 
-class Ask(msgspec.Struct, tag=True):
+class StatusRequest(msgspec.Struct, tag=True):
     """How are you?"""
 
 
-class Told(msgspec.Struct, tag=True):
+class Status(msgspec.Struct, tag=True):
     """How a receiver is."""
 
     state: State
@@ -152,8 +152,8 @@ Message: TypeAlias = (
     Hello
     | Proof
     | Beat
-    | Ask
-    | Told
+    | StatusRequest
+    | Status
     | Open
     | Unknown
     | Ready

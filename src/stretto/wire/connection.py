@@ -13,7 +13,16 @@ import msgspec
 
 from stretto.ir.errors import StrettoError
 from stretto.wire.forks import keep_from_children
-from stretto.wire.frames import HEADER_BYTES, Nonsense, close_files, length_of, packed, receive, send, unpacked
+from stretto.wire.frames import (
+    HEADER_BYTES,
+    MalformedMessage,
+    close_files,
+    length_of,
+    pack_message,
+    recv_bytes,
+    send_bytes,
+    unpack_message,
+)
 from stretto.wire.greeting import Greeting
 
 M = TypeVar("M")
@@ -25,15 +34,15 @@ _AT_ONCE = 1 << 20  # bytes
 _STEP = 3600.0  # seconds; the kernel counts no more than 24 days
 
 
-class Gone(StrettoError):  # noqa: N818 (a state of the other side)
+class PeerClosed(StrettoError):  # noqa: N818 (a state of the other side)
     """The other side has closed the connection, is silent, or talks nonsense."""
 
 
-class Late(Gone):
+class PeerTimeout(PeerClosed):
     """The other side is there, but does not answer."""
 
 
-class Odd(Gone):
+class ProtocolError(PeerClosed):
     """The other side says what nobody of ours would say."""
 
 
@@ -44,14 +53,14 @@ class Beat(msgspec.Struct, tag=True):
 class Connection(Generic[M]):
     """One side of a conversation. Any thread may tell; one at a time may hear."""
 
-    gone: type[Gone] = Gone
-    late: type[Late] = Late
-    odd: type[Odd] = Odd
+    gone: type[PeerClosed] = PeerClosed
+    late: type[PeerTimeout] = PeerTimeout
+    odd: type[ProtocolError] = ProtocolError
 
     def __init__(self, stream: socket.socket, decoder: msgspec.msgpack.Decoder[M]) -> None:
         stream.setblocking(True)
         self._stream, self._decoder = stream, decoder
-        self._telling = threading.Lock()
+        self._sending = threading.Lock()
         self._over = threading.Event()
         self.local = stream.family == socket.AF_UNIX
         self.limit = _SMALL
@@ -60,24 +69,24 @@ class Connection(Generic[M]):
         self._heard = time.monotonic()
         keep_from_children(stream)
 
-    def tell(self, message: M, files: tuple[int, ...] = (), *, seconds: float = SILENCE) -> None:
-        data = memoryview(packed(message))
+    def send(self, message: M, files: tuple[int, ...] = (), *, seconds: float = SILENCE) -> None:
+        data = memoryview(pack_message(message))
         deadline = time.monotonic() + seconds
-        with self._telling:
+        with self._sending:
             while data:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self.gone(f"did not take a message for {seconds:g} s")
                 try:
                     self._stream.settimeout(left)
-                    data = data[send(self._stream, data, files) :]
+                    data = data[send_bytes(self._stream, data, files) :]
                     files = ()
                 except TimeoutError:  # perhaps another thread's, which hears: they share one
                     continue
                 except OSError as error:
                     raise self.gone(f"is gone ({error.strerror or error})") from None
 
-    def hear(self, *, seconds: float) -> tuple[M, list[int]]:
+    def recv(self, *, seconds: float) -> tuple[M, list[int]]:
         """The next message that is no mere sign of life, and its files."""
         deadline = time.monotonic() + seconds
         self._heard = time.monotonic()
@@ -91,9 +100,9 @@ class Connection(Generic[M]):
         files: list[int] = []
         try:
             length = length_of(self._bytes(HEADER_BYTES, deadline, files), self.limit)
-            message = unpacked(self._bytes(length, deadline, files), self._decoder)
+            message = unpack_message(self._bytes(length, deadline, files), self._decoder)
             self._heard = time.monotonic()
-        except Nonsense as error:
+        except MalformedMessage as error:
             close_files(files)
             raise self.odd(f"talks nonsense: it sent {error}") from None
         except BaseException:
@@ -113,7 +122,7 @@ class Connection(Generic[M]):
                 raise self.late(f"has been silent for {self.silence:g} s")
             try:
                 self._stream.settimeout(min(until - now, _STEP))
-                part, attached = receive(self._stream, min(count - len(data), _AT_ONCE))
+                part, attached = recv_bytes(self._stream, min(count - len(data), _AT_ONCE))
             except TimeoutError:
                 continue
             except OSError as error:
@@ -131,31 +140,31 @@ class Connection(Generic[M]):
         self.silence = max(SILENCE, seconds)
         greeting: Any = Greeting(protocol, secret, serves=serves, name=name)
         try:
-            self.tell(greeting.hello, seconds=seconds)
+            self.send(greeting.hello, seconds=seconds)
             other: str = greeting.meet(self._answer(seconds))
             if secret is not None:
                 if not serves:
-                    self.tell(greeting.proof(), seconds=seconds)
+                    self.send(greeting.proof(), seconds=seconds)
                     greeting.check(self._accepted(seconds))
                 else:
                     greeting.check(self._answer(seconds))
-                    self.tell(greeting.proof(), seconds=seconds)
-        except Nonsense as error:
+                    self.send(greeting.proof(), seconds=seconds)
+        except MalformedMessage as error:
             raise self.odd(f"sent {error}") from None
         self.limit, self.silence = _LARGE, SILENCE
         return other
 
     def _answer(self, seconds: float) -> M:
-        message, files = self.hear(seconds=seconds)
+        message, files = self.recv(seconds=seconds)
         close_files(files)
         return message
 
     def _accepted(self, seconds: float) -> M:
         try:
             return self._answer(seconds)
-        except Late:
+        except PeerTimeout:
             raise
-        except Gone:
+        except PeerClosed:
             raise self.gone("did not accept the secret") from None
 
     def beat(self) -> None:
@@ -168,7 +177,7 @@ class Connection(Generic[M]):
             raise self.gone(f"is gone ({error})") from None
         if writable:
             beat: Any = Beat()
-            self.tell(beat)
+            self.send(beat)
 
     def keep_beating(self, when: Callable[[], bool] = lambda: True) -> None:
         """Give signs of life from a thread of its own, as long as there is reason to, until it is closed."""
@@ -201,6 +210,6 @@ def _beats(connection: "weakref.ref[Connection[Any]]", over: threading.Event, wh
         if when():
             try:
                 there.beat()
-            except Gone:
+            except PeerClosed:
                 return
         del there

@@ -1,6 +1,5 @@
 """Messages between processes: MessagePack with a length in front, and files beside them."""
 
-import array
 import os
 import socket
 import struct
@@ -16,14 +15,13 @@ Buffer = bytes | bytearray | memoryview
 _HEADER = struct.Struct("!Q")
 HEADER_BYTES = _HEADER.size
 _MOST_FILES = 253  # that the kernel lets a message have; all of them must be received to be closed
-_CONTROL_BYTES = socket.CMSG_SPACE(_MOST_FILES * array.array("i").itemsize)
 
 
-class Nonsense(StrettoError):  # noqa: N818 (it is what the other side says)
+class MalformedMessage(StrettoError):  # noqa: N818 (it is what the other side says)
     """What no process of ours would say; it reads on after "it sent"."""
 
 
-def packed(message: object) -> bytes:
+def pack_message(message: object) -> bytes:
     return framed(msgspec.msgpack.encode(message))
 
 
@@ -35,35 +33,31 @@ def length_of(header: Buffer, limit: int) -> int:
     """Of the body that follows."""
     length: int = _HEADER.unpack(header)[0]
     if length > limit:
-        raise Nonsense(f"a message of {length} bytes, more than the {limit} allowed")
+        raise MalformedMessage(f"a message of {length} bytes, more than the {limit} allowed")
     return length
 
 
-def unpacked(body: Buffer, decoder: msgspec.msgpack.Decoder[M]) -> M:
+def unpack_message(body: Buffer, decoder: msgspec.msgpack.Decoder[M]) -> M:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Nonsense(f"a malformed message ({error!s:.200})") from None
+        raise MalformedMessage(f"a malformed message ({error!s:.200})") from None
 
 
-def send(stream: socket.socket, data: Buffer, files: Sequence[int] = ()) -> int:
-    """As much as fits now; how much that was."""
-    attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
-    return stream.sendmsg([data], attached)
+def send_bytes(stream: socket.socket, data: Buffer, files: Sequence[int] = ()) -> int:
+    """Send as much as fits now, and return how many bytes that was."""
+    return socket.send_fds(stream, [data], list(files)) if files else stream.send(data)
 
 
-def receive(stream: socket.socket, most: int) -> tuple[bytes, list[int]]:
-    """What has come, and the files with it."""
-    data, attached, flags, _ = stream.recvmsg(most, _CONTROL_BYTES)
-    files = array.array("i")
-    for _, _, content in attached:
-        files.frombytes(content[: len(content) - len(content) % files.itemsize])
+def recv_bytes(stream: socket.socket, most: int) -> tuple[bytes, list[int]]:
+    """Return the bytes that have arrived, and the files attached to them."""
+    data, files, flags, _ = socket.recv_fds(stream, most, _MOST_FILES)
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
         close_files(files)
         if flags & socket.MSG_CTRUNC:
-            raise Nonsense("a file that could not be opened: too many are open")
-        raise Nonsense(f"a message of more than {most} bytes")
-    return data, list(files)
+            raise MalformedMessage("a file that could not be opened: too many are open")
+        raise MalformedMessage(f"a message of more than {most} bytes")
+    return data, files
 
 
 def close_files(files: Sequence[int]) -> None:
@@ -86,4 +80,4 @@ class Reader(Generic[M]):
                 return
             body = bytes(self._data[HEADER_BYTES:end])
             del self._data[:end]
-            yield unpacked(body, self._decoder)
+            yield unpack_message(body, self._decoder)

@@ -7,7 +7,7 @@ import secrets
 
 import msgspec
 
-from stretto.wire.frames import Nonsense
+from stretto.wire.frames import MalformedMessage
 
 _NONCE = 32  # bytes
 
@@ -37,9 +37,11 @@ class Greeting:
     def meet(self, message: object) -> str:
         """The other side's first word; who it says it is."""
         if not isinstance(message, Hello) or len(message.nonce) != _NONCE:
-            raise Nonsense("no hello")
+            raise MalformedMessage("no hello")
         if message.protocol != self.hello.protocol:
-            raise Nonsense(f"a hello in protocol {message.protocol}, and this side speaks {self.hello.protocol}")
+            raise MalformedMessage(
+                f"a hello in protocol {message.protocol}, and this side speaks {self.hello.protocol}"
+            )
         self._other = message
         return message.name
 
@@ -51,7 +53,7 @@ class Greeting:
         """The other side's."""
         theirs = self._digest(not self._serves)
         if not isinstance(message, Proof) or not hmac.compare_digest(message.digest, theirs):
-            raise Nonsense("no proof that it knows the secret")
+            raise MalformedMessage("no proof that it knows the secret")
 
     def _digest(self, server: bool) -> bytes:
         assert self._other is not None

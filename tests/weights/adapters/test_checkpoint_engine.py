@@ -23,10 +23,10 @@ from pushes import begun
 from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import checkpoint_engine as adapter
 from stretto.weights.adapters.checkpoint_engine import CheckpointEngineWorkers
-from stretto.weights.endpoint import Offer, Wanted
+from stretto.weights.ipc_buffers import SharedBuffers
 from stretto.weights.layout import lay_out, least_bucket
-from stretto.weights.manifest import Entry, Manifest
-from stretto.weights.shared import SharedBuffers
+from stretto.weights.manifest import Manifest, TensorSpec
+from stretto.weights.send.endpoint import Offer, Wanted
 
 zmq = pytest.importorskip("zmq", reason="checkpoint-engine's wire needs pyzmq (the extra adapters)")
 UUID = f"GPU-{os.getpid()}"
@@ -180,7 +180,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def offered(tensors: dict[str, torch.Tensor], version: str = "v") -> Offer:
-    entries = tuple(Entry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items())
+    entries = tuple(TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items())
     manifest = Manifest(version, entries)
     size = least_bucket(manifest)
     return Offer(manifest, lay_out(manifest, size), size, False, SharedBuffers(size, torch.device("cpu")), "")

@@ -17,10 +17,10 @@ from pushes import begun
 from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import Http
 from stretto.weights.adapters.sglang import SglangServer
-from stretto.weights.endpoint import Offer
+from stretto.weights.ipc_buffers import SharedBuffers
 from stretto.weights.layout import lay_out
-from stretto.weights.manifest import Entry, Manifest
-from stretto.weights.shared import SharedBuffers
+from stretto.weights.manifest import Manifest, TensorSpec
+from stretto.weights.send.endpoint import Offer
 
 zmq = pytest.importorskip("zmq", reason="checkpoint-engine's wire needs pyzmq (the extra adapters)")
 UUID = f"GPU-sglang-{os.getpid()}"
@@ -108,7 +108,7 @@ def endpoint(sglang: Sglang) -> Iterator[Any]:
 
 @pytest.fixture
 def offer() -> Iterator[Offer]:
-    manifest = Manifest("step-7", (Entry("a", "float32", (2, 2)), Entry("b", "float32", (3,))))
+    manifest = Manifest("step-7", (TensorSpec("a", "float32", (2, 2)), TensorSpec("b", "float32", (3,))))
     shared = SharedBuffers(256, torch.device("cpu"))
     shared.tensors[0].view(torch.float32)[:4] = torch.tensor([1.0, 2.0, 3.0, 4.0])
     shared.tensors[1].view(torch.float32)[:3] = torch.tensor([5.0, 6.0, 7.0])

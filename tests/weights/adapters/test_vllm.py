@@ -23,10 +23,10 @@ from stretto.weights.adapters import Asked
 from stretto.weights.adapters import vllm as adapter
 from stretto.weights.adapters.vllm import VllmServer, register
 from stretto.weights.adapters.vllm_model import Account, Packed, Shapes, unfinished, unreloadable
-from stretto.weights.endpoint import Offer, Remote
+from stretto.weights.ipc_buffers import SharedBuffers
 from stretto.weights.layout import lay_out
-from stretto.weights.manifest import Entry, Manifest
-from stretto.weights.shared import SharedBuffers
+from stretto.weights.manifest import Manifest, TensorSpec
+from stretto.weights.send.endpoint import Offer, Remote
 
 DEADLINE = 60.0
 
@@ -354,7 +354,7 @@ def address(tmp_path: Path) -> str:
 
 
 def offered(version: str, values: dict[str, float]) -> Offer:
-    manifest = Manifest(version, tuple(Entry(name, "float32", (64,)) for name in values))
+    manifest = Manifest(version, tuple(TensorSpec(name, "float32", (64,)) for name in values))
     return Offer(manifest, lay_out(manifest, 256), 256, False, SharedBuffers(256, torch.device("cpu")), "")
 
 
@@ -687,14 +687,16 @@ def test_shapes_that_cannot_go_into_the_model_are_told() -> None:
     unknown = {"packed.weight": (1, 2), "other.weight": (3,), "q_proj.weight_scale": (1,)}
     shapes = Shapes(model)
     for dtype in ("float32", "bfloat16"):
-        assert not shapes.wrong([Entry(name, dtype, shape) for name, shape in (right | unknown).items()])
-    assert not shapes.wrong([Entry("h.c_attn.weight", "float32", (24, 32))])  # GPT-2's, which vLLM turns round
-    assert len(shapes.wrong([Entry("o_proj.weight", "float32", (64, 32))])) == 1
+        assert not shapes.wrong([TensorSpec(name, dtype, shape) for name, shape in (right | unknown).items()])
+    assert not shapes.wrong([TensorSpec("h.c_attn.weight", "float32", (24, 32))])  # GPT-2's, which vLLM turns round
+    assert len(shapes.wrong([TensorSpec("o_proj.weight", "float32", (64, 32))])) == 1
     for dtype in ("int8", "bool", "complex64", "float8_e4m3fn"):
-        (said,) = shapes.wrong([Entry("o_proj.weight", dtype, (32, 64)), Entry("packed.weight", dtype, (8, 8))])
+        (said,) = shapes.wrong(
+            [TensorSpec("o_proj.weight", dtype, (32, 64)), TensorSpec("packed.weight", dtype, (8, 8))]
+        )
         assert said == f"o_proj.weight is pushed as {dtype}, and vLLM's model has floating point there"
     for name, shape in right.items():
-        (said,) = shapes.wrong([Entry(name, "float32", (shape[0] + 16, *shape[1:]))])
+        (said,) = shapes.wrong([TensorSpec(name, "float32", (shape[0] + 16, *shape[1:]))])
         assert said.startswith(f"{name} is pushed with shape")
         assert said.endswith(f"vLLM's model has {shape}")
 

@@ -10,8 +10,8 @@ from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from stretto.ir.errors import WeightsError, one_line
-from stretto.weights.endpoint import Endpoint, Offer, Wanted
 from stretto.weights.messages import Assurance, InFlight
+from stretto.weights.send.endpoint import Endpoint, Offer, Wanted
 
 _MOST = 1 << 20  # bytes of an answer
 _WITHDRAWING = 10.0  # seconds

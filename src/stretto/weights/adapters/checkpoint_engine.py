@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from stretto.ir.errors import WeightsError
 from stretto.weights.adapters import Asked, Http
-from stretto.weights.endpoint import Offer, Wanted
+from stretto.weights.ipc_buffers import SharedBuffers
 from stretto.weights.messages import Assurance, InFlight
-from stretto.weights.shared import SharedBuffers
+from stretto.weights.send.endpoint import Offer, Wanted
 from stretto.wire.memory import demand_sealed
 
 log = logging.getLogger(__name__)

@@ -17,14 +17,14 @@ from torch import Tensor
 from stretto.ir.errors import WeightsError, named
 from stretto.weights.adapters import Asked, Http, Served, seconds_left
 from stretto.weights.adapters.vllm_model import Account, Packed, Shapes, forget_kept, unfinished, unreloadable
-from stretto.weights.conversation import Hooks
-from stretto.weights.endpoint import Remote
-from stretto.weights.loading import listed
-from stretto.weights.manifest import Entry
-from stretto.weights.messages import InFlight, Told
-from stretto.weights.receiver import Receiver
-from stretto.weights.shared import device_name
-from stretto.weights.wire import Gone
+from stretto.weights.connection import PeerClosed
+from stretto.weights.ipc_buffers import device_name
+from stretto.weights.manifest import TensorSpec
+from stretto.weights.messages import InFlight, Status
+from stretto.weights.receive.loaders import listed
+from stretto.weights.receive.receiver import Receiver
+from stretto.weights.receive.session import Hooks
+from stretto.weights.send.endpoint import Remote
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def _engine() -> type:
         init_info_cls, update_info_cls = InitInfo, UpdateInfo
         supports_draft_weight_update = True
         worker: WorkerReceiver | None = None
-        before: Told | None = None
+        before: Status | None = None
         """How the last receiver was that was closed: what it served, or that it was dirty, is so still."""
         problem = ""
         """Why there is no receiver. Nothing here raises: vLLM would leave the answers of the other workers unread, and
@@ -147,7 +147,7 @@ class WorkerReceiver:
     push, as the sender must hear of an error in either. A push with tensors that vLLM skips is unaccounted.
     """
 
-    def __init__(self, engine: Any, address: str, before: Told | None = None) -> None:
+    def __init__(self, engine: Any, address: str, before: Status | None = None) -> None:
         """`before` is how the engine's receiver was that this one replaces."""
         self._engine = engine  # whose model is the one to update, a draft's at times
         self._lent: SimpleQueue[_Session] = SimpleQueue()
@@ -191,7 +191,7 @@ class WorkerReceiver:
 
     # In the receiver's thread.
 
-    def _wrong(self, entries: Sequence[Entry]) -> list[str]:
+    def _wrong(self, entries: Sequence[TensorSpec]) -> list[str]:
         if getattr(self._engine.vllm_config, "speculative_config", None) is not None:
             return []  # it may be for the draft, which nobody knows yet
         never = unreloadable(self._engine.model) if self._engine.device.type == "cpu" else []
@@ -314,8 +314,8 @@ class VllmServer(Http):
         if self._address is not None:
             try:
                 return Served(Remote(self._address.format(uuid=uuid, rank=rank)), self)
-            except Gone as error:
-                raise Gone(f"{error}; VllmServer.init() opens the workers' receivers") from None
+            except PeerClosed as error:
+                raise PeerClosed(f"{error}; VllmServer.init() opens the workers' receivers") from None
         raise WeightsError("a VllmServer without an address has no receivers of ours")
 
     def version(self, *, seconds: float = 5.0) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stretto.weights.manifest import Entry
+from stretto.weights.manifest import TensorSpec
 
 _EXPERT = re.compile(r"experts\.\d+\.[^.]+\.")  # of the names that models map to their fused experts
 _TURNED = re.compile(r"\.c_\w+\.weight$")  # matrices that GPT-2 and its kin have by columns, and vLLM turns round
@@ -86,7 +86,7 @@ class Shapes:
         self._names = Account(model)
         self._layers = dict(model.named_modules())
 
-    def wrong(self, entries: Sequence[Entry]) -> list[str]:
+    def wrong(self, entries: Sequence[TensorSpec]) -> list[str]:
         """In words. Types may differ: vLLM casts floating point numbers."""
         found = []
         for entry in entries:

@@ -1,0 +1,61 @@
+"""A batch, cut into microbatches."""
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+import numpy as np
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from stretto.ir.errors import PipelineError
+from stretto.pipeline.pytree import Value, tensors_of, version_of
+
+
+def cut(batch: Value | Iterable[Value], count: int, name: str) -> tuple[list[Value], int]:
+    """The microbatches, and the rows of the whole batch, 0 if it was not given whole.
+
+    A tensor, or a container of tensors that is no list, is a whole batch and cut along its first dimension; a list or
+    iterator holds microbatches.
+    """
+    if not _is_whole(batch):
+        if isinstance(batch, str | bytes | Mapping | np.ndarray) or not isinstance(batch, Iterable):
+            raise PipelineError(
+                f"{name} are a {type(batch).__name__}; "
+                "give a tensor, a tuple or dict of tensors (such as dict(batch)), or a list of microbatches"
+            )
+        microbatches, versions = [], []
+        for microbatch in islice(batch, count + 1):
+            microbatches.append(microbatch)
+            versions.append([version_of(tensor) for tensor in tensors_of(microbatch)])
+        if len(microbatches) != count:
+            more = "more" if len(microbatches) > count else len(microbatches)
+            raise PipelineError(f"the plan has {count} microbatches, but {name} has {more}")
+        if versions != [[version_of(tensor) for tensor in tensors_of(microbatch)] for microbatch in microbatches]:
+            raise PipelineError(f"the iterator of {name} changes a tensor that it gave before; let it give copies")
+        return microbatches, 0
+    sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of(batch)}
+    if len(sizes) != 1 or sizes == {0} or next(iter(sizes)) % count:
+        raise PipelineError(
+            f"{name} cannot be cut into {count} equal microbatches: its tensors' first dimensions are {sorted(sizes)}"
+        )
+    rows = sizes.pop()
+    size = rows // count
+    leaves, spec = pytree.tree_flatten(batch)
+    return [
+        pytree.tree_unflatten(
+            [_rows(leaf, k * size, size) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+        )
+        for k in range(count)
+    ], rows
+
+
+def _rows(tensor: Tensor, first: int, count: int) -> Tensor:
+    """Some rows of a tensor; if they need no gradient, to be changed in place without others' noticing."""
+    part = tensor[first : first + count]
+    return part if part.requires_grad else part.data
+
+
+def _is_whole(batch: Value) -> bool:
+    if isinstance(batch, list):
+        return False
+    return isinstance(batch, Tensor) or not pytree.tree_structure(batch).is_leaf()

@@ -1,0 +1,335 @@
+"""What lives on several devices: it starts equal, gradients are summed, and buffers must not drift apart."""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedParameter
+
+from stretto.execute.groups import all_reduce
+from stretto.execute.host_lanes import Work
+from stretto.execute.team import Team
+from stretto.ir.errors import PipelineError
+from stretto.pipeline.agreement import Agreement
+from stretto.pipeline.gradient_buffers import Block, Sum
+from stretto.pipeline.gradients import Gradients, Message
+from stretto.pipeline.ties import Place, description, difference
+
+
+class Reduce(Protocol):
+    """Reduces a tensor over a group."""
+
+    def __call__(self, tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Something that several ranks hold."""
+
+    ranks: tuple[int, ...]
+    source: int
+    """The rank whose values it starts from."""
+    stages: tuple[int, ...]
+    """The stages that hold it: its gradient is summed together with those of the same stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What a set of ranks holds together, in the same order on each."""
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+    parameters: dict[str, nn.Parameter]
+    places: dict[str, Place]
+    """Where the parameters are."""
+    buffers: dict[str, Place]
+    sparse: set[str]
+    """Parameters whose gradient may be sparse, on any of the ranks."""
+
+
+class Replicas:
+    """What this rank holds that others hold too, by the set of ranks that do."""
+
+    def __init__(
+        self,
+        team: Team,
+        held: Mapping[str, Held],
+        parameters: Mapping[str, nn.Parameter],
+        places: Mapping[str, Place],
+        buffers: Mapping[str, Place],
+        sets: Iterable[tuple[int, ...]],
+        *,
+        stages: Collection[int],
+        sparse: Callable[[nn.Parameter], bool],
+    ) -> None:
+        """`held` says which ranks hold each parameter and buffer, by names that all ranks agree on, as they do on
+        the sets of ranks that hold anything together. `stages` are those that live on several ranks.
+        """
+        self._shared: list[_Shared] = []
+        self._team = team
+        self._held, self._stages = held, stages
+        self._watched = False  # whether a step has shown which buffers change
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._sets = sorted(sets)
+        self._agreement = Agreement(team, self._sets)
+        self._late: list[tuple[_Shared, Message]] = []  # what is to be summed once the step has run
+        self._begun: list[Block] = []
+        self._said: dict[tuple[int, ...], int] = {}
+        for ranks in self._sets:
+            made = team.make(ranks)
+            if made is not None:
+                here = sorted(name for name, of in held.items() if of.ranks == ranks)
+                mine = {name: parameters[name] for name in here if name in parameters}
+                maybe = {name for name, parameter in mine.items() if sparse(parameter)}
+                kept = {name: buffers[name] for name in here if name in buffers}
+                at = {name: places[name] for name in mine}
+                self._shared.append(_Shared(ranks, made, mine, at, kept, maybe))
+        self._of_stages = {
+            held[name].stages: shared for shared in self._shared for name in shared.parameters if name in held
+        }
+
+    def demand(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse to go on without a parameter that other ranks hold too."""
+        here = {id(parameter) for parameter in parameters}
+        for shared in self._shared:
+            for name, parameter in shared.parameters.items():
+                if id(parameter) not in here:
+                    raise PipelineError(_REPLACED.format(name))
+
+    def shared_as(self, parameter: Tensor, stage: int) -> tuple[Message, str] | None:
+        """The ranks and the name of the message that a parameter's gradient is summed by, and its own name."""
+        name = self._names.get(id(parameter), "")
+        held = self._held.get(name)
+        if held is None and stage in self._stages:
+            raise PipelineError(
+                f"a parameter of shape {tuple(parameter.shape)} was added to stage {stage} after the pipeline was "
+                "made, and several devices hold that stage; make the pipeline anew"
+            )
+        return None if held is None or len(held.ranks) < 2 else ((held.ranks, held.stages), name)
+
+    def is_sparse(self, parameter: Tensor) -> bool:
+        """Whether its gradient may be sparse on any rank that holds it."""
+        return any(self._names.get(id(parameter)) in shared.sparse for shared in self._shared)
+
+    def start_equal(self, device: torch.device) -> None:
+        for shared in self._shared:
+            flags = torch.tensor([name in shared.sparse for name in shared.parameters], device=device).int()
+            if len(flags):
+                self._team.all_reduce(flags, shared.group, dist.ReduceOp.MAX)
+            shared.sparse.update(name for name, flag in zip(shared.parameters, flags.tolist(), strict=True) if flag)
+            for name, parameter in shared.parameters.items():
+                self._broadcast(parameter.data, name, shared)
+            for name, (module, key) in shared.buffers.items():
+                buffer = module._buffers[key]
+                assert buffer is not None
+                copy = buffer.clone(memory_format=torch.contiguous_format)
+                self._broadcast(copy, name, shared)
+                if not torch.equal(copy, buffer):  # which may be one number, expanded: then it is replaced
+                    module._buffers[key] = copy
+
+    def wrong(self, device: torch.device) -> str | None:
+        """Why what is here cannot be held by several ranks; all of them ask together."""
+        found = self.statistics()
+        for shared in self._shared:
+            names = hashlib.blake2b(" ".join(shared.parameters).encode(), digest_size=7).digest()
+            most, least = self._extremes(torch.tensor([int.from_bytes(names)], device=device), shared.group)
+            if most != least:
+                others = "rank " + " and rank ".join(map(str, shared.ranks))
+                return found or f"{others} hold the same layers, which have other parameters on one than on the other"
+            rows = torch.tensor([description(p) for p in shared.parameters.values()], device=device)
+            if len(rows):
+                for name, one, other in zip(shared.parameters, *self._extremes(rows, shared.group), strict=True):
+                    if (how := difference(one, other)) is not None:
+                        found = found or f"the copies of {name} on several ranks {how}"
+        return found
+
+    def _broadcast(self, tensor: Tensor, name: str, shared: _Shared) -> None:
+        """Of any type, complex and bool too; of a DTensor this rank's part, which the others have at the same place."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        if tensor.numel():
+            whole = tensor.contiguous()
+            source = shared.ranks.index(self._held[name].source)
+            self._team.broadcast(whole.reshape(-1).view(torch.uint8), source, shared.group)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+
+    def _extremes(self, numbers: Tensor, group: dist.ProcessGroup) -> tuple[list[Any], list[Any]]:
+        """The largest and the smallest of all ranks' numbers."""
+        most, least = numbers.clone(), numbers.clone()
+        self._team.all_reduce(most, group, dist.ReduceOp.MAX)
+        self._team.all_reduce(least, group, dist.ReduceOp.MIN)
+        return most.tolist(), least.tolist()
+
+    def statistics(self) -> str | None:
+        """What is wrong if a layer keeps running statistics: each copy of its stage would see half of the
+        microbatches.
+        """
+        for shared in self._shared:
+            for name, parameter in shared.parameters.items():
+                if isinstance(parameter, UninitializedParameter):
+                    return f"{name} is made by its layer's first forward, which several devices run; run it before"
+                if getattr(shared.places[name][0], "max_norm", None) is not None:
+                    return f"{name} is changed by forwards (max_norm), and several devices hold it"
+            for name, (module, _) in shared.buffers.items():
+                if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+                    layer = name.rpartition(".")[0]
+                    return (
+                        f"{layer} keeps running statistics, and its stage lives on two devices, each of which would "
+                        "count half of the microbatches; use a plan with one copy (dualpipev), or put it in eval mode"
+                    )
+        return None
+
+    def watch_buffers(self) -> Callable[[], None]:
+        """Refuse running statistics; the function that is returned raises if a forward has changed a buffer since."""
+        if (wrong := self.statistics()) is not None:
+            raise PipelineError(wrong)
+        for shared in self._shared:
+            for name, (module, key) in shared.places.items():
+                if module._parameters.get(key) is not shared.parameters[name]:
+                    raise PipelineError(_REPLACED.format(name))
+        before = {}
+        for shared in self._shared:
+            for name, (module, key) in shared.buffers.items():
+                buffer = module._buffers.get(key)
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    copy = None if self._watched else buffer.clone()
+                    before[name] = module, key, buffer, buffer._version, copy
+        self._watched = True
+
+        def check() -> None:
+            for name, (module, key, buffer, version, copy) in before.items():
+                changed = module._buffers.get(key) is not buffer or buffer._version != version
+                if changed or (copy is not None and not torch.equal(copy, buffer)):  # without a new version, that is
+                    raise PipelineError(
+                        f"the buffer {name} changed in a forward, and its stage lives on two devices, whose copies "
+                        "would drift apart; use a plan that keeps one copy (dualpipev)"
+                    )
+
+        return check
+
+    def begin(self, gradients: Gradients, behind: Callable[[], Collection[int]]) -> None:
+        """A step begins: tell others what this rank will sum with them. `behind` gives the ids of the leaves that
+        inputs and targets depend on; their gradients are there when the step has run, and not before.
+        """
+        self._late, self._begun = [], []
+        if self._shared:
+            later = behind()
+            for shared in self._shared:
+                waits = any(id(parameter) in later for parameter in shared.parameters.values()) if later else False
+                self._said[shared.ranks] = 2 * gradients.digest(shared.ranks) + waits
+            self._agreement.send(self._said)
+
+    def sum_stages(self, stages: tuple[int, ...], gradients: Gradients) -> Work | None:
+        """Sum what these stages hold together with other ranks, which do so too. What was begun, if anything was."""
+        shared = self._of_stages.get(stages)
+        if shared is None:  # they have no parameters
+            return None
+        message = (shared.ranks, stages)
+        others = self._agreement.others(shared.ranks)
+        if any(number >> 1 != self._said[shared.ranks] >> 1 for number in others.values()):
+            raise PipelineError(
+                f"ranks {', '.join(map(str, shared.ranks))} hold the same parameters, but not the same of them are "
+                "trained, or not in the same shapes and strides; change parameters alike on all ranks"
+            )
+        if any(number & 1 for number in (self._said[shared.ranks], *others.values())):
+            self._late.append((shared, message))
+            return None
+        return self._begin(shared, message, gradients)
+
+    def _begin(self, shared: _Shared, message: Message, gradients: Gradients) -> "_Sums | None":
+        begun: list[tuple[dist.Work, Tensor]] = []
+        for block in gradients.blocks(message):
+            gradients.collect(sum_.parameter for sum_ in block.sums)  # what a layer's own backward() has left
+            flat = block.message()
+            start = partial(all_reduce, shared.group, flat, dist.ReduceOp.SUM)
+            begun.append((self._team.start(start), flat))
+            self._begun.append(block)
+        for sum_ in gradients.loose(message):
+            gradients.collect([sum_.parameter])
+            _sum_loose(sum_, shared.group, self._team.all_reduce)
+            sum_.is_summed = True
+        if self._team.device.type == "cuda":
+            for work, flat in begun:
+                self._team.settle(work, flat)
+            return None
+        return _Sums(begun) if begun else None
+
+    def end(self, gradients: Gradients) -> None:
+        """The step has run, and what is behind inputs and targets too: sum what waited for that, and see which
+        gradients there are.
+        """
+        for shared, message in self._late:
+            begun = self._begin(shared, message, gradients)
+            if begun is not None:
+                for work, flat in begun.works:
+                    self._team.settle(work, flat)
+        doubtful = [block for block in self._begun if block.is_in_doubt]
+        if doubtful:
+            self._team.catch_up("the sums over ranks")
+            for block in doubtful:
+                block.settle()
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._agreement.close()
+
+
+class _Sums:
+    """Sums that were begun, on the host."""
+
+    def __init__(self, works: list[tuple[dist.Work, Tensor]]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work, _ in self.works:
+            work.wait()
+
+
+_REPLACED = "the parameter {} was replaced after the pipeline was made, and others hold it too; make the pipeline anew"
+
+
+def _sum_loose(sum_: Sum, group: dist.ProcessGroup, reduce: Reduce) -> None:
+    """Sum gradients that may be sparse on some ranks. As in autograd, the sum is sparse if all are."""
+    parameter, grad = sum_.parameter, sum_.value
+    some, dense = grad is not None, grad is not None and not grad.is_sparse
+    found = torch.tensor([some, dense], device=parameter.device).int()
+    reduce(found, group, dist.ReduceOp.MAX)
+    if not found[0]:
+        return
+    if found[1]:
+        whole = torch.zeros_like(parameter, dtype=sum_.dtype) if grad is None else grad if dense else grad.to_dense()
+        local = whole.to_local() if isinstance(whole, DTensor) else whole
+        flat = local.contiguous()  # ranks may have made theirs in other ways, and sums go by places in memory
+        reduce(_real(flat), group, dist.ReduceOp.SUM)
+        if flat is not local:
+            local.copy_(flat)
+        sum_.value = whole
+        return
+    mine = torch.zeros_like(parameter, dtype=sum_.dtype).to_sparse(1) if grad is None else grad.coalesce()
+    indices, values = mine.indices(), mine.values()
+    counts = torch.zeros(group.size(), dtype=torch.int64, device=parameter.device)
+    counts[group.rank()] = values.shape[0]
+    reduce(counts, group, dist.ReduceOp.SUM)
+    most = int(counts.max())
+    all_indices = indices.new_zeros(group.size(), indices.shape[0], most)
+    all_values = values.new_zeros(group.size(), most, *values.shape[1:])
+    all_indices[group.rank(), :, : indices.shape[1]] = indices
+    all_values[group.rank(), : values.shape[0]] = values
+    if most:
+        reduce(all_indices, group, dist.ReduceOp.SUM)
+        reduce(_real(all_values), group, dist.ReduceOp.SUM)
+    parts = [(all_indices[k, :, :count], all_values[k, :count]) for k, count in enumerate(counts.tolist())]
+    joined = torch.cat([part for part, _ in parts], 1), torch.cat([part for _, part in parts])
+    sum_.value = torch.sparse_coo_tensor(*joined, parameter.shape, check_invariants=False).coalesce()
+
+
+def _real(grad: Tensor) -> Tensor:
+    return torch.view_as_real(grad) if grad.is_complex() else grad

@@ -1,0 +1,376 @@
+"""Weight gradients put off: a backward yields input gradients, and leaves what yields the weights' later."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from stretto.pipeline.gradients import Gradients
+from stretto.pipeline.grouped_linear import GroupedLinear, grouped_linear, grouped_outer
+from stretto.pipeline.overrides import Forward, Overrides
+from stretto.pipeline.segments import direct
+from stretto.pipeline.weight_gradients import (
+    WeightGradient,
+    add_embedding,
+    add_grouped,
+    add_linear,
+    embedding_backward,
+    flattened,
+)
+
+
+class Deferral:
+    """Makes the layers of a module put their weight gradients off, into the list that `into` names. Run from there,
+    they are added to `gradients`.
+
+    While `overrides` are in place, each layer that is known runs through a function of ours, which is a usual one of
+    its input and its parameters: differentiated in any way it yields all gradients. Only the backward within `into`
+    that gives every parameter its gradient puts the weights' off, so that `torch.autograd.grad` in a layer does not.
+    """
+
+    def __init__(self, module: nn.Module, gradients: Gradients) -> None:
+        self._gradients = gradients
+        self._owed: list[WeightGradient] | None = None
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
+        self._anchored = get_gradient_edge(self.anchor).node
+        self.overrides = Overrides()
+        self._module = module
+        self._known: dict[int, nn.Module] = {}
+        inside = _compiled(module)
+        for layer in module.modules():
+            forward = None if id(layer) in inside else self._forward(layer)
+            if forward is not None:
+                self._known[id(layer)] = layer
+                inside.update(map(id, layer.modules()))
+                self.overrides.add(layer, partial(_unless_changed, layer, type(layer).forward, forward))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Those that put their weight gradients off."""
+        compiled = _compiled(self._module)  # since then, perhaps
+        return [layer for layer in self._known.values() if id(layer) not in compiled]
+
+    def into(self, owed: list[WeightGradient] | None) -> "_Into":
+        """Put the weight gradients of a backward within off into this list; with None, put none off."""
+        return _Into(self, owed)
+
+    def put_off(self, add: Callable[..., None], given: Tensor, grad: Tensor, more: tuple[Any, ...]) -> None:
+        """Leave a weight gradient, of a layer's input and its output's gradient, for later. `add` adds it to sums."""
+        assert self._owed is not None
+        versions = given._version, grad._version
+        self._owed.append(WeightGradient(add, self._gradients.of, given, grad, more, versions))
+
+    @property
+    def puts_off(self) -> bool:
+        """Asked in a backward: whether weight gradients are for later.
+
+        Not those of a backward for a few inputs (`torch.autograd.grad`): our anchor, which leads to every node, is none
+        of them. Nor those of a backward that is itself to be differentiated.
+        """
+        return (
+            self._owed is not None
+            and not torch.is_grad_enabled()
+            and bool(torch._C._will_engine_execute_node(self._anchored))
+        )
+
+    def _runs(self, layer: nn.Module, x: Tensor) -> bool:
+        """Whether a layer runs through a function of ours: not a copy, not where nobody wants gradients, and not under
+        transforms that would have to know it.
+        """
+        return (
+            torch.is_grad_enabled()
+            and id(layer) in self._known
+            and isinstance(x, Tensor)
+            and not x.is_complex()
+            and x.layout is torch.strided
+            and not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active()
+            and forward_ad._current_level < 0
+            and F.linear is _LINEAR  # nobody has patched it, nor does a mode see to it
+            and (not torch._C._len_torch_function_stack() or _only_default_devices())
+        )
+
+    def _forward(self, layer: nn.Module) -> Forward | None:
+        """How a layer is to run instead, None for one that we do not know."""
+        known = getattr(type(layer), "forward", None)  # a scripted module's class has none
+        makers = {
+            _FORWARDS[nn.Linear]: self._linear,
+            _FORWARDS[nn.Embedding]: self._embedding,
+            _FORWARDS[GroupedLinear]: self._grouped,
+            _FORWARDS[nn.MultiheadAttention]: self._attention,
+        }
+        return makers[known]() if known in makers and known.__module__ in _MODULES else None
+
+    def linear(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, rows: slice | None = None) -> Tensor:
+        """x Wᵀ + b with these rows of W and b, their gradients put off."""
+        w: Tensor = weight if rows is None else weight[rows]
+        b: Tensor | None = bias if rows is None or bias is None else bias[rows]
+        if torch.is_autocast_enabled(x.device.type):
+            x, w, b = _autocast(x), _autocast(w), None if b is None else _autocast(b)
+        if not weight.requires_grad and (bias is None or not bias.requires_grad):
+            return F.linear(x, w, b)
+        return _linear(self.anchor, x, w, b, (self, weight, bias, rows))
+
+    def _linear(self) -> Forward:
+        def forward(layer: nn.Linear, input: Tensor) -> Tensor:
+            own = layer._parameters
+            weight, bias = own.get("weight"), own.get("bias")
+            plain = _own(weight) and _own_or_none(bias) and layer.weight is weight and layer.bias is bias
+            if not plain or not self._runs(layer, input):
+                return type(layer).forward(layer, input)
+            assert weight is not None
+            return self.linear(input, weight, bias)
+
+        return forward
+
+    def _embedding(self) -> Forward:
+        def forward(layer: nn.Embedding, input: Tensor) -> Tensor:
+            weight = layer._parameters.get("weight")
+            plain = not layer.sparse and layer.max_norm is None and not layer.scale_grad_by_freq
+            if not plain or not self._runs(layer, input) or not _own(weight) or layer.weight is not weight:
+                return type(layer).forward(layer, input)
+            if not weight.requires_grad:
+                return type(layer).forward(layer, input)
+            padding = -1 if layer.padding_idx is None else layer.padding_idx
+            return _embedding(self.anchor, input, weight, padding, self)
+
+        return forward
+
+    def _grouped(self) -> Forward:
+        def forward(layer: GroupedLinear, x: Tensor, counts: Tensor) -> Tensor:
+            weight = layer._parameters.get("weight")
+            if not self._runs(layer, x) or not _own(weight) or layer.weight is not weight or not weight.requires_grad:
+                return type(layer).forward(layer, x, counts)
+            w: Tensor = weight
+            if torch.is_autocast_enabled(x.device.type):
+                x, w = _autocast(x), _autocast(w)
+            return _grouped(self.anchor, x, w, counts, self, weight)
+
+        return forward
+
+    def _attention(self) -> Forward:
+        def forward(
+            layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **named: Any
+        ) -> Any:
+            options = {**dict(zip(_ATTENTION_OPTIONS, arguments, strict=False)), **named}
+            weights = options.pop("need_weights", True)
+            hinted = options.get("is_causal", False) and options.get("attn_mask") is None
+            if weights or hinted or not self._runs(layer, query) or query.dim() != 3 or not _is_plain(layer):
+                return type(layer).forward(layer, query, key, value, *arguments, **named)
+            return self._attend(layer, query, key, value, **options), None
+
+        return forward
+
+    def _attend(
+        self,
+        layer: nn.MultiheadAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,  # noqa: ARG002  (of weights that are not asked for)
+        is_causal: bool = False,
+    ) -> Tensor:
+        """What nn.MultiheadAttention computes, its projections through `linear`. N batch, T and S tokens, H heads."""
+        width, heads = layer.embed_dim, layer.num_heads
+        weight, bias, out_proj = layer.in_proj_weight, layer.in_proj_bias, layer.out_proj
+        assert _own(weight) and _own(out_proj.weight)  # noqa: PT018
+        parts = [slice(k * width, (k + 1) * width) for k in range(3)]
+        if query is key and key is value:
+            q, k, v = self.linear(query, weight, bias).chunk(3, dim=-1)
+        else:
+            q, k, v = (self.linear(x, weight, bias, rows) for x, rows in zip((query, key, value), parts, strict=True))
+        if not layer.batch_first:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        q_NHTd, k_NHSd, v_NHSd = (x.reshape(*x.shape[:-1], heads, -1).transpose(1, 2) for x in (q, k, v))
+        causal = is_causal and key_padding_mask is None  # then the mask is a hint, and not used
+        mask = None if causal else _attention_mask(attn_mask, key_padding_mask, q_NHTd, k_NHSd)
+        dropout = layer.dropout if layer.training else 0.0
+        out = F.scaled_dot_product_attention(q_NHTd, k_NHSd, v_NHSd, mask, dropout, causal)
+        out = out.transpose(1, 2).flatten(2)
+        out = self.linear(out, out_proj.weight, out_proj.bias)
+        return out if layer.batch_first else out.transpose(0, 1)
+
+
+_ATTENTION_OPTIONS = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
+
+
+class _Into:
+    """What `into` opens; a class because it is opened for every pass."""
+
+    __slots__ = ("_before", "_deferral", "_owed")
+
+    def __init__(self, deferral: Deferral, owed: list[WeightGradient] | None) -> None:
+        self._deferral, self._owed = deferral, owed
+
+    def __enter__(self) -> None:
+        self._before, self._deferral._owed = self._deferral._owed, self._owed
+
+    def __exit__(self, *error: object) -> None:
+        self._deferral._owed = self._before
+
+
+# The outputs of the functions below are detached: they would otherwise be views that were made inside a function, which
+# autograd does not let anybody change in place. What is put off holds detached inputs: a saved input has its graph.
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,  # noqa: ARG004
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        owed: tuple[Deferral, nn.Parameter, nn.Parameter | None, slice | None],
+    ) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
+        ctx.owed = owed
+        return F.linear(x, weight, bias).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        _, x_needs, weight_needs, bias_needs, _ = ctx.needs_input_grad
+        back = grad @ weight if x_needs else None
+        deferral, *owed = ctx.owed
+        if deferral.puts_off:
+            needs = weight_needs, bias_needs
+            deferral.put_off(add_linear, grad if x is None else x.detach(), grad, (*owed, *needs))
+            return None, back, None, None, None
+        flat = flattened(grad)
+        of_weight = flat.T @ flattened(x) if weight_needs else None
+        return None, back, of_weight, flat.sum(0) if bias_needs else None, None
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,  # noqa: ARG004
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        deferral: Deferral,
+        owed: nn.Parameter,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        ctx.deferral, ctx.owed = deferral, owed
+        return grouped_linear(x, weight, counts).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, counts = ctx.saved_tensors
+        _, x_needs, weight_needs, *_ = ctx.needs_input_grad
+        back = grouped_linear(grad, weight.transpose(1, 2), counts) if x_needs else None
+        if ctx.deferral.puts_off:
+            ctx.deferral.put_off(add_grouped, x.detach(), grad, (ctx.owed, counts))
+            return None, back, None, None, None, None
+        return None, back, grouped_outer(grad, x, counts) if weight_needs else None, None, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,  # noqa: ARG004
+        rows: Tensor,
+        weight: nn.Parameter,
+        padding: int,
+        deferral: Deferral,
+    ) -> Tensor:
+        ctx.save_for_backward(rows)  # by which autograd sees it if they are changed in place
+        ctx.weight, ctx.padding, ctx.deferral = weight, padding, deferral
+        return F.embedding(rows, weight).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (rows,) = ctx.saved_tensors
+        if ctx.deferral.puts_off:
+            ctx.deferral.put_off(add_embedding, rows, grad, (ctx.weight, ctx.padding))
+            return None, None, None, None, None
+        return None, None, embedding_backward(grad, rows, ctx.weight.shape[0], ctx.padding, False), None, None
+
+
+def _compiled(module: nn.Module) -> set[int]:
+    """The ids of all modules within those that `torch.compile` has compiled, or that have compiled themselves."""
+    # By the name that torch.compile keeps a module under: importing its class takes as long as all of torch.
+    whole = (it for it in module.modules() if "_orig_mod" in it._modules or it._compiled_call_impl is not None)
+    return {id(part) for it in whole for part in it.modules()}
+
+
+def _unless_changed(layer: nn.Module, usual: Forward, forward: Forward, before: Forward | None) -> Forward | None:
+    """A layer that was given a forward of its own, or whose class was, runs that."""
+    return forward if before is None and type(layer).forward is usual else None
+
+
+_LINEAR = torch._C._nn.linear
+_FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Embedding, GroupedLinear, nn.MultiheadAttention)}
+_MODULES = frozenset(kind.__module__ for kind in _FORWARDS)
+
+
+def _only_default_devices() -> bool:
+    """Whether modes that see functions do nothing but give new tensors a device."""
+    return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """As PyTorch does it: float64 stays."""
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+_linear: Callable[..., Tensor] = direct(_Linear)
+_grouped: Callable[..., Tensor] = direct(_Grouped)
+_embedding: Callable[..., Tensor] = direct(_Embedding)
+
+
+def _own(parameter: Tensor | None) -> TypeGuard[nn.Parameter]:
+    """Whether this is a parameter, and neither made from others nor of a kind with rules of its own."""
+    plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
+    return plain and parameter is not None and parameter.is_leaf and not parameter.is_complex()
+
+
+def _own_or_none(parameter: Tensor | None) -> TypeGuard[nn.Parameter | None]:
+    return parameter is None or _own(parameter)
+
+
+def _is_plain(layer: nn.MultiheadAttention) -> bool:
+    """Whether attention is one matrix in, one out, all of them its own parameters."""
+    if layer.bias_k is not None or layer.bias_v is not None or layer.add_zero_attn:
+        return False
+    into, out = layer._parameters, layer.out_proj._parameters
+    return (
+        _own(into.get("in_proj_weight"))
+        and _own_or_none(into.get("in_proj_bias"))
+        and _own(out.get("weight"))
+        and "bias" in out
+        and _own_or_none(out["bias"])
+    )
+
+
+def _attention_mask(mask: Tensor | None, padding: Tensor | None, q_NHTd: Tensor, k_NHSd: Tensor) -> Tensor | None:
+    """One additive mask of both; True in either means: do not look."""
+    total: Tensor | None = None
+    batch, heads = q_NHTd.shape[:2]
+    for part in (mask, padding):
+        if part is None:
+            continue
+        if part is padding:
+            shaped = part[:, None, None, :]
+        else:
+            shaped = part.reshape(batch, heads, *part.shape[1:]) if part.dim() == 3 else part[None, None]
+        if shaped.dtype == torch.bool:
+            shaped = torch.zeros_like(shaped, dtype=q_NHTd.dtype).masked_fill_(shaped, float("-inf"))
+        total = shaped if total is None else total + shaped
+    return None if total is None else total.expand(-1, -1, q_NHTd.shape[2], k_NHSd.shape[2])

@@ -1,0 +1,69 @@
+"""Which task does a given thing, by stage, part and microbatch."""
+
+from collections.abc import Collection
+from functools import cached_property
+
+import numpy as np
+
+from stretto.ir.placement import Placement
+from stretto.program.columns import Ints, TaskColumns
+from stretto.program.phases import Anatomy
+from stretto.program.task import BACKWARDS, FORWARDS, WEIGHTS, Kind
+
+
+class TaskIndex:
+    """Task indexes in tables with a column per microbatch; −1 where there is none, the first of several.
+
+    `forward`, `backward`, `recompute` (a row for each part of the backward) and `weight` have a row for each
+    part of each stage's pass. The others have a row per stage and a spare one at the end, so that stage −1 and
+    the one after the last exist, empty.
+    """
+
+    def __init__(self, work: TaskColumns, anatomy: Anatomy, placement: Placement) -> None:
+        self.work, self.anatomy, self.placement = work, anatomy, placement
+
+    @cached_property
+    def forward(self) -> Ints:
+        return self._table(FORWARDS, self.anatomy.pass_rows, self.work.stage, self.work.microbatch)
+
+    @cached_property
+    def backward(self) -> Ints:
+        return self._table(BACKWARDS, self.anatomy.pass_rows, *self.work.backward)
+
+    @cached_property
+    def weight(self) -> Ints:
+        return self._table(WEIGHTS, self.anatomy.weight_rows, self.work.stage, self.work.microbatch)
+
+    @cached_property
+    def recompute(self) -> Ints:
+        return self._table((Kind.RECOMPUTE,), self.anatomy.pass_rows, self.work.stage, self.work.microbatch)
+
+    def first(self, table: Ints) -> Ints:
+        """The first part of each stage's pass."""
+        return np.concatenate((table[self.anatomy.pass_rows[:-1]], self._spare()))
+
+    def last(self, table: Ints) -> Ints:
+        """The last part of each stage's pass, which has its result."""
+        return np.concatenate((table[self.anatomy.pass_rows[1:] - 1], self._spare()))
+
+    def first_compute(self, table: Ints) -> Ints:
+        """The first part of each stage's backward, or of its recomputation, that is on the compute lane."""
+        return np.concatenate((table[self.anatomy.first_compute_rows], self._spare()))
+
+    def per_part(self, table: Ints) -> Ints:
+        """A table with a row per stage, repeated for each part of the stage's pass."""
+        return np.repeat(table[: self.placement.stages], np.diff(self.anatomy.pass_rows), axis=0)
+
+    def end(self, kind: Kind) -> Ints:
+        """The sends, receives or copies of a kind."""
+        rows = np.arange(self.placement.stages + 1)
+        return np.concatenate((self._table((kind,), rows, self.work.stage, self.work.microbatch), self._spare()))
+
+    def _spare(self) -> Ints:
+        return np.full((1, self.placement.microbatches), -1, dtype=np.int64)
+
+    def _table(self, kinds: Collection[Kind], rows: Ints, stage: Ints, microbatch: Ints) -> Ints:
+        table = np.full((int(rows[-1]), self.placement.microbatches), -1, dtype=np.int64)
+        chosen = np.flatnonzero(self.work.among(kinds))[::-1]
+        table[rows[stage[chosen]] + self.work.part[chosen], microbatch[chosen]] = chosen
+        return table

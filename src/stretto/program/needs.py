@@ -1,0 +1,129 @@
+"""Gives tasks their needs and joins the two ends of each transfer."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from stretto.ir.placement import Placement
+from stretto.program.buffers import refills
+from stretto.program.columns import Ints, TaskColumns, last_before
+from stretto.program.index import TaskIndex
+from stretto.program.phases import Anatomy
+from stretto.program.program import Program
+from stretto.program.sums import sum_needs, sum_rings
+from stretto.program.task import COMPUTE, COPIES, RECEIVES, SENDS, Kind, Lane, Task
+
+
+def link_tasks(tasks: Iterable[Task], placement: Placement, anatomy: Anatomy | None = None) -> Program:
+    """A program of these tasks in this order."""
+    tasks = list(tasks)
+    lanes, lane = lanes_of(tasks)
+    work = TaskColumns.of_tasks(tasks)
+    anatomy = anatomy or Anatomy.whole(placement.stages)
+    counterpart = _counterparts(lanes, lane, work)
+    sum_rings(work, counterpart)
+    return link(lanes, lane, work, counterpart, placement, anatomy)
+
+
+def lanes_of(tasks: Sequence[Task]) -> tuple[tuple[Lane, ...], Ints]:
+    """The lanes that tasks use, and the one of each as an index into them."""
+    lanes = tuple(sorted({task.lane for task in tasks}))
+    index = {lane: k for k, lane in enumerate(lanes)}
+    return lanes, np.array([index[task.lane] for task in tasks])
+
+
+def link(
+    lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns, counterpart: Ints, placement: Placement, anatomy: Anatomy
+) -> Program:
+    """A program of this work on these lanes, with the needs that training gives it.
+
+    Nothing is demanded here: a task whose need is not there goes without, and `check` says so.
+    """
+    work.demand(placement)
+    device = np.array([lane.device for lane in lanes])[lane]
+    tables = TaskIndex(work, anatomy, placement)
+    needs = (
+        (task, np.where(device[task] == device[need], need, -1))  # the rest is what transfers are for
+        for task, need in (
+            *_needs(tables, device),
+            *_memory_needs(tables, device),
+            sum_needs(work, anatomy, lane, device),
+        )
+    )
+    return Program.of(lanes, lane, work, needs, counterpart, placement, anatomy)
+
+
+def _needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Tasks and what they need, in pairs; −1 where either is not there."""
+    anatomy = tables.anatomy
+    forward, backward = tables.forward, tables.backward
+    # A pass begins with what the stage before (backward: after) it hands over: by a transfer, or on this device.
+    for table, receive, step in ((forward, Kind.RECV_F, 1), (backward, Kind.RECV_B, -1)):
+        first, arrival = tables.first(table), tables.end(receive)
+        arrives = (arrival >= 0) & (device[arrival] == device[first])
+        yield first, np.where(arrives, arrival, np.roll(tables.last(table), step, axis=0))
+    yield tables.first(backward), tables.last(forward)
+    # Its parts follow one another; a weight gradient follows its own part of the backward.
+    inside = np.ones(len(forward), dtype=np.bool_)
+    inside[anatomy.pass_rows[:-1]] = False
+    for table in (forward, backward):
+        yield table[inside], table[np.flatnonzero(inside) - 1]
+    yield tables.weight, backward[anatomy.weight_needs]
+    for send, table in ((Kind.SEND_F, forward), (Kind.SEND_B, backward)):
+        yield tables.end(send), tables.last(table)
+
+
+def _memory_needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """The same for what is recomputed, and for what leaves the device and comes back."""
+    work = tables.work
+    for fills, _, empties in refills(tables, device):
+        yield fills, empties
+    if work.among((Kind.RECOMPUTE,)).any():
+        yield tables.recompute, tables.per_part(tables.last(tables.forward))
+        yield tables.backward, tables.recompute
+    if not work.among(COPIES).any():
+        return
+    offload, onload = tables.end(Kind.OFFLOAD), tables.end(Kind.ONLOAD)
+    yield offload, tables.last(tables.forward)
+    yield onload, offload
+    # Communication may come first in a backward, and recomputing before it all: each waits.
+    yield tables.first(tables.backward), onload
+    yield tables.first_compute(tables.backward), onload
+    yield tables.recompute, tables.per_part(onload)
+    comes = np.flatnonzero(work.kind == Kind.ONLOAD)
+    yield comes, last_before(work.among(COMPUTE), device)[comes]  # not before the action beside which it is to come
+
+
+def _counterparts(lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns) -> Ints:
+    """The n-th send of a thing from one device to another meets its n-th receive."""
+    counterpart = np.full(len(work), -1, dtype=np.int64)
+    send, receive = np.flatnonzero(work.among(SENDS)), np.flatnonzero(work.among(RECEIVES))
+    sent, received = (_meeting_points(lanes, lane, work, ends) for ends in (send, receive))
+    send_order, receive_order = np.argsort(sent, kind="stable"), np.argsort(received, kind="stable")
+    sent, received = sent[send_order], received[receive_order]
+    repeat = np.arange(len(sent)) - np.searchsorted(sent, sent)  # how many of the same were sent before
+    at = np.searchsorted(received, sent) + repeat
+    met = at < len(received)
+    met[met] = received[at[met]] == sent[met]
+    a, b = send[send_order[met]], receive[receive_order[at[met]]]
+    counterpart[a], counterpart[b] = b, a
+    return counterpart
+
+
+def _meeting_points(lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns, ends: Ints) -> Ints:
+    """One number for what moves and along which link; a send and a receive that meet share it."""
+    devices = 1 + max(max(lane.device, lane.peer or 0) for lane in lanes)
+    link = np.array(
+        [
+            (lane.device * devices + (lane.peer or 0))
+            if lane.name == "send"
+            else (lane.peer or 0) * devices + lane.device
+            for lane in lanes
+        ]
+    )
+    kind = work.kind[ends]
+    gradient = (kind == Kind.SEND_B) | (kind == Kind.RECV_B)
+    boundary = work.stage[ends] - ((kind == Kind.RECV_F) | (kind == Kind.SEND_B))  # the stage before it
+    number = link[lane[ends]] * (work.stage.max() + 2) + boundary + 1
+    number = number * (work.microbatch.max() + 1) + work.microbatch[ends]
+    return np.asarray(number * 2 + gradient)

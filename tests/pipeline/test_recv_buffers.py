@@ -1,0 +1,51 @@
+"""Rooms for what arrives: never lent twice at once, and no more of them than are needed at once."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stretto
+from strategies import plans
+from stretto.pipeline.recv_buffers import share_recv_buffers
+from stretto.program.task import RECEIVES, Kind
+from stretto.program.wgrads import joined_ends
+
+
+@given(plans(), st.integers(1, 4))
+def test_a_room_is_lent_to_one_at_a_time_and_no_room_is_idle_for_good(plan: stretto.Plan, count: int) -> None:
+    program = stretto.lower(plan, wgrad_microbatches=count)
+    for rank in range(plan.devices):
+        tasks = [task for task in program.tasks() if task.device == rank]
+        joined = joined_ends(tasks, count)
+        recv_buffers, after = share_recv_buffers(tasks, joined)
+        assert recv_buffers.keys() == {at for at, task in enumerate(tasks) if task.kind in RECEIVES}
+        ends = {
+            (task.stage, task.microbatch): joined.get(at, at)
+            for at, task in enumerate(tasks)
+            if task.kind in (Kind.W, Kind.WGRAD)  # every stage's pass ends with its weight gradients
+        }
+        spans = [
+            (at, ends[tasks[at].stage, tasks[at].microbatch], buffer_key) for at, buffer_key in recv_buffers.items()
+        ]
+        for at, end, buffer_key in spans:
+            assert not [1 for other, until, taken in spans if taken == buffer_key and other < at <= until < end]
+            assert not [1 for other, _, taken in spans if taken == buffer_key and at < other <= end]
+        for at, _, buffer_key in spans:
+            assert after.get(at) == max(
+                (end for other, end, taken in spans if taken == buffer_key and other < at), default=None
+            )
+        for kind, stage in {buffer_key[:2] for buffer_key in recv_buffers.values()}:
+            of = [(at, end) for at, end, buffer_key in spans if buffer_key[:2] == (kind, stage)]
+            most = max(sum(at <= when <= end for at, end in of) for when, _ in of)
+            assert len({buffer_key for buffer_key in recv_buffers.values() if buffer_key[:2] == (kind, stage)}) == most
+
+
+def test_in_the_steady_state_of_1f1b_rooms_are_as_many_as_microbatches_in_flight() -> None:
+    program = stretto.lower(stretto.one_f_one_b(devices=4, microbatches=32))
+    for rank, inputs in ((1, 3), (2, 2), (3, 1)):
+        tasks = [task for task in program.tasks() if task.device == rank]
+        recv_buffers = set(share_recv_buffers(tasks, {})[0].values())
+        assert len({buffer_key for buffer_key in recv_buffers if buffer_key[0] is Kind.RECV_F}) in (
+            inputs,
+            inputs + 1,
+        )  # one may come early
+        assert len({buffer_key for buffer_key in recv_buffers if buffer_key[0] is Kind.RECV_B}) <= 2
