@@ -7,12 +7,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-import figures
 import msgspec
 
+import figures
 import stretto
 from stretto import Costs
-from stretto.costs import parse_costs_toml
+from stretto.costs import BucketTimes, SharedResource, parse_costs_toml
+from stretto.layers import EMBEDDING, LOSS, MOE, cut_layers
+from stretto.schedules import dualpipev, interleaved, one_f_one_b, zb_h1, zb_v
 
 HERE = Path(__file__).parent
 OUT = Path("out")
@@ -25,7 +27,7 @@ def tell(what: str, *lines: str) -> None:
 
 
 def dualpipe() -> None:
-    summary = stretto.simulate(stretto.dualpipe(devices=8, microbatches=20)).summary()
+    summary = stretto.simulate(stretto.schedules.dualpipe(devices=8, microbatches=20)).summary()
     held = summary.devices[0].peak_activations
     tell(
         "out/dualpipe.png",
@@ -38,10 +40,10 @@ def overlap() -> None:
     costs = parse_costs_toml((HERE / "phases.toml").read_text())
     found = []
     for plan, offload in (
-        (stretto.one_f_one_b(devices=4, microbatches=16), 0),
-        (stretto.interleaved(devices=4, microbatches=16, overlap=True), 1),
+        (one_f_one_b(devices=4, microbatches=16), 0),
+        (interleaved(devices=4, microbatches=16, overlap=True), 1),
     ):
-        layers = stretto.cut_layers([stretto.EMBEDDING, *[stretto.MOE] * 14, stretto.LOSS], stages=plan.stages)
+        layers = cut_layers([EMBEDDING, *[MOE] * 14, LOSS], stages=plan.stages)
         fitted = costs.for_stages(plan.stages, devices=4)
         program = stretto.lower(plan, layers=layers, costs=fitted, offload=offload)
         summary = stretto.simulate(program, fitted).summary(fitted)
@@ -57,7 +59,7 @@ def overlap() -> None:
 
 
 def weight_update() -> None:
-    costs = Costs(bucket=stretto.BucketTimes(h2d=3, broadcast=1.2, reload=1))
+    costs = Costs(bucket=BucketTimes(h2d=3, broadcast=1.2, reload=1))
     serial, two, three = (
         stretto.simulate(stretto.weight_update(devices=4, buckets=8, mode=mode), costs).makespan
         for mode in ("serial", "two", "three")
@@ -72,7 +74,13 @@ def weight_update() -> None:
 def comparison() -> None:
     costs = Costs(F=1, I=1, W=1, FB=2.7)
     timelines = {}
-    for schedule in (stretto.one_f_one_b, stretto.zb_h1, stretto.zb_v, stretto.dualpipe, stretto.dualpipev):
+    for schedule in (
+        one_f_one_b,
+        zb_h1,
+        zb_v,
+        stretto.schedules.dualpipe,
+        dualpipev,
+    ):
         plan = schedule(devices=8, microbatches=32)
         timelines[schedule.__name__] = stretto.simulate(plan, costs.for_stages(plan.stages, devices=8))
     stretto.draw_comparison(timelines, OUT / "comparison.png")
@@ -111,12 +119,12 @@ def loop() -> None:
 
 def measured() -> None:
     """What the loop measured of its last step and its last push, beside what is foreseen."""
-    step, push = (stretto.parse_trace((OUT / f"{name}.trace.json").read_text()) for name in ("training", "push"))
+    step, push = (stretto.load_timeline(OUT / f"{name}.trace.json") for name in ("training", "push"))
     cores = len(os.sched_getaffinity(0))
-    shared = {"cores": stretto.SharedResource(cores, {"compute": 1}, devices=2)} if cores < 2 else {}
+    shared = {"cores": SharedResource(cores, {"compute": 1}, devices=2)} if cores < 2 else {}
     simulated = stretto.simulate(step.program, msgspec.structs.replace(stretto.fit(step), shared=shared))
     stretto.draw_comparison({"simulated": simulated, "measured": step}, OUT / "training.png")
-    stretto.draw_figure(push, OUT / "push.png")
+    push.save(OUT / "push.png")
     took, predicted = 1e3 * step.makespan, 1e3 * simulated.makespan
     tell(
         "out/training.png",

@@ -11,11 +11,15 @@ import sys
 from pathlib import Path
 
 import stretto
-from stretto import BucketTimes, Costs, Link, PhaseTimes
+from insets import draw_insets
+from stretto import Costs
+from stretto.costs import BucketTimes, Link, PhaseTimes
+from stretto.layers import MOE
+from stretto.schedules import interleaved
 
 
 def dualpipe(path: Path) -> None:
-    stretto.draw_figure(stretto.simulate(stretto.dualpipe(devices=8, microbatches=20)), path)
+    stretto.simulate(stretto.schedules.dualpipe(devices=8, microbatches=20)).save(path)
 
 
 def overlap(path: Path) -> None:
@@ -27,14 +31,14 @@ def overlap(path: Path) -> None:
         activation_bytes=2e9,
         host=Link(bandwidth=1e9),
     )
-    plan = stretto.interleaved(devices=4, virtual=2, microbatches=8, overlap=True)
-    program = stretto.lower(plan, layers=[[stretto.MOE]] * plan.stages, costs=costs, offload=1)
-    stretto.draw_insets(stretto.simulate(plan), stretto.simulate(program, costs), path)
+    plan = interleaved(devices=4, stages_per_device=2, microbatches=8, overlap=True)
+    program = stretto.lower(plan, layers=[[MOE]] * plan.stages, costs=costs, offload=1)
+    draw_insets(stretto.simulate(plan), stretto.simulate(program, costs), path)
 
 
 def weight_update(path: Path) -> None:
     costs = Costs(bucket=BucketTimes(h2d=3, broadcast=1.2, reload=1))
-    stretto.draw_figure(stretto.simulate(stretto.weight_update(devices=4, buckets=8), costs), path)
+    stretto.simulate(stretto.weight_update(devices=4, buckets=8), costs).save(path)
 
 
 def main() -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mini_engine.model import CONFIGS, Config, checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import stretto
+from mini_engine.model import CONFIGS, Config, checkpoint
+from stretto.schedules import dualpipe
 from stretto.weights import Export, Sender
 
 CONFIG = CONFIGS["tiny"]
@@ -126,7 +127,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    plan = stretto.dualpipe(devices=mesh.size(), microbatches=MICROBATCHES)
+    plan = dualpipe(devices=mesh.size(), microbatches=MICROBATCHES)
     pipe = stretto.Pipeline(layers(), plan=plan, loss=loss, mesh=mesh["pp"])
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=5e-3)
     export = Export(rename=exported, dtype=torch.bfloat16)
@@ -157,7 +158,7 @@ def main() -> None:
         for name, timeline in {"training": result.timeline, "push": report.timeline}.items():
             if timeline is not None:
                 OUT.mkdir(exist_ok=True)
-                (OUT / f"{name}.trace.json").write_text(stretto.draw_trace(timeline))
+                timeline.save(OUT / f"{name}.trace.json")
     pipe.close()
     dist.destroy_process_group()
 

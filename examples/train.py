@@ -1,7 +1,6 @@
 """Trains a small transformer by any schedule: torchrun --nproc-per-node=4 examples/train.py dualpipe [TRACE]"""
 
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    plan = getattr(stretto, name)(devices=mesh.size(), microbatches=MICROBATCHES)
+    plan = getattr(stretto.schedules, name)(devices=mesh.size(), microbatches=MICROBATCHES)
     pipe = stretto.Pipeline(layers(max(10, plan.stages)), plan=plan, loss=loss, mesh=mesh["pp"])
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)
     for step in range(STEPS):
@@ -42,7 +41,7 @@ def main() -> None:
         if pipe.rank == 0 and step % 5 in (0, 4):
             print(f"step {step + 1:>2}  loss {result.loss:.3f}", flush=True)
     if result.timeline is not None:
-        Path(trace[0]).write_text(stretto.draw_trace(result.timeline))
+        result.timeline.save(trace[0])
     pipe.close()
     dist.destroy_process_group()
 

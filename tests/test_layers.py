@@ -7,6 +7,7 @@ import stretto
 
 ROOMS = [
     "ir",
+    "layers",
     "schedules",
     "costs",
     "program",

@@ -15,7 +15,7 @@ class Block:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Block())
 import stretto, stretto.cli.main
-timeline = stretto.simulate(stretto.dualpipe(devices=4, microbatches=8))
+timeline = stretto.simulate(stretto.schedules.dualpipe(devices=4, microbatches=8))
 assert stretto.check(timeline.program) == []
 print(timeline.makespan)
 """

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import stretto
 from stretto.costs import parse_costs_toml
+from stretto.layers import EMBEDDING, LOSS, MOE, cut_layers
+from stretto.schedules import dualpipe, interleaved, one_f_one_b
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -18,7 +20,7 @@ def block(language: str, index: int) -> str:
 
 
 def test_the_drawing_is_what_show_draws() -> None:
-    timeline = stretto.simulate(stretto.dualpipe(devices=4, microbatches=8))
+    timeline = stretto.simulate(dualpipe(devices=4, microbatches=8))
     assert block("text", 0) == stretto.draw_text(timeline, width=82) + "\n"
 
 
@@ -33,7 +35,7 @@ def test_the_table_holds_simulated_figures() -> None:
     rows = re.findall(r"^\| `(\w+)(\(overlap=True\))?` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|", README, re.MULTILINE)
     assert len(rows) == 11
     for name, overlap, *figures in rows:
-        plan = getattr(stretto, name)(devices=8, microbatches=32, **({"overlap": True} if overlap else {}))
+        plan = getattr(stretto.schedules, name)(devices=8, microbatches=32, **({"overlap": True} if overlap else {}))
         per_device = plan.stages / plan.devices
         costs = stretto.Costs(F=1, I=1, W=1).for_stages(plan.stages, devices=8)
         woven = stretto.Costs(F=1, I=1, W=1, FB=2.7).for_stages(plan.stages, devices=8)
@@ -47,15 +49,21 @@ def test_the_table_holds_simulated_figures() -> None:
         ]
 
 
+def test_the_tables_have_every_schedule() -> None:
+    docs = (Path(__file__).parent.parent / "docs" / "schedules.md").read_text()
+    for text in (README, docs):
+        assert set(re.findall(r"^\| `(\w+)(?:\(.*?\))?` \|", text, re.MULTILINE)) >= set(stretto.schedules.SCHEDULES)
+
+
 def test_the_woven_figures_are_simulated() -> None:
     costs = parse_costs_toml((Path(__file__).parent.parent / "examples" / "phases.toml").read_text())
     said = re.search(r"1F1B leaves (\S+) of a step of (\S+)\s.*?woven order (\S+) of (\S+)\.\n", README, re.DOTALL)
     figures = []
     for plan in (
-        stretto.one_f_one_b(devices=4, microbatches=16),
-        stretto.interleaved(devices=4, microbatches=16, overlap=True),
+        one_f_one_b(devices=4, microbatches=16),
+        interleaved(devices=4, microbatches=16, overlap=True),
     ):
-        layers = stretto.cut_layers([stretto.EMBEDDING, *[stretto.MOE] * 14, stretto.LOSS], stages=plan.stages)
+        layers = cut_layers([EMBEDDING, *[MOE] * 14, LOSS], stages=plan.stages)
         program = stretto.lower(plan, layers=layers, costs=costs)
         summary = stretto.simulate(program, costs).summary()
         figures += [f"{max(device.exposed_comm for device in summary.devices):.6g}", f"{summary.makespan:.6g}"]

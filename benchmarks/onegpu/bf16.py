@@ -32,15 +32,16 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import stretto
 import stretto.onegpu
+from stretto.schedules import dualpipev, interleaved, one_f_one_b, zb_v
 
 WIDTH, LAYERS, MICROBATCHES, WARM_UP, STEPS = 4096, 8, 16, 3, 10
 PLANS: dict[str, Callable[..., stretto.Plan]] = {
-    "1F1B": stretto.one_f_one_b,
-    "interleaved": stretto.interleaved,
-    "interleaved overlapped": lambda **sizes: stretto.interleaved(**sizes, overlap=True),
-    "ZB-V": stretto.zb_v,
-    "DualPipe": stretto.dualpipe,
-    "DualPipeV": stretto.dualpipev,
+    "1F1B": one_f_one_b,
+    "interleaved": interleaved,
+    "interleaved overlapped": lambda **sizes: interleaved(**sizes, overlap=True),
+    "ZB-V": zb_v,
+    "DualPipe": stretto.schedules.dualpipe,
+    "DualPipeV": dualpipev,
 }
 PEERS: dict[str, tuple[type[Any], int]] = {
     "1F1B": (torch_schedules.Schedule1F1B, 1),

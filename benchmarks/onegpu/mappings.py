@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import stretto
 import stretto.onegpu
+from stretto.schedules import one_f_one_b
 
 WIDTH, ROWS, LAYERS, MICROBATCHES = 4096, 8192, 8, 16
 GIB = 2**30
@@ -71,7 +72,7 @@ def main() -> None:
     pipe = stretto.Pipeline(
         lambda number: Experts(ep, number).to(torch.bfloat16),
         layer_count=LAYERS,
-        plan=stretto.one_f_one_b(devices=2, microbatches=MICROBATCHES),
+        plan=one_f_one_b(devices=2, microbatches=MICROBATCHES),
         loss=lambda output, _: output.float().square().mean(),
         mesh=mesh["pp"],
     )

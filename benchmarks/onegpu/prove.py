@@ -28,21 +28,23 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import stretto
 import stretto.onegpu
+from stretto.layers import cut_layers
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.losses import Losses
 from stretto.pipeline.pytree import Tree
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.stage import Stage
+from stretto.schedules import dualpipe, dualpipev, interleaved, zb_v
 
 VOCABULARY, WIDTH, TOKENS, ROWS = 512, 256, 128, 2
 SCHEDULES: dict[str, Callable[..., stretto.Plan]] = {
-    name: getattr(stretto, name)
+    name: getattr(stretto.schedules, name)
     for name in ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe", "dualpipev")
-} | {"interleaved": lambda **sizes: stretto.interleaved(**sizes, overlap=True)}
+} | {"interleaved": lambda **sizes: interleaved(**sizes, overlap=True)}
 PEERS = {
-    "interleaved": (stretto.interleaved, torch_schedules.ScheduleInterleaved1F1B),
-    "dualpipev": (stretto.dualpipev, torch_schedules.ScheduleDualPipeV),
-    "zb_v": (stretto.zb_v, torch_schedules.ScheduleZBVZeroBubble),
+    "interleaved": (interleaved, torch_schedules.ScheduleInterleaved1F1B),
+    "dualpipev": (dualpipev, torch_schedules.ScheduleDualPipeV),
+    "zb_v": (zb_v, torch_schedules.ScheduleZBVZeroBubble),
 }
 
 
@@ -152,7 +154,7 @@ def bitwise(mesh: DeviceMesh) -> None:
         pipe = stretto.Pipeline(layers(count, torch.float32), plan=plan, loss=loss, mesh=mesh, timeout=30)
         pipe.step(inputs, targets)
         given = nn.Sequential(*layers(count, torch.float32)).cuda()
-        shares = stretto.cut_layers(range(count), stages=plan.stages)
+        shares = cut_layers(range(count), stages=plan.stages)
         anatomy = stretto.lower(plan).anatomy
         device = torch.device("cuda")
         gradients = Gradients()
@@ -239,7 +241,7 @@ def compare(mesh: DeviceMesh) -> None:
 
 
 def memory(mesh: DeviceMesh) -> None:
-    plan = stretto.dualpipe(devices=mesh.size(), microbatches=2 * mesh.size() + 2)
+    plan = dualpipe(devices=mesh.size(), microbatches=2 * mesh.size() + 2)
     for phased in (False, True):
         given = layers(max(plan.stages, 4), torch.float32, phased=phased)
         pipe = stretto.Pipeline(given, plan=plan, loss=loss, mesh=mesh, timeout=30)
@@ -262,7 +264,7 @@ def memory(mesh: DeviceMesh) -> None:
 
 
 def overlap(mesh: DeviceMesh) -> None:
-    plan = stretto.dualpipe(devices=mesh.size(), microbatches=4 * mesh.size())
+    plan = dualpipe(devices=mesh.size(), microbatches=4 * mesh.size())
     given = layers(2 * plan.stages, torch.bfloat16, phased=True, width=1024)
     pipe = stretto.Pipeline(given, plan=plan, loss=loss, mesh=mesh, timeout=30)
     inputs, targets = batch(plan.microbatches)
@@ -272,7 +274,7 @@ def overlap(mesh: DeviceMesh) -> None:
     if timeline is not None:
         folder = Path(os.environ.get("OUT", "out"))
         folder.mkdir(exist_ok=True)
-        (folder / "onegpu.trace.json").write_text(stretto.draw_trace(timeline))
+        timeline.save(folder / "onegpu.trace.json")
         for rank, device in enumerate(timeline.summary().devices):
             total = sum(
                 end - start
@@ -289,7 +291,7 @@ def overlap(mesh: DeviceMesh) -> None:
 
 
 def kill(mesh: DeviceMesh) -> None:
-    plan = stretto.dualpipe(devices=mesh.size(), microbatches=2 * mesh.size() + 2)
+    plan = dualpipe(devices=mesh.size(), microbatches=2 * mesh.size() + 2)
     pipe = stretto.Pipeline(layers(plan.stages, torch.float32), plan=plan, loss=loss, mesh=mesh, timeout=30)
     inputs, targets = batch(plan.microbatches)
     pipe.step(inputs, targets)

@@ -25,12 +25,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import stretto
+from stretto.schedules import dualpipev, interleaved, zb_v
 
 RANKS, MICROBATCHES = 4, 16
 SCHEDULES: dict[str, tuple[Callable[..., stretto.Plan], type[Any]]] = {
-    "interleaved 1F1B": (stretto.interleaved, torch_schedules.ScheduleInterleaved1F1B),
-    "DualPipeV": (stretto.dualpipev, torch_schedules.ScheduleDualPipeV),
-    "ZB-V": (stretto.zb_v, torch_schedules.ScheduleZBVZeroBubble),
+    "interleaved 1F1B": (interleaved, torch_schedules.ScheduleInterleaved1F1B),
+    "DualPipeV": (dualpipev, torch_schedules.ScheduleDualPipeV),
+    "ZB-V": (zb_v, torch_schedules.ScheduleZBVZeroBubble),
 }
 SIZES = {"small": (2, 8, 32), "large": (4, 64, 256)}  # rows of a microbatch, tokens, width
 

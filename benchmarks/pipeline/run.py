@@ -32,12 +32,13 @@ from stretto.pipeline.shape_cache import ShapeCache
 from stretto.pipeline.stage import Stage
 from stretto.pipeline.transfers import Transfers
 from stretto.program.task import COMPUTE, Kind
+from stretto.schedules import dualpipev, interleaved, zb_v
 
 RANKS, WIDTH, ROWS = 4, 8, 4
 SCHEDULES: dict[str, tuple[Callable[..., stretto.Plan], type[Any]]] = {
-    "interleaved 1F1B": (stretto.interleaved, torch_schedules.ScheduleInterleaved1F1B),
-    "DualPipeV": (stretto.dualpipev, torch_schedules.ScheduleDualPipeV),
-    "ZB-V": (stretto.zb_v, torch_schedules.ScheduleZBVZeroBubble),
+    "interleaved 1F1B": (interleaved, torch_schedules.ScheduleInterleaved1F1B),
+    "DualPipeV": (dualpipev, torch_schedules.ScheduleDualPipeV),
+    "ZB-V": (zb_v, torch_schedules.ScheduleZBVZeroBubble),
 }
 
 

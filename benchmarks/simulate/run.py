@@ -17,7 +17,10 @@ import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import stretto
+from stretto.costs import Link, PhaseTimes
+from stretto.layers import MOE
 from stretto.program.task import Kind
+from stretto.schedules import interleaved
 
 SIZES = [(4, 2, 64), (8, 2, 128), (8, 4, 256), (16, 4, 256), (16, 4, 512), (16, 4, 1024), (16, 4, 2048)]
 
@@ -33,22 +36,22 @@ def least(make: Callable[[], Any], repeat: int) -> float:
     return best
 
 
-def torch_order(devices: int, virtual: int, microbatches: int) -> dict[int, list[Any]]:
+def torch_order(devices: int, stages_per_device: int, microbatches: int) -> dict[int, list[Any]]:
     """What ScheduleInterleaved1F1B computes in its constructor, without the stages it asks for."""
     schedule = object.__new__(torch_schedules.ScheduleInterleaved1F1B)
     schedule.__dict__.update(
         pp_group_size=devices,
-        n_local_stages=virtual,
+        n_local_stages=stages_per_device,
         _n_microbatches=microbatches,
         microbatches_per_round=microbatches // max(1, microbatches // devices),
     )
     return {rank: schedule._calculate_single_rank_operations(rank) for rank in range(devices)}
 
 
-def torch_lowered(devices: int, virtual: int, microbatches: int) -> dict[int, list[Any]]:
-    order = torch_order(devices, virtual, microbatches)
+def torch_lowered(devices: int, stages_per_device: int, microbatches: int) -> dict[int, list[Any]]:
+    order = torch_order(devices, stages_per_device, microbatches)
     compute = {rank: [action for action in row if action is not None] for rank, row in order.items()}
-    return torch_schedules._add_send_recv(compute, lambda stage: stage % devices, devices * virtual)
+    return torch_schedules._add_send_recv(compute, lambda stage: stage % devices, devices * stages_per_device)
 
 
 def bare_replay(plan: stretto.Plan) -> Callable[[], float]:
@@ -76,9 +79,9 @@ def bare_replay(plan: stretto.Plan) -> Callable[[], float]:
     return replay
 
 
-def measure(devices: int, virtual: int, microbatches: int, repeat: int) -> dict[str, float]:
+def measure(devices: int, stages_per_device: int, microbatches: int, repeat: int) -> dict[str, float]:
     def plan() -> stretto.Plan:
-        return stretto.interleaved(devices=devices, virtual=virtual, microbatches=microbatches)
+        return interleaved(devices=devices, stages_per_device=stages_per_device, microbatches=microbatches)
 
     made = plan()
     program = stretto.lower(made)
@@ -90,7 +93,7 @@ def measure(devices: int, virtual: int, microbatches: int, repeat: int) -> dict[
         done.critical_path()
 
     return {
-        "actions": 2 * devices * virtual * microbatches,
+        "actions": 2 * devices * stages_per_device * microbatches,
         "tasks": len(program),
         "plan": least(plan, repeat),
         "lower": least(lambda: stretto.lower(made), repeat),
@@ -99,18 +102,18 @@ def measure(devices: int, virtual: int, microbatches: int, repeat: int) -> dict[
         "all four": least(whole, repeat),
         "check": least(lambda: stretto.check(program), repeat),
         "bare loop": least(bare_replay(made), repeat),
-        "torch order": least(lambda: torch_order(devices, virtual, microbatches), min(repeat, 5)),
-        "torch lowered": least(lambda: torch_lowered(devices, virtual, microbatches), min(repeat, 3)),
+        "torch order": least(lambda: torch_order(devices, stages_per_device, microbatches), min(repeat, 5)),
+        "torch lowered": least(lambda: torch_lowered(devices, stages_per_device, microbatches), min(repeat, 3)),
     }
 
 
-def measure_phases(devices: int, virtual: int, microbatches: int, repeat: int) -> str:
+def measure_phases(devices: int, stages_per_device: int, microbatches: int, repeat: int) -> str:
     """The same with every pass in phases, one MoE layer per stage, recomputed, its activations sent to host memory."""
-    plan = stretto.interleaved(devices=devices, virtual=virtual, microbatches=microbatches, overlap=True)
-    layers = [[stretto.MOE]] * plan.stages
-    times = {name: stretto.PhaseTimes(1, 1, 1) for name in ("attn", "mlp")}
-    times |= {name: stretto.PhaseTimes(0.6, 0.6) for name in ("dispatch", "combine")}
-    costs = stretto.Costs(phases=times, activation_bytes=1, recompute_bytes=0.2, host=stretto.Link(bandwidth=1))
+    plan = interleaved(devices=devices, stages_per_device=stages_per_device, microbatches=microbatches, overlap=True)
+    layers = [[MOE]] * plan.stages
+    times = {name: PhaseTimes(1, 1, 1) for name in ("attn", "mlp")}
+    times |= {name: PhaseTimes(0.6, 0.6) for name in ("dispatch", "combine")}
+    costs = stretto.Costs(phases=times, activation_bytes=1, recompute_bytes=0.2, host=Link(bandwidth=1))
 
     def lower() -> stretto.Program:
         return stretto.lower(plan, layers=layers, costs=costs, offload=1, recompute=True)
@@ -125,7 +128,7 @@ def measure_phases(devices: int, virtual: int, microbatches: int, repeat: int) -
     cells = " | ".join(f"{seconds:.3f}" for seconds in figures.values())
     held, peak = memory(lambda: (program := lower(), stretto.check(program), stretto.simulate(program, costs)))
     per = 1e5 / tasks
-    size = f"{devices} × {virtual} × {microbatches}"
+    size = f"{devices} × {stages_per_device} × {microbatches}"
     return (
         f"| {size} | {tasks:,} | {cells} | {sum(figures.values()) * per:.2f} "
         f"| {held * per / 2**20:.0f} | {peak * per / 2**20:.0f} |"
@@ -144,11 +147,11 @@ def memory(make: Callable[[], Any]) -> tuple[int, int]:
 
 def measure_weave(layers: int, repeat: int) -> str:
     """A pair of stages with this many MoE layers each: lowering a plan that has nothing else to weave."""
-    plan = stretto.interleaved(devices=1, virtual=1, microbatches=3, overlap=True)
-    times = {name: stretto.PhaseTimes(1.0, 1.1, 0.9) for name in ("attn", "mlp")}
-    times |= {name: stretto.PhaseTimes(0.7, 0.8) for name in ("dispatch", "combine")}
+    plan = interleaved(devices=1, stages_per_device=1, microbatches=3, overlap=True)
+    times = {name: PhaseTimes(1.0, 1.1, 0.9) for name in ("attn", "mlp")}
+    times |= {name: PhaseTimes(0.7, 0.8) for name in ("dispatch", "combine")}
     costs = stretto.Costs(phases=times)
-    seconds = least(lambda: stretto.lower(plan, layers=[[stretto.MOE] * layers], costs=costs), repeat)
+    seconds = least(lambda: stretto.lower(plan, layers=[[MOE] * layers], costs=costs), repeat)
     return f"| {layers} | {seconds * 1e3:.1f} |"
 
 

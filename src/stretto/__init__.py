@@ -1,100 +1,89 @@
-"""Stretto: training and weight updates that are planned, checked, simulated, drawn and run as one thing."""
+"""Stretto: plan, check, simulate, draw and run pipeline-parallel training, and push the trained weights.
+
+The main path, in order:
+
+    plan      schedules (a module), Plan, load_plan, parse_plan; layers (a module): Layer, Phase
+    program   lower, weight_update, program_of, Call, Program, parse_program
+    check     check, Violation
+    run       simulate, costs (a module): Costs, load_costs; execute; Pipeline, GroupedLinear; weights (a module)
+    look      Timeline, load_timeline, fit, draw_text, draw_comparison
+    errors    StrettoError, and those derived from it
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from stretto import costs, layers, schedules
 from stretto.check import Violation, check
-from stretto.costs import BucketTimes, Costs, Link, PhaseTimes, SharedResource
-from stretto.draw import draw_comparison, draw_figure, draw_insets, draw_text, draw_trace, parse_trace
+from stretto.costs import Costs, load_costs
+from stretto.draw import draw_comparison, draw_text
 from stretto.execute import execute
-from stretto.ir.action import Action, Op, Pair
-from stretto.ir.errors import CostError, PeerError, PipelineError, PlanError, ProgramError, StrettoError, TextError
+from stretto.ir.errors import (
+    CostError,
+    PeerError,
+    PipelineError,
+    PlanError,
+    ProgramError,
+    StrettoError,
+    TextError,
+    WeightsError,
+)
 from stretto.ir.extras import demand as _demand
-from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan
-from stretto.ir.text import parse_plan
+from stretto.ir.text import load_plan, parse_plan
+from stretto.layers import Layer, Phase
 from stretto.program.calls import Call, program_of
 from stretto.program.lower import lower
-from stretto.program.phases import DENSE, EMBEDDING, LOSS, MOE, MTP, Layer, Phase, cut_layers
 from stretto.program.program import Program
 from stretto.program.text import parse_program
 from stretto.program.update import weight_update
-from stretto.schedules.dualpipe import dualpipe, dualpipev
-from stretto.schedules.forward_only import forward_only
-from stretto.schedules.gpipe import gpipe
-from stretto.schedules.interleaved import interleaved
-from stretto.schedules.one_f_one_b import one_f_one_b
-from stretto.schedules.vshape import v_half, v_min, zb_v
-from stretto.schedules.zero_bubble import zb_h1, zb_h2
 from stretto.simulate import simulate
-from stretto.timeline import Timeline, fit
+from stretto.timeline import Timeline, fit, load_timeline
 
 if TYPE_CHECKING:
     from stretto import weights
     from stretto.pipeline.grouped_linear import GroupedLinear
     from stretto.pipeline.pipeline import Pipeline
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
-    "DENSE",
-    "EMBEDDING",
-    "LOSS",
-    "MOE",
-    "MTP",
-    "Action",
-    "BucketTimes",
     "Call",
     "CostError",
     "Costs",
     "GroupedLinear",
     "Layer",
-    "Link",
-    "Op",
-    "Pair",
     "PeerError",
     "Phase",
-    "PhaseTimes",
     "Pipeline",
     "PipelineError",
-    "Placement",
     "Plan",
     "PlanError",
     "Program",
     "ProgramError",
-    "SharedResource",
     "StrettoError",
     "TextError",
     "Timeline",
     "Violation",
+    "WeightsError",
     "check",
-    "cut_layers",
+    "costs",
     "draw_comparison",
-    "draw_figure",
-    "draw_insets",
     "draw_text",
-    "draw_trace",
-    "dualpipe",
-    "dualpipev",
     "execute",
     "fit",
-    "forward_only",
-    "gpipe",
-    "interleaved",
+    "layers",
+    "load_costs",
+    "load_plan",
+    "load_timeline",
     "lower",
-    "one_f_one_b",
     "parse_plan",
     "parse_program",
-    "parse_trace",
     "program_of",
+    "schedules",
     "simulate",
-    "v_half",
-    "v_min",
     "weight_update",
     "weights",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
 ]
 
 
@@ -106,7 +95,7 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    """What needs PyTorch is imported when it is asked for."""
+    """Import what needs PyTorch when it is asked for."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
     _demand("torch", extra="train", what=f"stretto.{name}")

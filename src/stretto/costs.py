@@ -3,13 +3,17 @@
 import math
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
+import tomli_w
 from numpy.typing import NDArray
 
-from stretto.ir.errors import CostError
+from stretto.ir.errors import CostError, TextError
+from stretto.ir.files import read_text, write_text
+from stretto.ir.units import parse_bytes
 
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
@@ -18,7 +22,7 @@ Unit: TypeAlias = Literal["s"] | None
 """What times are in: seconds, or None for a unit of the reader's own."""
 
 LANES = ("compute", "comm", "send", "recv", "d2h", "h2d", "reduce", "broadcast", "reload")
-"""The names of lanes, for `Shared`."""
+"""The names of lanes, for `SharedResource`."""
 _TIMES = ("F", "B", "I", "W", "FB", "BW", "R", "reduce")
 BYTES = (
     "activation_bytes",
@@ -129,6 +133,21 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Held between I (or B's input part) and the end of the weight part."""
     parameter_bytes: PerStage = 0.0
     """Held all the time, for each stage on a device."""
+
+    def save(self, path: str | Path) -> None:
+        """Write a TOML file, for `load_costs` and the command line's --costs."""
+        if Path(path).suffix.lower() != ".toml":
+            raise TextError(f"costs are saved as .toml (got {path})")
+        write_text(path, tomli_w.dumps(self._table()))
+
+    def _table(self) -> dict[str, Any]:
+        """What differs from the defaults, and the times of passes, which have none in seconds."""
+        defaults = msgspec.to_builtins(Costs())
+        return {
+            name: _without_none(value)
+            for name, value in msgspec.to_builtins(self).items()
+            if value != defaults[name] or name in ("F", "I", "W")
+        }
 
     def __post_init__(self) -> None:
         if self.unit not in (None, "s"):
@@ -241,6 +260,13 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                     raise CostError(f'link "{key}" names device {device}, but there are only {devices} devices')
 
 
+def _without_none(value: Any) -> Any:
+    """TOML has no null: what is not given is left out."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
 def family(name: str) -> str:
     """What calls are that differ by a number only.
 
@@ -274,7 +300,7 @@ def parse_costs(text: str) -> Costs:
         if name in table:
             raise CostError(f"cost {name} is given twice")
         try:
-            table[name] = value if name == "unit" else float(value)
+            table[name] = value if name in ("unit", *BYTES) else float(value)
         except ValueError:
             raise CostError(f"cost {name} must be a number (got {value!r:.40})") from None
     return _given(table)
@@ -289,6 +315,20 @@ def parse_costs_toml(text: str) -> Costs:
     return _given(table)
 
 
+def load_costs(path: str | Path) -> Costs:
+    """Read the TOML file that `Costs.save` writes, or one written by hand.
+
+    >>> from stretto import Costs, load_costs
+    >>> Costs(F=1, I=1.1, W=0.9).save("/tmp/costs.toml")
+    >>> load_costs("/tmp/costs.toml").I
+    1.1
+    """
+    try:
+        return parse_costs_toml(read_text(path))
+    except CostError as error:
+        raise CostError(f"{path}: {error}") from None
+
+
 def _given(table: Mapping[str, Any]) -> Costs:
     """Defaults are units, not seconds."""
     missing = [name for name in ("F", "I", "W") if name not in table]
@@ -301,9 +341,21 @@ def costs_from(table: Mapping[str, Any]) -> Costs:
     if table.get("unit") not in (None, "s"):
         raise CostError(f"unit is s if times are seconds, or left out (got {table['unit']!r:.40})")
     try:
-        return msgspec.convert(table, Costs)
+        return msgspec.convert({name: _sized(name, value) for name, value in table.items()}, Costs)
     except msgspec.ValidationError as error:
         raise CostError(f"bad cost table: {error}") from None
+
+
+def _sized(name: str, value: Any) -> Any:
+    """Read numbers of bytes that have a unit, such as "2GB"."""
+    if name in BYTES and isinstance(value, list):
+        return [_sized(name, number) for number in value]
+    if name not in BYTES or not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value)
+    except TextError:
+        raise CostError(f"cost {name} must be a number, or a size such as 2GB (got {value!r:.40})") from None
 
 
 def _demand(name: str, value: PerStage) -> None:
@@ -315,7 +367,7 @@ def _demand(name: str, value: PerStage) -> None:
 
 def _demand_shared(name: str, shared: SharedResource, *, any_lane: bool) -> None:
     if not isinstance(shared, SharedResource):
-        raise CostError(f"{name} must be Shared (got {shared!r:.40})")
+        raise CostError(f"{name} must be a SharedResource (got {shared!r:.40})")
     for lane, draws in {"capacity": shared.capacity, **shared.lanes}.items():
         _demand(f"{name}.{lane}", draws)
         if draws <= 0:

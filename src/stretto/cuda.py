@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver that PyTorch has no name for: stream memory operations, memory of other processes."""
+"""Calls of the CUDA driver that PyTorch does not expose: stream memory operations, and memory of other processes."""
 
 import ctypes
 from functools import cache
@@ -62,54 +62,54 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def make_streams(device: int, count: int) -> list[int]:
-    """Streams that do not wait for each other, on a device that is made this process's own."""
+    """Make a device's primary context current, and return new streams in it that do not wait for each other."""
     _call("cuInit", 0)
-    found, context = ctypes.c_int(), ctypes.c_void_p()
-    _call("cuDeviceGet", ctypes.byref(found), device)
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), found)
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(handle), device)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
     _call("cuCtxSetCurrent", context)
-    made = [ctypes.c_void_p() for _ in range(count)]
-    for stream in made:
+    streams = [ctypes.c_void_p() for _ in range(count)]
+    for stream in streams:
         _call("cuStreamCreateWithPriority", ctypes.byref(stream), 1, -5)
-    return [stream.value or 0 for stream in made]
+    return [stream.value or 0 for stream in streams]
 
 
 def synchronize(stream: int) -> None:
-    """Wait until a stream has nothing left to do."""
+    """Wait until a stream has run everything queued on it."""
     _call("cuStreamSynchronize", stream)
 
 
 def write_value(stream: int, address: int, value: int) -> None:
-    """Write a number once all before it on the stream is done, and seen by all."""
+    """Queue a write of a number to memory, after everything before it on the stream is done and visible to all."""
     _call("cuStreamWriteValue32_v2", stream, address, value, 0)
 
 
 def wait_value(stream: int, address: int, value: int) -> None:
-    """Go no further on the stream until a number has come this far."""
+    """Make the stream wait until the number in memory is at least `value`."""
     _call("cuStreamWaitValue32_v2", stream, address, value, _GEQ)
 
 
 def copy(stream: int, target: int, source: int, count: int) -> None:
-    """Copy bytes within the device."""
+    """Queue a copy of `count` bytes within the device."""
     _call("cuMemcpyDtoDAsync_v2", target, source, count, stream)
 
 
 def buffer_id(address: int) -> int:
-    """The number of the allocation that an address lies in: of this process's, no two ever have the same."""
+    """Return the ID of the allocation that contains an address; this process never gets the same ID twice."""
     number = ctypes.c_uint64()
     _call("cuPointerGetAttribute", ctypes.byref(number), _BUFFER_ID, address)
     return number.value
 
 
 def extent(address: int) -> tuple[int, int]:
-    """Where the allocation begins that an address lies in, and how many bytes it has."""
+    """Return the start and the size in bytes of the allocation that contains an address."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
     return base.value, size.value
 
 
 def export(base: int) -> bytes:
-    """A handle by which other processes open an allocation."""
+    """Return a handle that other processes open an allocation with."""
     handle = _Handle()
     try:
         _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
@@ -122,33 +122,32 @@ def export(base: int) -> bytes:
 
 
 def share(address: int) -> tuple[bytes, int]:
-    """A handle by which other processes open the allocation that an address lies in, and how far into it that is."""
+    """Return a handle to the allocation that contains an address, and the address's offset in it."""
     base, _ = extent(address)
     return export(base), address - base
 
 
 def open_shared(handle: bytes) -> int:
-    """Where another process's allocation lies in this one."""
+    """Map another process's allocation, and return its address in this process."""
     address = ctypes.c_uint64()
-    made = _Handle.from_buffer_copy(handle)
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), made, _LAZY_PEER_ACCESS)
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
     return address.value
 
 
 def close_shared(address: int) -> None:
-    """Let go of it again."""
+    """Unmap another process's allocation."""
     _call("cuIpcCloseMemHandle", address)
 
 
 def memory() -> tuple[int, int]:
-    """How many bytes of the device are free, and how many it has."""
+    """Return how many bytes of the device are free, and how many it has."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     _call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
     return free.value, total.value
 
 
 def register_host(address: int, count: int) -> int:
-    """Make host memory known to the device; where it lies there."""
+    """Map host memory into the device, and return its device address."""
     _call("cuMemHostRegister_v2", address, count, _PORTABLE_AND_MAPPED)
     device = ctypes.c_uint64()
     _call("cuMemHostGetDevicePointer_v2", ctypes.byref(device), address, 0)

@@ -2,11 +2,12 @@ import pytest
 
 import stretto
 from strategies import SCHEDULES
-from stretto import Pair, Plan
+from stretto import Plan
 from stretto.program.needs import link_tasks
 from stretto.program.task import COMPUTE, RECEIVES, SENDS
+from stretto.schedules import Action, Pair, interleaved, one_f_one_b
 
-K2 = stretto.interleaved(devices=4, microbatches=8, overlap=True)
+K2 = interleaved(devices=4, microbatches=8, overlap=True)
 
 
 def messages(text: str) -> list[str]:
@@ -35,7 +36,7 @@ def test_order_that_only_blocking_transfers_mind_is_a_deadlock_too() -> None:
     ]
 
 
-@pytest.mark.parametrize("plan", [stretto.one_f_one_b(devices=2, microbatches=4), K2], ids=["1f1b", "k2"])
+@pytest.mark.parametrize("plan", [one_f_one_b(devices=2, microbatches=4), K2], ids=["1f1b", "k2"])
 def test_agreeing_link_by_link_is_not_enough(plan: Plan) -> None:
     """Receive right before use, send right after: every link agrees, yet two devices both want to send first."""
     program = stretto.lower(plan)
@@ -52,22 +53,22 @@ def test_agreeing_link_by_link_is_not_enough(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
-@pytest.mark.parametrize("virtual", [1, 2, 3])
-def test_pairing_without_the_extra_warmup_is_a_deadlock(devices: int, virtual: int) -> None:
-    plan = stretto.interleaved(devices=devices, virtual=virtual, microbatches=2 * devices)
+@pytest.mark.parametrize("stages_per_device", [1, 2, 3])
+def test_pairing_without_the_extra_warmup_is_a_deadlock(devices: int, stages_per_device: int) -> None:
+    plan = interleaved(devices=devices, stages_per_device=stages_per_device, microbatches=2 * devices)
     rows = []
     for row in plan.rows:
-        paired: list[stretto.Action | Pair] = []
+        paired: list[Action | Pair] = []
         for slot in row:
             before = paired[-1] if paired else None
-            if isinstance(before, stretto.Action) and (before.op, slot.op) == ("F", "B"):  # type: ignore[union-attr]
+            if isinstance(before, Action) and (before.op, slot.op) == ("F", "B"):  # type: ignore[union-attr]
                 paired[-1] = Pair(before, slot)  # type: ignore[arg-type]
             else:
                 paired.append(slot)
         rows.append(tuple(paired))
     found = stretto.check(Plan(tuple(rows), plan.placement))
     assert {violation.rule for violation in found} == {"deadlock"}
-    last = devices * virtual - 1
+    last = devices * stages_per_device - 1
     assert f"({last}F0;{last}B0)OVERLAP_F_B waits for itself: its backward {last}B0 needs its forward {last}F0" in str(
         found[0]
     )
@@ -138,11 +139,11 @@ def test_messages_a_newcomer_understands(text: str, expected: list[str]) -> None
 
 
 def test_memory_limit() -> None:
-    plan = stretto.one_f_one_b(devices=2, microbatches=4)
+    plan = one_f_one_b(devices=2, microbatches=4)
     costs = stretto.Costs(activation_bytes=10, parameter_bytes=1)
     assert stretto.check(plan, costs=costs, memory_limit=21) == []
     assert [str(violation) for violation in stretto.check(plan, costs=costs, memory_limit=20)] == [
-        "memory: device 0 holds 21 bytes at 0F1 and up to 21 in all, over the limit of 20"
+        "memory: device 0 holds 21 bytes at 0F1 and up to 21 bytes in all, over the limit of 20 bytes"
     ]
     with pytest.raises(stretto.CostError, match="needs bytes in the costs"):
         stretto.check(plan, memory_limit=1)
@@ -150,7 +151,7 @@ def test_memory_limit() -> None:
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_all_violations_are_reported_not_just_the_first(name: str) -> None:
-    plan = SCHEDULES[name](devices=2, microbatches=6)
+    plan = SCHEDULES[name].make(devices=2, microbatches=6)
     rows = tuple(row[1:] for row in plan.rows)
     found = stretto.check(Plan(rows, plan.placement))
     missing = {str(row[0]) for row in plan.rows}

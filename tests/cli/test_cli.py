@@ -9,6 +9,8 @@ import pytest
 
 import stretto
 from strategies import SCHEDULES
+from stretto.schedules import dualpipe, gpipe, one_f_one_b, zb_v
+from stretto.timeline.trace import trace_json
 
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(stretto.__file__).parent.parent)}
 
@@ -61,12 +63,12 @@ def test_simulate_takes_costs_from_the_command_line_or_toml(tmp_path: Path) -> N
     found = json.loads(done.stdout)
     assert found["makespan"] == 1 + 0.5 + 2 + 4 + 1 + 4
     assert found["devices"][0]["peak_bytes"] == 8
-    short = run("simulate", "gpipe", "-d", "2", "-m", "1", "--cost", "F=3,I=1,W=1,B=2,FB=3", "--json")
+    short = run("simulate", "gpipe", "-d", "2", "-m", "1", "--costs", "F=3,I=1,W=1,B=2,FB=3", "--json")
     assert json.loads(short.stdout)["makespan"] == 10
 
 
 def test_seconds_are_said_to_be_seconds(tmp_path: Path) -> None:
-    cost = ("--cost", "unit=s,F=0.001,I=0.001,W=0.001")
+    cost = ("--costs", "unit=s,F=0.001,I=0.001,W=0.001")
     assert "makespan 33 ms, bubble" in run("simulate", "1f1b", *cost).stdout
     run("show", "1f1b", *cost, "-o", "x.trace.json", cwd=tmp_path)
     assert run("show", "x.trace.json", cwd=tmp_path).stdout.splitlines()[-1] == "time 33 ms →"
@@ -75,7 +77,7 @@ def test_seconds_are_said_to_be_seconds(tmp_path: Path) -> None:
 
 
 def test_simulate_prints_a_table_and_the_critical_path() -> None:
-    done = run("simulate", "interleaved", "--overlap", "-d", "4", "-m", "8", "--virtual", "2")
+    done = run("simulate", "interleaved", "--overlap", "-d", "4", "-m", "8", "--stages-per-device", "2")
     assert "makespan 57, bubble 15.8%" in done.stdout
     assert "critical path, 27 tasks: 0F0 " in done.stdout
 
@@ -90,7 +92,7 @@ def test_written_files_check_and_simulate(tmp_path: Path) -> None:
         assert checked.stdout.startswith("sound: 4 devices, 4 stages on 2 routes, 8 microbatches, ")
         simulated = run("simulate", name, "--json", cwd=tmp_path)
         assert json.loads(simulated.stdout)["makespan"] == 26
-    assert stretto.parse_plan((tmp_path / "a.csv").read_text()) == stretto.dualpipe(devices=4, microbatches=8)
+    assert stretto.parse_plan((tmp_path / "a.csv").read_text()) == dualpipe(devices=4, microbatches=8)
 
 
 def test_check_prints_violations_and_exits_1(tmp_path: Path) -> None:
@@ -106,14 +108,36 @@ def test_check_prints_violations_and_exits_1(tmp_path: Path) -> None:
 
 
 def test_check_limits_memory(tmp_path: Path) -> None:
-    (tmp_path / "plan.csv").write_text(str(stretto.gpipe(devices=2, microbatches=4)))
-    done = run("check", "plan.csv", "--memory-limit", "3e9", "--cost", "activation_bytes=1e9", cwd=tmp_path)
+    (tmp_path / "plan.csv").write_text(str(gpipe(devices=2, microbatches=4)))
+    done = run("check", "plan.csv", "--memory-limit", "3GB", "--costs", "activation_bytes=1e9", cwd=tmp_path)
     assert done.returncode == 1
-    assert "device 0 holds 4e+09 bytes at 0F3" in done.stdout
+    assert "device 0 holds 4 GB at 0F3" in done.stdout
+
+
+def test_check_prints_json(tmp_path: Path) -> None:
+    (tmp_path / "plan.csv").write_text("0F0,0B0\n1B0,1F0")
+    done = run("check", "plan.csv", "--json", cwd=tmp_path)
+    assert done.returncode == 1
+    (found,) = json.loads(done.stdout)
+    assert (found["rule"], found["message"]) == (
+        "dependencies",
+        "1B0 comes before 1F0 on device 1, but needs its result",
+    )
+    (tmp_path / "plan.csv").write_text(str(gpipe(devices=2, microbatches=4)))
+    done = run("check", "plan.csv", "--json", cwd=tmp_path)
+    assert (done.returncode, json.loads(done.stdout)) == (0, [])
+
+
+def test_costs_by_name_with_units_and_from_a_file(tmp_path: Path) -> None:
+    stretto.Costs(F=1, I=1, W=1, activation_bytes=2e9).save(tmp_path / "costs.toml")
+    ways = ("F=1,activation_bytes=2GB", "costs.toml")
+    shown = [run("simulate", "gpipe", "--costs", way, cwd=tmp_path).stdout for way in ways]
+    assert shown[0] == shown[1]
+    assert "16 GB" in shown[0]
 
 
 def test_compare_all_at_equal_work(tmp_path: Path) -> None:
-    (tmp_path / "mine.csv").write_text(str(stretto.one_f_one_b(devices=4, microbatches=8)))
+    (tmp_path / "mine.csv").write_text(str(one_f_one_b(devices=4, microbatches=8)))
     rows = {row["name"]: row for row in json.loads(run("compare", "--json").stdout)}
     assert set(rows) == {*SCHEDULES, "interleaved +overlap"}
     assert rows["one_f_one_b"]["makespan"] == 33
@@ -133,7 +157,7 @@ def test_compare_cuts_uneven_models_alike(tmp_path: Path) -> None:
     assert (done.stderr, len(rows)) == ("", 11)
     assert rows["gpipe"]["makespan"] == 8 * 9 + 3 * 3
     (tmp_path / "eight.toml").write_text("\n".join(f"{op} = [1, 2, 3, 4, 5, 6, 7, 8]" for op in "FIW"))
-    (tmp_path / "plan.csv").write_text(str(stretto.zb_v(devices=4, microbatches=8)))
+    (tmp_path / "plan.csv").write_text(str(zb_v(devices=4, microbatches=8)))
     compared = run("compare", "plan.csv", "--costs", "eight.toml", "--json", cwd=tmp_path)
     simulated = run("simulate", "plan.csv", "--costs", "eight.toml", "--json", cwd=tmp_path)
     assert json.loads(compared.stdout)[0]["makespan"] == json.loads(simulated.stdout)["makespan"]
@@ -216,39 +240,42 @@ BAD = {
     "no number": (["show", "gpipe", "-d", "x"], "Invalid value for '--devices'"),
     "huge size": (["simulate", "gpipe", "-d", "100000", "-m", "100000"], "is too large"),
     "zero": (["simulate", "gpipe", "-d", "0"], "gpipe needs devices to be a whole number of at least 1 (got 0)"),
-    "not interleaved": (["show", "gpipe", "--overlap"], "gpipe takes no --virtual and no --overlap"),
-    "zero virtual": (["show", "interleaved", "--virtual", "0"], "virtual to be a whole number of at least 1 (got 0)"),
-    "negative cost": (["simulate", "gpipe", "--cost", "F=-1"], "F must be a number of at least 0 (got -1.0)"),
-    "NaN cost": (["simulate", "gpipe", "--cost", "F=nan"], "F must be a number of at least 0 (got nan)"),
-    "no cost": (["simulate", "gpipe", "--cost", "F=one"], "cost F must be a number (got 'one')"),
-    "unknown cost": (["simulate", "gpipe", "--cost", "X=1"], "unknown cost 'X'; known are F, B,"),
-    "no unit": (["simulate", "gpipe", "--cost", "unit=h"], "unit is s if times are seconds, or left out (got 'h')"),
-    "cost twice": (["simulate", "gpipe", "--cost", "F=1,F=2"], "cost F is given twice"),
-    "cost of a file": (["check", "good.csv", "--cost", "F=1"], "costs matter to a check only with --memory-limit"),
+    "not interleaved": (["show", "gpipe", "--overlap"], "gpipe takes no --stages-per-device and no --overlap"),
+    "zero virtual": (
+        ["show", "interleaved", "--stages-per-device", "0"],
+        "stages_per_device to be a whole number of at least 1 (got 0)",
+    ),
+    "negative cost": (["simulate", "gpipe", "--costs", "F=-1"], "F must be a number of at least 0 (got -1.0)"),
+    "NaN cost": (["simulate", "gpipe", "--costs", "F=nan"], "F must be a number of at least 0 (got nan)"),
+    "no cost": (["simulate", "gpipe", "--costs", "F=one"], "cost F must be a number (got 'one')"),
+    "unknown cost": (["simulate", "gpipe", "--costs", "X=1"], "unknown cost 'X'; known are F, B,"),
+    "no unit": (["simulate", "gpipe", "--costs", "unit=h"], "unit is s if times are seconds, or left out (got 'h')"),
+    "cost twice": (["simulate", "gpipe", "--costs", "F=1,F=2"], "cost F is given twice"),
+    "cost of a file": (["check", "good.csv", "--costs", "F=1"], "costs matter to a check only with --memory-limit"),
     "cost of an order": (
-        ["show", "gpipe", "-o", "x.csv", "--cost", "F=1"],
+        ["show", "gpipe", "-o", "x.csv", "--costs", "F=1"],
         "holds the order of a schedule's actions, and no costs, layers",
     ),
     "no figure": (["compare", "gpipe", "-o", "x.pdf"], "-o draws .svg or .png (got x.pdf)"),
     "update as what": (["update", "-o", "x.csv"], "-o draws .svg, .png or .trace.json (got x.csv)"),
-    "update of nothing": (["update", "--size", "0"], "--size must be above 0 and at most 1e12 (got 0)"),
+    "update of nothing": (["update", "--size", "0"], "--size must be at least 1 byte and at most 1e21 (got '0')"),
     "update in no mode": (["update", "--mode", "four"], "--mode is one of serial, two, three (got 'four')"),
-    "huge update": (["update", "--size", "1e9", "--bucket", "1"], "stay between 1 device and 2,000,000 tasks"),
+    "huge update": (["update", "--size", "1e9GB", "--bucket", "1GB"], "stay between 1 device and 2,000,000 tasks"),
     "negative offload": (["simulate", "gpipe", "--offload", "-1"], "offload is a number of actions of at least 0"),
     "recompute of unknown size": (
-        ["simulate", "gpipe", "--recompute", "--cost", "activation_bytes=1"],
+        ["simulate", "gpipe", "--recompute", "--costs", "activation_bytes=1"],
         "say how much of activation_bytes that spares: recompute_bytes",
     ),
     "pair shorter than its backward": (
-        ["simulate", "gpipe", "--cost", "F=1,B=3,FB=2.5"],
+        ["simulate", "gpipe", "--costs", "F=1,B=3,FB=2.5"],
         "B is a part of FB, but exceeds it on stage 0 (3 > 2.5)",
     ),
     "pair shorter than its forward": (
-        ["compare", "gpipe", "--cost", "F=3,I=1,W=1,FB=2.5"],
+        ["compare", "gpipe", "--costs", "F=3,I=1,W=1,FB=2.5"],
         "F is a part of FB, but exceeds it on stage 0 (3 > 2.5)",
     ),
     "too many parts": (
-        ["simulate", "gpipe", "--cost", "activation_bytes=1,offload_bytes=2"],
+        ["simulate", "gpipe", "--costs", "activation_bytes=1,offload_bytes=2"],
         "offload_bytes and recompute_bytes are parts of activation_bytes, but exceed them on stage 0 (2 > 1)",
     ),
     "fit of nothing": (["compare", "1f1b", "--fit"], "--fit goes with a .trace.json, and --cores with --fit"),
@@ -256,10 +283,10 @@ BAD = {
     "no trace": (["show", "bad.trace.json"], "bad.trace.json: not a trace of Stretto's"),
     "missing trace": (["show", "none.trace.json"], "cannot read none.trace.json: No such file or directory"),
     "layers of a trace": (["show", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),
-    "times of a trace": (["simulate", "plan.trace.json", "--cost", "F=9"], "has its own times; leave F out"),
-    "usual times of a trace": (["simulate", "plan.trace.json", "--cost", "F=1,I=1"], "its own times; leave F out"),
+    "times of a trace": (["simulate", "plan.trace.json", "--costs", "F=9"], "has its own times; leave F out"),
+    "usual times of a trace": (["simulate", "plan.trace.json", "--costs", "F=1,I=1"], "its own times; leave F out"),
     "times of a shown trace": (["show", "plan.trace.json", "--costs", "long.toml"], "its own times; leave F out"),
-    "times of compared traces": (["compare", "plan.trace.json", "--cost", "I=1"], "its own times; leave I out"),
+    "times of compared traces": (["compare", "plan.trace.json", "--costs", "I=1"], "its own times; leave I out"),
     "layers of compared traces": (["compare", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),
     "seconds and a schedule": (
         ["compare", "measured.trace.json", "1f1b"],
@@ -269,20 +296,20 @@ BAD = {
         ["compare", "plan.trace.json", "measured.trace.json"],
         "measured.trace.json is in seconds, but plan.trace.json is not said to be; if it was measured, write",
     ),
-    "tiny update": (["update", "--size", "1e-300"], "--size must be above 0 and at most 1e12"),
+    "tiny update": (["update", "--size", "1e-300"], "--size: a size is a number of bytes such as 80GB"),
     "huge offload": (["simulate", "gpipe", "--offload", "x"], "Invalid value for '--offload'"),
     "transfers of nothing": (["show", "gpipe", "--transfers"], "--transfers goes with -o FILE.csv"),
-    "bytes of nothing": (["simulate", "gpipe", "--cost", "offload_bytes=2"], "exceed them on stage 0 (2 > 0)"),
+    "bytes of nothing": (["simulate", "gpipe", "--costs", "offload_bytes=2"], "exceed them on stage 0 (2 > 0)"),
     "simulated update": (["simulate", "update.trace.json"], "update.trace.json shows a weight update; stretto show"),
     "size of a file": (["simulate", "good.csv", "-d", "2"], "good.csv has its own sizes"),
     "sizes of files": (["compare", "good.csv", "-d", "2"], "files have their own sizes"),
-    "overlap of none": (["compare", "gpipe", "--overlap"], "--virtual and --overlap go with interleaved"),
+    "overlap of none": (["compare", "gpipe", "--overlap"], "--stages-per-device and --overlap go with interleaved"),
     "sizes of nothing": (["show", "-d", "2"], "name a schedule to draw or write"),
     "named and refused": (
         ["compare", "zb_v", "--costs", "wide.toml"],
         "zb_v: message_bytes has 4 entries, but the plan",
     ),
-    "huge cost": (["simulate", "gpipe", "--cost", "F=1e308"], "longer than a number can say"),
+    "huge cost": (["simulate", "gpipe", "--costs", "F=1e308"], "longer than a number can say"),
     "long number": (["simulate", "gpipe", "--costs", "digits.toml"], "not valid TOML"),
     "markup in a name": (["check", "[/x].csv"], "cannot read [/x].csv: No such file or directory"),
     "endless file": (["check", "/dev/zero"], "/dev/zero is larger than 256 MiB"),
@@ -294,7 +321,6 @@ BAD = {
         ["show", "gpipe", "-o", "x.csv", "--layers", "moe*4"],
         "holds the order of a schedule's actions, and no costs, layers",
     ),
-    "two cost tables": (["simulate", "gpipe", "--cost", "F=1", "--costs", "bad.toml"], "not both"),
     "no file": (["check", "none.csv"], "cannot read none.csv: No such file or directory"),
     "a folder": (["check", "."], "cannot read .: Is a directory"),
     "not text": (["check", "binary.csv"], "binary.csv is not UTF-8 text"),
@@ -312,10 +338,10 @@ BAD = {
         ["show", "gpipe", "-o", "none/x.svg"],
         "cannot write none/x.svg: No such file or directory",
     ),
-    "nothing to draw": (["show", "gpipe", "-o", "x.svg", "--cost", "F=0,I=0,W=0"], "nothing takes any time"),
+    "nothing to draw": (["show", "gpipe", "-o", "x.svg", "--costs", "F=0,I=0,W=0"], "nothing takes any time"),
     "no folder": (["show", "gpipe", "-o", "none/x.csv"], "cannot write none/x.csv: No such file or directory"),
     "narrow": (["show", "gpipe", "--width", "3"], "--width needs at least 20 columns (got 3)"),
-    "limit": (["check", "good.csv", "--memory-limit", "nan"], "--memory-limit is a number of bytes"),
+    "limit": (["check", "good.csv", "--memory-limit", "nan"], "--memory-limit: a size is a number of bytes"),
 }
 
 
@@ -332,11 +358,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "long.toml").write_text("F = [1, 2, 3]")
     (path / "wide.toml").write_text("message_bytes = [1, 2, 3, 4]")
     (path / "bad.trace.json").write_text('{"traceEvents": 3}')
-    step, update = stretto.gpipe(devices=2, microbatches=2), stretto.weight_update(devices=2, buckets=2)
-    (path / "plan.trace.json").write_text(stretto.draw_trace(stretto.simulate(step)))
+    step, update = gpipe(devices=2, microbatches=2), stretto.weight_update(devices=2, buckets=2)
+    (path / "plan.trace.json").write_text(trace_json(stretto.simulate(step)))
     measured = stretto.simulate(step, stretto.Costs(unit="s"))
-    (path / "measured.trace.json").write_text(stretto.draw_trace(measured))
-    (path / "update.trace.json").write_text(stretto.draw_trace(stretto.simulate(update)))
+    (path / "measured.trace.json").write_text(trace_json(measured))
+    (path / "update.trace.json").write_text(trace_json(stretto.simulate(update)))
     (path / "digits.toml").write_text("F = " + "9" * 5000)
     return path
 
@@ -352,7 +378,20 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(case: str, folder: Path) ->
 
 
 def test_update_compares_the_modes_and_draws_one(tmp_path: Path) -> None:
-    sizes = ("--devices", "2", "--size", "8", "--bucket", "2", "--h2d", "1", "--broadcast", "2", "--reload", "2")
+    sizes = (
+        "-d",
+        "2",
+        "--size",
+        "8GB",
+        "--bucket",
+        "2GB",
+        "--h2d",
+        "1GB/s",
+        "--broadcast",
+        "2GB/s",
+        "--reload",
+        "2GB/s",
+    )
     done = run("update", *sizes)
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["mode", "seconds", "GB/s", "h2d", "broadcast", "reload"]
@@ -371,7 +410,7 @@ def test_update_compares_the_modes_and_draws_one(tmp_path: Path) -> None:
 def test_an_update_over_a_shared_link_takes_longer(tmp_path: Path) -> None:
     (tmp_path / "pcie.toml").write_text("[shared.pcie]\ncapacity = 1\nlanes = { h2d = 1, broadcast = 1 }\n")
     alone, shared = (
-        json.loads(run("update", "--size", "32", "--json", *more, cwd=tmp_path).stdout)
+        json.loads(run("update", "--size", "32GB", "--json", *more, cwd=tmp_path).stdout)
         for more in ((), ("--costs", "pcie.toml"))
     )
     assert alone[1]["seconds"] == pytest.approx(shared[1]["seconds"])  # two stages never copy beside a broadcast
@@ -380,7 +419,7 @@ def test_an_update_over_a_shared_link_takes_longer(tmp_path: Path) -> None:
 
 def test_offload_and_recompute_from_the_command_line() -> None:
     schedule = ("simulate", "interleaved", "--overlap", "-m", "16", "--json")
-    cost = ("--cost", "R=0.2,activation_bytes=10,recompute_bytes=3")
+    cost = ("--costs", "R=0.2,activation_bytes=10,recompute_bytes=3")
     kept, moved, both = (
         json.loads(run(*schedule, *cost, *more).stdout)
         for more in ((), ("--offload", "1"), ("--offload", "1", "--recompute"))
@@ -398,7 +437,7 @@ def test_weight_gradients_together_from_the_command_line() -> None:
 
 
 def test_compare_says_how_far_off_a_simulation_with_fitted_costs_is(tmp_path: Path) -> None:
-    run("show", "1f1b", "--cost", "F=1,I=2,W=1", "-o", "mine.trace.json", cwd=tmp_path)
+    run("show", "1f1b", "--costs", "F=1,I=2,W=1", "-o", "mine.trace.json", cwd=tmp_path)
     done = run("compare", "mine.trace.json", "--fit", cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "mine.trace.json: a simulation with the costs fitted to it is +0.0% off"
     shared = run("compare", "mine.trace.json", "--fit", "--cores", "2", "--json", cwd=tmp_path)
@@ -420,7 +459,7 @@ def test_compare_draws_and_takes_traces(tmp_path: Path) -> None:
 def test_compare_says_where_sizes_differ(tmp_path: Path) -> None:
     run("show", "gpipe", "-m", "16", "-o", "long.trace.json", cwd=tmp_path)
     run("show", "zb_v", "-o", "stages.trace.json", cwd=tmp_path)
-    (tmp_path / "small.csv").write_text(str(stretto.gpipe(devices=2, microbatches=4)))
+    (tmp_path / "small.csv").write_text(str(gpipe(devices=2, microbatches=4)))
     said = "note: sizes differ, and times are compared as they are: "
     done = run("compare", "long.trace.json", "1f1b", "gpipe", cwd=tmp_path)
     assert done.stderr == f"{said}long.trace.json: 16 microbatches; one_f_one_b, gpipe: 8 microbatches\n"
@@ -435,8 +474,8 @@ def test_compare_says_where_sizes_differ(tmp_path: Path) -> None:
 
 
 def test_seconds_are_compared_with_seconds(tmp_path: Path) -> None:
-    run("show", "1f1b", "--cost", "unit=s,F=0.5,I=0.5,W=0.5", "-o", "mine.trace.json", cwd=tmp_path)
-    done = run("compare", "mine.trace.json", "gpipe", "--cost", "unit=s,F=1,I=1,W=1", cwd=tmp_path)
+    run("show", "1f1b", "--costs", "unit=s,F=0.5,I=0.5,W=0.5", "-o", "mine.trace.json", cwd=tmp_path)
+    done = run("compare", "mine.trace.json", "gpipe", "--costs", "unit=s,F=1,I=1,W=1", cwd=tmp_path)
     assert done.stdout.startswith("schedule        makespan, s ")
     assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["mine.trace.json", "gpipe"]
     assert done.stderr == ""
@@ -471,7 +510,7 @@ def test_a_copy_may_have_more_time_than_there_is() -> None:
 
 
 def test_times_too_small_to_draw_are_no_error() -> None:
-    assert run("show", "gpipe", "--cost", "F=1e-310,I=1e-310,W=1e-310").returncode == 0
+    assert run("show", "gpipe", "--costs", "F=1e-310,I=1e-310,W=1e-310").returncode == 0
 
 
 def test_compare_shows_exposed_copies(tmp_path: Path) -> None:

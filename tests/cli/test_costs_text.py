@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import stretto
 from stretto.costs import costs_from, parse_costs, parse_costs_toml
+from stretto.schedules import gpipe
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -22,7 +23,7 @@ _NAMES = st.sampled_from(["F", "B", "I", "W", "FB", "BW", "slowdown", "link", "l
 def test_any_short_form_is_read_or_refused(text: str) -> None:
     try:
         table = parse_costs(text)
-        makespan = stretto.simulate(stretto.gpipe(devices=1, microbatches=1), table).makespan
+        makespan = stretto.simulate(gpipe(devices=1, microbatches=1), table).makespan
     except stretto.CostError as error:
         assert "\n" not in str(error).strip()
     else:
@@ -37,7 +38,7 @@ _TOML_VALUE = st.sampled_from(
 @given(st.text() | st.lists(st.tuples(_NAMES, _TOML_VALUE)).map(lambda p: "\n".join(f"{a} = {b}" for a, b in p)))
 def test_any_toml_is_read_or_refused(text: str) -> None:
     try:
-        makespan = stretto.simulate(stretto.gpipe(devices=2, microbatches=1), parse_costs_toml(text)).makespan
+        makespan = stretto.simulate(gpipe(devices=2, microbatches=1), parse_costs_toml(text)).makespan
     except stretto.CostError:
         return
     assert 0 <= makespan < math.inf
@@ -47,7 +48,7 @@ def test_any_toml_is_read_or_refused(text: str) -> None:
 def test_any_table_is_read_or_refused(table: dict[str, object]) -> None:
     try:
         found = costs_from(table)
-        stretto.simulate(stretto.gpipe(devices=2, microbatches=1), found)
+        stretto.simulate(gpipe(devices=2, microbatches=1), found)
     except stretto.CostError:
         return
     assert set(table) <= set(stretto.Costs.__struct_fields__)

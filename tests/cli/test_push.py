@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stretto import parse_trace
 from stretto.cli.main import app
+from stretto.timeline.trace import parse_trace
 from stretto.weights.receive.receiver import Receiver
 from stretto.weights.send import staging
 
@@ -63,7 +63,7 @@ def test_the_report_as_json(checkpoint: Path) -> None:
 
 
 def test_a_dry_run_touches_nobody_and_draws_the_plan(checkpoint: Path) -> None:
-    done = stretto(str(checkpoint), "--dry-run", "--devices", "2", "--bucket", "0.04")
+    done = stretto(str(checkpoint), "--dry-run", "--devices", "2", "--bucket", "0.04MiB")
     assert done.returncode == 0, done.stderr
     assert "9 tensors, 180,000 bytes" in done.stdout
     assert "5 buckets of 0.0397949 MiB" in done.stdout
@@ -72,13 +72,13 @@ def test_a_dry_run_touches_nobody_and_draws_the_plan(checkpoint: Path) -> None:
 
 
 def test_a_dry_run_of_many_draws_the_first_buckets_or_says_how(checkpoint: Path) -> None:
-    done = stretto(str(checkpoint), "--dry-run", "--devices", "8", "--bucket", "0.02", "--device", "cpu")
+    done = stretto(str(checkpoint), "--dry-run", "--devices", "8", "--bucket", "0.02MiB", "--device", "cpu")
     assert "the first 9 buckets; all of them with -o push.svg:" not in done.stdout
     assert "7 Reload" in done.stdout  # nine buckets just fit
-    done = stretto(str(checkpoint), "--dry-run", "--devices", "16", "--bucket", "0.02", "--device", "cpu")
+    done = stretto(str(checkpoint), "--dry-run", "--devices", "16", "--bucket", "0.02MiB", "--device", "cpu")
     assert "the first 4 buckets; all of them with -o push.svg:" in done.stdout
     assert "15 Reload" in done.stdout
-    done = stretto(str(checkpoint), "--dry-run", "--devices", "200", "--bucket", "0.02", "--device", "cpu")
+    done = stretto(str(checkpoint), "--dry-run", "--devices", "200", "--bucket", "0.02MiB", "--device", "cpu")
     assert "tasks do not fit a terminal; draw them with -o push.svg" in done.stdout
 
 
@@ -86,7 +86,7 @@ def test_a_dry_run_leaves_modes_out_that_do_not_fit(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(staging, "free_bytes", lambda _: 7 << 19)  # three buffers of 1 MiB, and not four
-    arguments = [str(checkpoint), "--dry-run", "--devices", "2", "--bucket", "1", "--device", "cpu"]
+    arguments = [str(checkpoint), "--dry-run", "--devices", "2", "--bucket", "1MiB", "--device", "cpu"]
     app(["push", *arguments], standalone_mode=False)
     told = capsys.readouterr().out
     assert "serial" in told
@@ -122,7 +122,7 @@ def test_a_folder_names_the_version_however_it_is_spelled(checkpoint: Path) -> N
         ),
         (["--in-flight", "drop"], "--in-flight is one of wait, abort, keep (got 'drop')"),
         (["--mode", "four"], "--mode is one of serial, two, three (got 'four')"),
-        (["--bucket", "0"], "--bucket is a number of MiB from 0.001 to 1000000 (got 0)"),
+        (["--bucket", "0"], "--bucket is a size from 1KiB to 1TiB (got '0')"),
         (["--dry-run", "--devices", "0"], "--devices is a number of senders from 1 to 4096 (got 0)"),
         (["--to", "unix:///x", "-o", "a.foo"], "-o draws .svg, .png or .trace.json (got a.foo)"),
         (["--to", "unix:///x", "-o", "/no/a.svg"], "cannot write /no/a.svg: no directory to write into"),

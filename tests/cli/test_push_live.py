@@ -69,7 +69,7 @@ def _read(terminal: int) -> bytes:
 
 def test_a_terminal_shows_what_is_done_and_how_far_it_is(checkpoint: Path) -> None:
     with receiving(f"unix://{checkpoint.parent}/r") as (receiver, _):
-        code, shown = on_a_terminal(command(checkpoint, "--to", receiver.address.text, "--bucket", "0.02"))
+        code, shown = on_a_terminal(command(checkpoint, "--to", receiver.address.text, "--bucket", "0.02MiB"))
         assert code == 0, shown
         assert receiver.ensure_serving() == "step-7.safetensors"
     assert re.search(r"registering .*0/180\.0 kB", shown)

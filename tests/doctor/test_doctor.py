@@ -17,7 +17,8 @@ from ranks import Ranks
 from stretto.doctor import rank
 from stretto.doctor.examine import examine, setting_of
 from stretto.doctor.report import Check, Note, Report, merged
-from stretto.schedules.catalogue import SCHEDULES
+from stretto.schedules import dualpipe, zb_v
+from stretto.schedules.registry import SCHEDULES
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +81,8 @@ def wrong(mesh: Any, what: str) -> Check:
 
 def plan(what: str) -> Any:
     if what == "skipped":
-        return lambda: stretto.dualpipe(devices=2, microbatches=3)
-    return lambda: stretto.zb_v(devices=2, microbatches=4)
+        return lambda: dualpipe(devices=2, microbatches=3)
+    return lambda: zb_v(devices=2, microbatches=4)
 
 
 class Notes(rank.Notes):

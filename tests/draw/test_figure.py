@@ -7,16 +7,19 @@ import pytest
 import stretto
 from pictures import DrawnFigure, svg_texts
 from strategies import SCHEDULES
-from stretto import MOE, Costs, Link, PhaseTimes, Timeline
+from stretto import Costs, Timeline
+from stretto.costs import Link, PhaseTimes
+from stretto.layers import MOE
+from stretto.schedules import Pair, dualpipev, gpipe
 
 
 @pytest.fixture(scope="module")
 def dualpipe() -> stretto.Timeline:
-    return stretto.simulate(stretto.dualpipe(devices=8, microbatches=20))
+    return stretto.simulate(stretto.schedules.dualpipe(devices=8, microbatches=20))
 
 
 def test_dualpipe_has_every_label_of_the_papers_figure(dualpipe: stretto.Timeline, tmp_path: Path) -> None:
-    stretto.draw_figure(dualpipe, tmp_path / "figure.svg")
+    stretto.draw.draw_figure(dualpipe, tmp_path / "figure.svg")
     texts = Counter(svg_texts(tmp_path / "figure.svg"))
     assert {f"Device {device}" for device in range(8)} <= set(texts)
     assert {
@@ -30,10 +33,10 @@ def test_dualpipe_has_every_label_of_the_papers_figure(dualpipe: stretto.Timelin
     # Down-flow passes are numbered 0–9 on every device, F and B or I and W each; up-flow ones are not.
     cells = Counter(
         str(microbatch)
-        for row in stretto.dualpipe(devices=8, microbatches=20).rows
+        for row in stretto.schedules.dualpipe(devices=8, microbatches=20).rows
         for slot in row
         for microbatch in (
-            [slot.forward.microbatch, slot.backward.microbatch] if isinstance(slot, stretto.Pair) else [slot.microbatch]
+            [slot.forward.microbatch, slot.backward.microbatch] if isinstance(slot, Pair) else [slot.microbatch]
         )
         if microbatch < 10
     )
@@ -41,13 +44,13 @@ def test_dualpipe_has_every_label_of_the_papers_figure(dualpipe: stretto.Timelin
 
 
 def test_the_up_flow_can_be_numbered_too(dualpipe: stretto.Timeline, tmp_path: Path) -> None:
-    stretto.draw_figure(dualpipe, tmp_path / "figure.svg", number_up_flow=True)
+    stretto.draw.draw_figure(dualpipe, tmp_path / "figure.svg", number_up_flow=True)
     assert {str(k) for k in range(20)} <= set(svg_texts(tmp_path / "figure.svg"))
 
 
 def test_cells_are_as_wide_as_their_tasks(tmp_path: Path) -> None:
-    timeline = stretto.simulate(stretto.gpipe(devices=1, microbatches=1), stretto.Costs(F=1, B=3))
-    stretto.draw_figure(timeline, tmp_path / "figure.svg")
+    timeline = stretto.simulate(gpipe(devices=1, microbatches=1), stretto.Costs(F=1, B=3))
+    stretto.draw.draw_figure(timeline, tmp_path / "figure.svg")
     widths: dict[str, float] = {}
     text = (tmp_path / "figure.svg").read_text()
     shapes = dict(re.findall(r'<path id="(\w+)" d="([^"]+)"', text))
@@ -58,12 +61,12 @@ def test_cells_are_as_wide_as_their_tasks(tmp_path: Path) -> None:
 
 
 def test_a_large_plan_shows_colours_without_numbers(tmp_path: Path) -> None:
-    stretto.draw_figure(stretto.simulate(stretto.gpipe(devices=4, microbatches=400)), tmp_path / "figure.svg")
+    stretto.draw.draw_figure(stretto.simulate(gpipe(devices=4, microbatches=400)), tmp_path / "figure.svg")
     assert not [text for text in svg_texts(tmp_path / "figure.svg") if text.isdigit()]
 
 
 def test_png(dualpipe: stretto.Timeline, tmp_path: Path) -> None:
-    stretto.draw_figure(dualpipe, tmp_path / "figure.png")
+    stretto.draw.draw_figure(dualpipe, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -79,9 +82,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> type[DrawnFigure]:
 def test_nothing_is_cut_off(
     name: str, devices: int, microbatches: int, drawn: type[DrawnFigure], tmp_path: Path
 ) -> None:
-    timeline = stretto.simulate(SCHEDULES[name](devices=devices, microbatches=microbatches))
+    timeline = stretto.simulate(SCHEDULES[name].make(devices=devices, microbatches=microbatches))
     for ending in ("svg", "png") if devices == 2 else ("svg",):
-        stretto.draw_figure(timeline, tmp_path / f"figure.{ending}")
+        stretto.draw.draw_figure(timeline, tmp_path / f"figure.{ending}")
         assert drawn.cut_off == []
 
 
@@ -93,24 +96,27 @@ def in_lanes() -> Timeline:
         host=Link(bandwidth=1),
         link=Link(latency=0.5),
     )
-    plan = stretto.dualpipev(devices=1, microbatches=4)
+    plan = dualpipev(devices=1, microbatches=4)
     return stretto.simulate(stretto.lower(plan, layers=[[MOE]] * 2, costs=costs, offload=1, recompute=True), costs)
 
 
 def test_nothing_of_a_long_legend_is_cut_off(drawn: type[DrawnFigure], tmp_path: Path) -> None:
-    stretto.draw_figure(in_lanes(), tmp_path / "lanes.svg", lanes=True)
+    stretto.draw.draw_figure(in_lanes(), tmp_path / "lanes.svg", lanes=True)
     assert drawn.cut_off == []
     stretto.draw_comparison({"lanes": in_lanes()}, tmp_path / "comparison.svg")
     assert drawn.cut_off == []
-    stretto.draw_figure(stretto.simulate(stretto.weight_update(devices=2, buckets=2)), tmp_path / "update.svg")
+    stretto.draw.draw_figure(stretto.simulate(stretto.weight_update(devices=2, buckets=2)), tmp_path / "update.svg")
     assert drawn.cut_off == []
 
 
 def test_a_legend_in_several_lines_takes_nothing_from_the_rows(tmp_path: Path) -> None:
     """Its own lines make the figure taller."""
     heights = []
-    for plan in (stretto.gpipe(devices=4, microbatches=2), stretto.dualpipe(devices=4, microbatches=8)):
-        stretto.draw_figure(stretto.simulate(plan), tmp_path / "figure.svg")
+    for plan in (
+        gpipe(devices=4, microbatches=2),
+        stretto.schedules.dualpipe(devices=4, microbatches=8),
+    ):
+        stretto.draw.draw_figure(stretto.simulate(plan), tmp_path / "figure.svg")
         heights.append(float((tmp_path / "figure.svg").read_text().split('height="')[1].split("pt")[0]))
     assert heights[1] > heights[0]
 
@@ -125,8 +131,8 @@ def test_a_legend_in_several_lines_takes_nothing_from_the_rows(tmp_path: Path) -
     ],
 )
 def test_time_has_an_axis_with_its_unit(costs: Costs, unit: str, tmp_path: Path) -> None:
-    timeline = stretto.simulate(stretto.gpipe(devices=2, microbatches=2), costs)
-    for draw in (stretto.draw_figure, lambda one, path: stretto.draw_comparison({"one": one}, path)):
+    timeline = stretto.simulate(gpipe(devices=2, microbatches=2), costs)
+    for draw in (stretto.draw.draw_figure, lambda one, path: stretto.draw_comparison({"one": one}, path)):
         draw(timeline, tmp_path / "figure.svg")
         assert {"Time →", f"0 {unit}", f"4 {unit}", f"8 {unit}"} <= set(svg_texts(tmp_path / "figure.svg"))
 
@@ -134,7 +140,7 @@ def test_time_has_an_axis_with_its_unit(costs: Costs, unit: str, tmp_path: Path)
 def test_a_step_in_seconds_is_drawn_as_wide_as_one_without_a_unit(tmp_path: Path) -> None:
     sizes = []
     for costs in (Costs(F=1, B=2), Costs(F=0.001, B=0.002, unit="s")):
-        stretto.draw_figure(stretto.simulate(stretto.gpipe(devices=4, microbatches=24), costs), tmp_path / "x.svg")
+        stretto.draw.draw_figure(stretto.simulate(gpipe(devices=4, microbatches=24), costs), tmp_path / "x.svg")
         found = re.search(r'<svg[^>]* width="([\d.]+)pt"', (tmp_path / "x.svg").read_text())
         assert found is not None
         sizes.append(float(found[1]))
@@ -142,17 +148,17 @@ def test_a_step_in_seconds_is_drawn_as_wide_as_one_without_a_unit(tmp_path: Path
 
 
 def test_seconds_and_times_without_a_unit_have_no_common_scale(tmp_path: Path) -> None:
-    plan = stretto.gpipe(devices=2, microbatches=2)
+    plan = gpipe(devices=2, microbatches=2)
     timelines = {str(unit): stretto.simulate(plan, Costs(unit=unit)) for unit in ("s", None)}
     with pytest.raises(stretto.StrettoError, match="cannot be drawn on one scale"):
         stretto.draw_comparison(timelines, tmp_path / "figure.svg")
 
 
 def test_paths_are_text_too_and_other_kinds_are_refused(dualpipe: stretto.Timeline, tmp_path: Path) -> None:
-    stretto.draw_figure(dualpipe, str(tmp_path / "a.svg"))
+    stretto.draw.draw_figure(dualpipe, str(tmp_path / "a.svg"))
     assert (tmp_path / "a.svg").exists()
     with pytest.raises(stretto.StrettoError, match=r"a figure is an .svg or a .png \(got .*a.pdf\)"):
-        stretto.draw_figure(dualpipe, str(tmp_path / "a.pdf"))
+        stretto.draw.draw_figure(dualpipe, str(tmp_path / "a.pdf"))
 
 
 def test_a_weight_update_is_not_called_idle() -> None:

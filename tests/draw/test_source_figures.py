@@ -8,8 +8,12 @@ from types import ModuleType
 import pytest
 
 import stretto
+from insets import draw_insets
 from pictures import svg_texts
-from stretto import MOE, Costs, PhaseTimes
+from stretto import Costs
+from stretto.costs import Link, PhaseTimes
+from stretto.layers import MOE
+from stretto.schedules import dualpipe, interleaved, one_f_one_b
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -76,7 +80,7 @@ def test_a_figure_is_the_same_file_every_time(figures: ModuleType, tmp_path: Pat
 def test_three_stages_have_a_second_h2d_buffer(tmp_path: Path) -> None:
     for mode in ("two", "three"):
         timeline = stretto.simulate(stretto.weight_update(devices=2, buckets=4, mode=mode))
-        stretto.draw_figure(timeline, tmp_path / f"{mode}.svg")
+        stretto.draw.draw_figure(timeline, tmp_path / f"{mode}.svg")
     sizes = [
         float((tmp_path / f"{mode}.svg").read_text().split('height="')[1].split("pt")[0]) for mode in ("two", "three")
     ]
@@ -84,30 +88,30 @@ def test_three_stages_have_a_second_h2d_buffer(tmp_path: Path) -> None:
 
 
 def test_one_device_has_no_h2d_buffer(tmp_path: Path) -> None:
-    stretto.draw_figure(stretto.simulate(stretto.weight_update(devices=1, buckets=4)), tmp_path / "figure.svg")
+    stretto.draw.draw_figure(stretto.simulate(stretto.weight_update(devices=1, buckets=4)), tmp_path / "figure.svg")
     assert "Device 0" in svg_texts(tmp_path / "figure.svg")
 
 
 def test_insets_need_a_woven_plan_and_phases(tmp_path: Path) -> None:
-    woven = stretto.interleaved(devices=2, microbatches=6, overlap=True)
-    plain = stretto.simulate(stretto.one_f_one_b(devices=2, microbatches=4))
+    woven = interleaved(devices=2, microbatches=6, overlap=True)
+    plain = stretto.simulate(one_f_one_b(devices=2, microbatches=4))
     with pytest.raises(stretto.StrettoError, match="needs a warm-up forward, a pair and a cool-down backward"):
-        stretto.draw_insets(plain, plain, tmp_path / "x.svg")
+        draw_insets(plain, plain, tmp_path / "x.svg")
     with pytest.raises(stretto.StrettoError, match="needs a timeline in phases"):
-        stretto.draw_insets(stretto.simulate(woven), stretto.simulate(woven), tmp_path / "x.svg")
+        draw_insets(stretto.simulate(woven), stretto.simulate(woven), tmp_path / "x.svg")
 
 
 def test_lanes_are_rows(tmp_path: Path) -> None:
     costs = Costs(
         phases={name: PhaseTimes(1, 1, 1) for name in ("attn", "mlp", "dispatch", "combine")},
         activation_bytes=1,
-        host=stretto.Link(bandwidth=1),
-        link=stretto.Link(latency=0.5),
+        host=Link(bandwidth=1),
+        link=Link(latency=0.5),
     )
-    plan = stretto.interleaved(devices=2, microbatches=6, overlap=True)
+    plan = interleaved(devices=2, microbatches=6, overlap=True)
     program = stretto.lower(plan, layers=[[MOE]] * 4, costs=costs, offload=1, recompute=True)
     timeline = stretto.simulate(program, costs)
-    stretto.draw_figure(timeline, tmp_path / "figure.svg", lanes=True)
+    stretto.draw.draw_figure(timeline, tmp_path / "figure.svg", lanes=True)
     found = Counter(svg_texts(tmp_path / "figure.svg"))
     assert (found["Device 0 Computation"], found["Device 1 Computation"], found["Communication"]) == (1, 1, 2)
     assert {"Recompute", "Expert dispatch and combine", "Pipeline transfer", "Offload", "Onload"} <= set(found)
@@ -122,8 +126,8 @@ def test_lanes_are_rows(tmp_path: Path) -> None:
 
 def test_a_comparison_names_and_ranks(tmp_path: Path) -> None:
     timelines = {
-        "1f1b": stretto.simulate(stretto.one_f_one_b(devices=4, microbatches=8)),
-        "dualpipe": stretto.simulate(stretto.dualpipe(devices=4, microbatches=8)),
+        "1f1b": stretto.simulate(one_f_one_b(devices=4, microbatches=8)),
+        "dualpipe": stretto.simulate(dualpipe(devices=4, microbatches=8)),
     }
     stretto.draw_comparison(timelines, tmp_path / "figure.svg")
     found = svg_texts(tmp_path / "figure.svg")

@@ -16,6 +16,7 @@ from stretto.execute.supervisor import Supervisor
 from stretto.ir.errors import PeerError
 from stretto.program.program import Program
 from stretto.program.task import Kind, Task
+from stretto.schedules import one_f_one_b
 
 LONG = 0.2  # seconds, in which a thread that waits for nothing is done with all it has
 
@@ -132,7 +133,7 @@ def test_what_is_only_started_ends_later_and_is_waited_for(made: Callable[..., R
 
 
 def test_the_callers_thread_runs_compute_in_order(made: Callable[..., Run]) -> None:
-    program = stretto.lower(stretto.one_f_one_b(devices=2, microbatches=4))
+    program = stretto.lower(one_f_one_b(devices=2, microbatches=4))
     threads: set[int] = set()
 
     def bind(run: Run, task: Task) -> Act:
@@ -223,7 +224,7 @@ def test_times_are_of_the_tasks_and_not_of_what_they_wait_for(made: Callable[...
 def test_nothing_is_held_when_all_has_ended(made: Callable[..., Run]) -> None:
     run = made(stretto.weight_update(devices=1, buckets=2), slow_copies)
     run()
-    assert run.lanes._tickets == [None] * len(run.executor.tasks)
+    assert run.lanes._futures == [None] * len(run.executor.tasks)
     run.executor.forget()
     run.executor.run()
     assert len(run.done) == 4, "without callables nothing is done"

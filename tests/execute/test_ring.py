@@ -78,7 +78,7 @@ def test_a_neighbour_that_does_not_come_is_named() -> None:
 def test_who_does_not_know_the_word_is_not_let_in_and_learns_nothing() -> None:
     with ExitStack() as stack:
         (server,), (door,) = _doors(stack, 1)
-        came = ring.guests(server, door.word, timeout=5, check=lambda: None)
+        came = ring.accepted_ranks(server, door.word, timeout=5, check=lambda: None)
         with ThreadPoolExecutor(2) as pool:
             wrong = pool.submit(ring.connection_to, ring.ListenAddress(door.host, door.port, "x" * 32), 3, 0, timeout=5)
             right = pool.submit(ring.connection_to, door, 7, 0, timeout=5)

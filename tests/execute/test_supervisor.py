@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from stretto.execute import supervisor as supervise
+from stretto.execute.ring_messages import RingMessage
 from stretto.execute.supervisor import Supervisor
 from stretto.ir.errors import PeerError
 from stretto.wire.frames import pack_message
@@ -214,7 +215,7 @@ def test_a_process_that_says_nothing_is_blamed_only_if_it_is_stopped(monkeypatch
             end, other = socket.create_connection(server.getsockname()), server.accept()[0]
         watching = Supervisor(1, timeout=60)
         watching.watch({0: end}, on_one_machine=True)
-        beat = supervise._Message(0, process.pid, "at 0F0 of step 1", 1, "step 1", True)
+        beat = RingMessage(0, process.pid, "at 0F0 of step 1", 1, "step 1", True)
         other.sendall(pack_message(beat))
         time.sleep(1.5)
         watching.check()

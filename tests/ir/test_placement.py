@@ -1,7 +1,8 @@
 import pytest
 
-from stretto import Action, Op, Placement, PlanError
+from stretto import PlanError
 from stretto.ir.plan import infer_placement
+from stretto.schedules import Action, Op, Placement
 
 
 def test_microbatches_are_shared_out_in_equal_runs() -> None:

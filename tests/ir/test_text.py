@@ -7,17 +7,18 @@ from hypothesis import strategies as st
 import stretto
 from strategies import plans
 from stretto.ir.text import parse_plan, parse_plan_json, parse_rows, plan_to_json
+from stretto.schedules import dualpipe, forward_only
 
 
 @given(plans())
 def test_print_then_parse_is_identity(plan: stretto.Plan) -> None:
     assert parse_plan(str(plan)) == plan
     assert parse_plan_json(plan_to_json(plan)) == plan
-    assert parse_plan(str(stretto.forward_only(plan))) == stretto.forward_only(plan)
+    assert parse_plan(str(forward_only(plan))) == forward_only(plan)
 
 
 def test_a_bidirectional_plan_shows_the_models_stages() -> None:
-    rows = str(stretto.dualpipe(devices=8, microbatches=20)).split("\n")
+    rows = str(dualpipe(devices=8, microbatches=20)).split("\n")
     assert rows[0].startswith("0F0,0F1,0F2,0F3,0F4,0F5,0F6,7F10,7I10,7W10,")
     assert [row for row in rows if "7F10" in row] == [rows[0]]
     assert [row for row in rows if "7F0," in row] == [rows[7]]

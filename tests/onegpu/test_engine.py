@@ -20,9 +20,12 @@ import torch
 import torch.distributed as dist
 
 from stretto import cuda
-from stretto.onegpu import engine, group
+from stretto.onegpu import broker, engine
 from stretto.onegpu.allocations import Allocations
-from stretto.onegpu.engine import Engine, GroupError, Member
+from stretto.onegpu.engine import Engine
+from stretto.onegpu.errors import GroupError
+from stretto.onegpu.member import Member
+from stretto.onegpu.rendezvous import meet
 from stretto.onegpu_broker.flags import BLOCKS, EVER, Flags
 from stretto.onegpu_broker.wire import (
     PROTOCOL,
@@ -143,7 +146,7 @@ def test_a_board_that_is_too_small_is_refused(impostor: Impostor) -> None:
 
 def test_another_users_broker_is_not_talked_to(impostor: Impostor, monkeypatch: pytest.MonkeyPatch) -> None:
     user = os.geteuid()
-    monkeypatch.setattr(engine, "peer_user", lambda _: user + 1)
+    monkeypatch.setattr(broker, "peer_user", lambda _: user + 1)
     with pytest.raises(GroupError, match=f"it belongs to user {user + 1}, and this process to user {user}$"):
         Engine(impostor.address)
 
@@ -343,23 +346,23 @@ def test_a_store_that_has_served_a_group_serves_another(monkeypatch: pytest.Monk
     seen = set[str]()
 
     def meet_both() -> None:
-        keys = [group._meet(store, rank, 2)[1] for rank in (0, 1)]
+        keys = [meet(store, rank, 2)[1] for rank in (0, 1)]
         assert keys[0] == keys[1]
         assert keys[0] not in seen
         seen.add(keys[0])
 
     for _ in range(3):
         meet_both()
-    group._meet(store, 0, 2)  # a group that the other rank never came to
+    meet(store, 0, 2)  # a group that the other rank never came to
     meet_both()
     store.add("asked 1", 1)  # one that rank 0 never came to
     keys = list[str]()
-    other = threading.Thread(target=lambda: keys.append(group._meet(store, 1, 2)[1]))
+    other = threading.Thread(target=lambda: keys.append(meet(store, 1, 2)[1]))
     asked = store.add("asked 1", 0)
     other.start()
     while store.add("asked 1", 0) == asked:
         pass
-    assert group._meet(store, 0, 2)[1] not in seen
+    assert meet(store, 0, 2)[1] not in seen
     other.join(10)
     assert keys
     assert keys[0] not in seen

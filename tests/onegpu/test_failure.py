@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parent.parent / "support"
 PATHS = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
 WORDS = {"dies": "rank 1 died", "leaves": "rank 1 has left", "stops": " s for rank 1 to "}

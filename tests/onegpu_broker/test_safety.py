@@ -20,6 +20,7 @@ import pytest
 from stretto.onegpu_broker import clients, serve
 from stretto.onegpu_broker.flags import RING
 from stretto.onegpu_broker.link_model import SimulatedLink
+from stretto.onegpu_broker.registry import GroupRegistry
 from stretto.onegpu_broker.serve import Broker
 from stretto.onegpu_broker.wire import (
     PROTOCOL,
@@ -340,7 +341,7 @@ def test_an_error_of_our_own_disconnects_one_rank(run: Callable[..., Running], m
     def fails(*_: Any) -> None:
         raise KeyError("oops")
 
-    monkeypatch.setattr(Broker, "_join", fails)
+    monkeypatch.setattr(GroupRegistry, "join", fails)
     broker = run(in_thread=True)
     bystander, talker = broker.connect(), broker.connect()
     talker.say(Join("g", 0, 1))
@@ -487,11 +488,11 @@ def test_only_groups_that_were_left_are_looked_at_for_room() -> None:
         client = clients.Client(ours, broker._selector)
         broker._clients.add(client)
         with theirs:
-            broker._act(client, Join("left", 0, 64), -1)
-            broker._act(client, Join("kept", 0, 64), -1)
-            assert broker._abandoned == {}
-            broker._act(client, Leave("left"), -1)
-            assert list(broker._abandoned) == ["left"]
-            broker._act(client, Join("new", 0, 64), -1)
-            assert (list(broker._groups), broker._abandoned) == (["kept", "new"], {})
-            broker._act(client, Bye(), -1)
+            broker._dispatch(client, Join("left", 0, 64), -1)
+            broker._dispatch(client, Join("kept", 0, 64), -1)
+            assert broker._groups.abandoned == {}
+            broker._dispatch(client, Leave("left"), -1)
+            assert list(broker._groups.abandoned) == ["left"]
+            broker._dispatch(client, Join("new", 0, 64), -1)
+            assert (list(broker._groups.by_name), broker._groups.abandoned) == (["kept", "new"], {})
+            broker._dispatch(client, Bye(), -1)

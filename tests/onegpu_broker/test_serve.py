@@ -105,7 +105,7 @@ class World:
             self.connect()
             self.say(rank, Join("g", rank, ranks))
             self.hear(rank)
-        self.group = broker._groups["g"]
+        self.group = broker._groups.by_name["g"]
 
     def connect(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -114,14 +114,14 @@ class World:
         self.ends.append(theirs)
 
     def say(self, rank: int, message: FromRank) -> None:
-        self.broker._act(self.clients[rank], message, -1)
+        self.broker._dispatch(self.clients[rank], message, -1)
 
     def hear(self, rank: int) -> FromBroker | None:
         return recv_from_broker(self.ends[rank])[0]
 
     def look(self) -> None:
-        for group, why in self.broker._copies.look():
-            self.broker._fail(group, why)
+        for group, why in self.broker._copies.poll():
+            self.broker._groups.fail(group, why)
 
     def place(self, rank: int, peer: int, number: int, *, sends: bool, count: int = 8) -> None:
         handle = (1000 * rank + number + 1).to_bytes(cuda.HANDLE_BYTES)
@@ -259,7 +259,7 @@ def test_when_a_rank_dies_nobody_waits(world: Callable[[int], World]) -> None:
     it.place(0, 1, 0, sends=True)
     it.place(1, 0, 0, sends=False)
     it.flag(0, 1, 0, sender=True)
-    it.broker._gone(it.clients[1], "died")
+    it.broker._remove(it.clients[1], "died")
     assert all(it.done(a, b) == EVER for a in range(3) for b in range(3))
     for rank in (0, 2):
         assert it.hear(rank) == Failed("g", "rank 1 died")
@@ -273,9 +273,9 @@ def test_blocks_are_used_again_once_all_have_left(world: Callable[[int], World])
         it.flag(0, 1, 0, sender=sender)
     it.device.run()
     for rank in range(2):
-        it.broker._leave(it.group, rank)
+        it.broker._groups.leave(it.group, rank)
     it.say(0, Join("h", 0, 2))
-    assert it.broker._groups["h"].first == it.group.first
+    assert it.broker._groups.by_name["h"].first == it.group.first
     assert it.done(0, 1) == 0
 
 
@@ -285,7 +285,7 @@ def test_whoever_is_no_member_cannot_leave(world: Callable[[int], World]) -> Non
     for _ in range(2):
         it.say(2, Leave("g"))
     it.say(0, Leave("g"))
-    assert "g" in it.broker._groups
+    assert "g" in it.broker._groups.by_name
 
 
 def test_a_peer_that_is_not_there_is_refused(world: Callable[[int], World]) -> None:
@@ -311,7 +311,7 @@ def test_a_channel_gets_a_stream_to_wait_on_only_when_all_before_it_was_copied(w
         for sender in (True, False):
             it.flag(a, b, number, sender=sender)
         it.look()
-    assert it.block(a, b) not in it.broker._copies._armed
+    assert it.block(a, b) not in it.broker._copies.streams.armed
     it.device.run()
     assert it.done(a, b) == 2
 
@@ -327,8 +327,8 @@ def test_a_failure_ends_though_streams_were_given_on(world: Callable[[int], Worl
             for sender in (True, False):
                 it.flag(source, target, 0, sender=sender)
             it.device.run()
-    assert it.block(*channels[-1]) in it.broker._copies._armed
-    it.broker._gone(it.clients[0], "died")
+    assert it.block(*channels[-1]) in it.broker._copies.streams.armed
+    it.broker._remove(it.clients[0], "died")
     assert all(it.done(a, b) == EVER for a, b in channels)
 
 
@@ -422,7 +422,7 @@ def test_memory_is_closed_only_when_no_stream_waits_for_a_rank(world: Callable[[
     assert it.device.opened == {1001, 2001}
     it.place(0, 1, 1, sends=True)  # and then they may wait again
     it.place(1, 0, 1, sends=False)
-    assert it.broker._copies._is_waiting()
+    assert it.broker._copies.streams.is_waiting()
 
 
 @pytest.mark.parametrize("why", ["died", ""])
@@ -434,7 +434,7 @@ def test_memory_of_a_rank_that_is_gone_is_closed(world: Callable[[int], World], 
         for sender in (True, False):
             it.flag(0, 1, 0, sender=sender)
         it.device.run()
-    it.broker._gone(it.clients[0], why)
+    it.broker._remove(it.clients[0], why)
     assert it.device.opened == {1001}
 
 
@@ -482,7 +482,7 @@ def test_ranks_that_end_before_their_streams_come_to_a_message_leave_no_stream_w
     it.place(1, 0, 0, sends=False)
     for rank in range(2):
         it.say(rank, Bye())
-    assert not it.broker._groups
+    assert not it.broker._groups.by_name
     assert it.device.opened == set()
 
 
@@ -495,4 +495,4 @@ def test_groups_that_some_never_joined_make_room_for_others(world: Callable[[int
         it.say(-1, Bye())
     it.say(0, Join("too large", 0, 91))
     assert it.hear(0) == Failed("too large", "too many groups: the broker has no room for more")
-    assert list(it.broker._groups) == ["g", "large again"]
+    assert list(it.broker._groups.by_name) == ["g", "large again"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import stretto
+from stretto.timeline.trace import parse_trace
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "train.py"
 
@@ -24,4 +25,4 @@ def test_it_learns(schedule: str, tmp_path: Path) -> None:
     losses = [float(line.split("loss")[1]) for line in done.stdout.splitlines()]
     assert losses[0] > 4
     assert losses[-1] < 0.1
-    assert stretto.check(stretto.parse_trace(trace.read_text()).program) == []
+    assert stretto.check(parse_trace(trace.read_text()).program) == []

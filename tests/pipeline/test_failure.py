@@ -16,7 +16,7 @@ import pytest
 import failure_jobs
 from ranks import Ranks
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parent.parent / "support"
 PATHS = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
 ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
 

@@ -38,7 +38,7 @@ def ranks() -> Iterator[Ranks]:
 def models(draw: st.DrawFn) -> Model:
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     devices = 2 * draw(st.integers(1, 2)) if schedule == "dualpipe" else draw(st.integers(1, 3))
-    stages = SCHEDULES[schedule](devices=devices, microbatches=2 * devices).stages
+    stages = SCHEDULES[schedule].make(devices=devices, microbatches=2 * devices).stages
     pieces = draw(
         st.lists(
             st.tuples(st.sampled_from(sorted(PIECES)), st.sampled_from(sorted(CONTAINERS))),

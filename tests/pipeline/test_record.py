@@ -10,6 +10,7 @@ from models import Case, recorded
 from ranks import Ranks
 from stretto.program.task import SENDS
 from stretto.program.wgrads import joined_ends
+from stretto.timeline.trace import parse_trace
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def test_a_step_is_recorded(ranks: Ranks, name: str, phased: bool) -> None:
     case = Case(name, 4, 8, layers=10, phased=phased)
     first, *others = ranks.run(recorded, 4, case)
     assert others == [None] * 3
-    timeline = stretto.parse_trace(first)
+    timeline = parse_trace(first)
     assert timeline.unit == "s"
     program = timeline.program
     assert stretto.check(program) == []
@@ -56,7 +57,7 @@ def test_a_step_is_recorded(ranks: Ranks, name: str, phased: bool) -> None:
 @pytest.mark.parametrize(("name", "phased"), [("zb_v", False), ("dualpipe", True)])
 def test_weight_gradients_that_are_computed_as_one_share_its_time(ranks: Ranks, name: str, phased: bool) -> None:
     case = Case(name, 4, 8, layers=10, phased=phased, wgrad_microbatches=4)
-    timeline = stretto.parse_trace(ranks.run(recorded, 4, case)[0])
+    timeline = parse_trace(ranks.run(recorded, 4, case)[0])
     spans = list(timeline.spans())
     for device in range(4):
         lane = [span for span in spans if span.task.device == device and span.task.lane.name in ("compute", "comm")]

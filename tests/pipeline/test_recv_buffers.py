@@ -8,6 +8,7 @@ from strategies import plans
 from stretto.pipeline.recv_buffers import share_recv_buffers
 from stretto.program.task import RECEIVES, Kind
 from stretto.program.wgrads import joined_ends
+from stretto.schedules import one_f_one_b
 
 
 @given(plans(), st.integers(1, 4))
@@ -40,7 +41,7 @@ def test_a_room_is_lent_to_one_at_a_time_and_no_room_is_idle_for_good(plan: stre
 
 
 def test_in_the_steady_state_of_1f1b_rooms_are_as_many_as_microbatches_in_flight() -> None:
-    program = stretto.lower(stretto.one_f_one_b(devices=4, microbatches=32))
+    program = stretto.lower(one_f_one_b(devices=4, microbatches=32))
     for rank, inputs in ((1, 3), (2, 2), (3, 1)):
         tasks = [task for task in program.tasks() if task.device == rank]
         recv_buffers = set(share_recv_buffers(tasks, {})[0].values())

@@ -8,6 +8,7 @@ from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.pytree import LEAF, Tree
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.stage import Stage
+from stretto.schedules import gpipe
 
 WIDTH, TOKENS = 4, 3
 
@@ -27,7 +28,7 @@ def test_gradients_that_parameters_took_are_not_those_that_weights_are_still_owe
     torch.manual_seed(0)
     layer, plain = Projected().double(), Projected().double()
     layer.load_state_dict(plain.state_dict())
-    anatomy = stretto.lower(stretto.gpipe(devices=2, microbatches=2)).anatomy
+    anatomy = stretto.lower(gpipe(devices=2, microbatches=2)).anatomy
     gradients = Gradients()
     stage = Stage({0: layer}, anatomy, 1, gradients=gradients)
     gradients.begin({1: stage.parameters()})

@@ -5,6 +5,7 @@ import stretto
 from machines import completes
 from strategies import plans
 from stretto.program.task import COMPUTE, SENDS, Kind
+from stretto.schedules import Action, Op, Pair, Placement, gpipe, one_f_one_b, zb_v
 
 
 def rows_of(program: stretto.Program) -> list[list[str]]:
@@ -15,7 +16,7 @@ def rows_of(program: stretto.Program) -> list[list[str]]:
 
 
 def test_a_small_program_reads_like_the_plan() -> None:
-    program = stretto.lower(stretto.one_f_one_b(devices=2, microbatches=1))
+    program = stretto.lower(one_f_one_b(devices=2, microbatches=1))
     assert rows_of(program) == [
         ["0F0", "0SEND_F0", "0RECV_B0", "0B0", "0B0.wgrad"],
         ["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1B0.wgrad"],
@@ -65,24 +66,27 @@ def test_csv_with_transfers_reads_back_as_the_same_program(plan: stretto.Plan) -
 
 
 def test_stages_on_one_device_hand_over_without_a_transfer() -> None:
-    program = stretto.lower(stretto.zb_v(devices=2, microbatches=3))
+    program = stretto.lower(zb_v(devices=2, microbatches=3))
     assert not [task for task in program.tasks() if task.kind in SENDS and task.stage == 1 and task.kind is Kind.SEND_F]
 
 
 def test_senseless_plans_are_refused() -> None:
-    one = stretto.Placement(((0,),), 1)
-    forward, backward = stretto.Action(0, stretto.Op.F, 0), stretto.Action(0, stretto.Op.B, 0)
+    one = Placement(((0,),), 1)
+    forward, backward = (
+        Action(0, Op.F, 0),
+        Action(0, Op.B, 0),
+    )
     with pytest.raises(stretto.PlanError, match="at least one action"):
         stretto.Plan(((),), one)
     with pytest.raises(stretto.PlanError, match="speaks of 2 devices, but there are 1 rows"):
-        stretto.Plan(((forward,),), stretto.Placement(((0, 1),), 1))
+        stretto.Plan(((forward,),), Placement(((0, 1),), 1))
     with pytest.raises(stretto.PlanError, match="a pair is a forward and a full backward"):
-        stretto.Pair(backward, forward)
+        Pair(backward, forward)
     with pytest.raises(stretto.ProgramError, match="stage -1 does not exist"):
-        stretto.lower(stretto.Plan(((stretto.Action(-1, stretto.Op.F, 0),),), one))
+        stretto.lower(stretto.Plan(((Action(-1, Op.F, 0),),), one))
 
 
 def test_a_plan_that_contradicts_its_placement_is_refused() -> None:
-    plan = stretto.gpipe(devices=2, microbatches=2)
+    plan = gpipe(devices=2, microbatches=2)
     with pytest.raises(stretto.ProgramError, match="microbatch 1 does not exist"):
-        stretto.lower(stretto.Plan(plan.rows, stretto.Placement(((0, 1),), 1)))
+        stretto.lower(stretto.Plan(plan.rows, Placement(((0, 1),), 1)))

@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto import MOE, Costs, Layer, Link, Phase, PhaseTimes
+from stretto import Costs, Layer, Phase
+from stretto.costs import Link, PhaseTimes
+from stretto.layers import DENSE, MOE
 from stretto.program.needs import link_tasks
 from stretto.program.task import BACKWARDS, COMPUTE, FORWARDS, Kind
-from stretto.timeline import memory_in_order
+from stretto.schedules import Pair, gpipe, interleaved, one_f_one_b
+from stretto.timeline import memory_bound
 
 
 def rows(plan: stretto.Plan) -> dict[tuple[str, int, int], tuple[int, int]]:
@@ -21,7 +24,7 @@ def rows(plan: stretto.Plan) -> dict[tuple[str, int, int], tuple[int, int]]:
     found = {}
     for device, row in enumerate(plan.rows):
         for at, slot in enumerate(row):
-            actions = (slot.forward, slot.backward) if isinstance(slot, stretto.Pair) else (slot,)
+            actions = (slot.forward, slot.backward) if isinstance(slot, Pair) else (slot,)
             for action in actions:
                 if action.op.name in "FBI":
                     found["F" if action.op.name == "F" else "B", action.stage, action.microbatch] = device, at
@@ -48,7 +51,7 @@ def test_what_is_used_again_late_enough_leaves_and_comes_back(
 
 def test_kimi_k2s_rule() -> None:
     """In the steady state the previous microbatch's forward leaves while the next one's backward comes."""
-    plan = stretto.interleaved(devices=4, virtual=2, microbatches=8, overlap=True)
+    plan = interleaved(devices=4, stages_per_device=2, microbatches=8, overlap=True)
     program = stretto.lower(plan, offload=1)
     costs = Costs(activation_bytes=3, host=Link(bandwidth=1))  # a copy takes as long as a pair
     timeline = stretto.simulate(program, costs)
@@ -67,7 +70,7 @@ def test_kimi_k2s_rule() -> None:
 
 
 def test_copies_that_fit_behind_compute_cost_no_time() -> None:
-    plan = stretto.interleaved(devices=4, virtual=2, microbatches=8, overlap=True)
+    plan = interleaved(devices=4, stages_per_device=2, microbatches=8, overlap=True)
     free = Costs(activation_bytes=10, host=Link(bandwidth=10))
     kept, moved = (stretto.simulate(stretto.lower(plan, offload=room), free) for room in (0, 1))
     assert moved.makespan == kept.makespan
@@ -78,7 +81,7 @@ def test_copies_that_fit_behind_compute_cost_no_time() -> None:
 
 def test_slow_copies_are_exposed_by_hand() -> None:
     """Four forwards of 1, four backwards of 1, and copies of 2 through three buffers."""
-    plan = stretto.gpipe(devices=1, microbatches=4)
+    plan = gpipe(devices=1, microbatches=4)
     costs = Costs(F=1, B=1, activation_bytes=2, host=Link(bandwidth=1))
     timeline = stretto.simulate(stretto.lower(plan, offload=1), costs)
     found = {str(span.task): (span.start, span.end) for span in timeline.spans()}
@@ -125,7 +128,7 @@ def test_bytes_without_a_clock_bound_those_over_time(
     )
     program = stretto.lower(plan, layers=layers, costs=costs, offload=room, recompute=recompute)
     assert stretto.check(program) == []
-    bound = memory_in_order(program, costs)
+    bound = memory_bound(program, costs)
     for held, worst in zip(stretto.simulate(program, costs).memory(costs), bound, strict=True):
         assert held.bytes is not None
         assert held.bytes[-1] == pytest.approx(0)
@@ -138,15 +141,15 @@ def test_bytes_without_a_clock_bound_those_over_time(
 
 
 def test_the_bound_is_tight_where_copies_keep_up() -> None:
-    plan = stretto.interleaved(devices=4, virtual=2, microbatches=8, overlap=True)
+    plan = interleaved(devices=4, stages_per_device=2, microbatches=8, overlap=True)
     costs = Costs(activation_bytes=10, host=Link(bandwidth=3.5))
     program = stretto.lower(plan, offload=1)
-    assert [held.peak_bytes for held in memory_in_order(program, costs)] == [40, 40, 40, 40]
+    assert [held.peak_bytes for held in memory_bound(program, costs)] == [40, 40, 40, 40]
     assert stretto.check(program, costs=costs, memory_limit=40) == []
 
 
 def test_recomputing_takes_time_and_spares_memory() -> None:
-    plan = stretto.one_f_one_b(devices=2, microbatches=4)
+    plan = one_f_one_b(devices=2, microbatches=4)
     costs = Costs(R=0.5, activation_bytes=10, recompute_bytes=6)
     program = stretto.lower(plan, recompute=True)
     summary = stretto.simulate(program, costs).summary(costs)
@@ -159,7 +162,7 @@ def test_recomputing_takes_time_and_spares_memory() -> None:
 
 
 def test_phases_are_recomputed_one_by_one() -> None:
-    plan = stretto.one_f_one_b(devices=1, microbatches=1)
+    plan = one_f_one_b(devices=1, microbatches=1)
     times = {"attn": PhaseTimes(1, 1, 1, R=0.25), "mlp": PhaseTimes(1, 1, 1), "dispatch": PhaseTimes(1, 1)}
     costs = Costs(phases={**times, "combine": PhaseTimes(1, 1)}, activation_bytes=10, recompute_bytes=6)
     program = stretto.lower(plan, layers=[[MOE]], costs=costs, recompute=True)
@@ -218,7 +221,7 @@ def test_check_finds_a_buffer_taken_too_soon(plan: stretto.Plan, data: st.DataOb
 
 
 def test_what_never_comes_back_is_named() -> None:
-    program = stretto.lower(stretto.gpipe(devices=1, microbatches=4), offload=1)
+    program = stretto.lower(gpipe(devices=1, microbatches=4), offload=1)
     tasks = [task for task in program.tasks() if str(task) != "0ONLOAD0"]
     (found,) = stretto.check(link_tasks(tasks, program.placement))
     assert str(found) == (
@@ -229,7 +232,7 @@ def test_what_never_comes_back_is_named() -> None:
 @pytest.mark.parametrize("room", [-1, -5])
 def test_a_negative_offload_is_refused(room: int) -> None:
     with pytest.raises(stretto.PlanError, match="offload is a number of actions of at least 0"):
-        stretto.lower(stretto.gpipe(devices=1, microbatches=1), offload=room)
+        stretto.lower(gpipe(devices=1, microbatches=1), offload=room)
 
 
 @given(plans(), st.booleans(), st.data())
@@ -246,6 +249,6 @@ def test_check_finds_what_is_recomputed_too_soon(plan: stretto.Plan, offload: bo
 
 
 def test_layers_that_begin_with_communication_have_sound_buffers() -> None:
-    plan = stretto.interleaved(devices=1, virtual=2, microbatches=2)
+    plan = interleaved(devices=1, stages_per_device=2, microbatches=2)
     for room in (1, 2, 3):
-        assert stretto.check(stretto.lower(plan, layers=[[COMM_FIRST], [stretto.DENSE]], offload=room)) == []
+        assert stretto.check(stretto.lower(plan, layers=[[COMM_FIRST], [DENSE]], offload=room)) == []

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 import stretto
 from strategies import own_calls
 from stretto import Call, Costs, program_of
+from stretto.costs import SharedResource
 from stretto.ir.errors import CostError, ProgramError, StrettoError
+from stretto.timeline.trace import parse_trace, trace_json
 
 
 @given(own_calls())
@@ -27,7 +29,7 @@ def test_what_stands_in_order_is_sound_and_comes_after_what_it_needs(calls: list
         assert span.end - span.start == (5.0 if call.name == "c3" else 2.0)
         assert all(at[call.device, need].end <= span.start for need in call.needs)
         assert all(other.start == span.start for (_, name), other in at.items() if name == call.name)
-    again = stretto.parse_trace(stretto.draw_trace(timeline))
+    again = parse_trace(trace_json(timeline))
     assert [str(task) for task in again.program.tasks()] == [call.name for call in calls]
     assert stretto.simulate(again.program, Costs(calls={"c": 2.0, "c3": 5.0})).makespan == timeline.makespan
     assert stretto.draw_text(again) == stretto.draw_text(timeline)
@@ -98,7 +100,7 @@ def test_times_of_calls() -> None:
     assert stretto.simulate(program).makespan == 3.0
     assert stretto.simulate(program, Costs(calls={"load": 2, "load1": 4, "work": 1})).makespan == 7.0
     assert stretto.simulate(program, Costs(calls={"load": 2, "work": 1}, slowdown=(3,))).makespan == 7.0
-    shared = stretto.SharedResource(capacity=1, lanes={"disk": 1, "cpu": 1})
+    shared = SharedResource(capacity=1, lanes={"disk": 1, "cpu": 1})
     beside = program_of([Call("load", lane="disk"), Call("spin", lane="cpu")])
     assert stretto.simulate(beside, Costs(calls={"load": 2, "spin": 2}, shared={"core": shared})).makespan == 4.0
     for costs in (Costs(unit="s"), Costs(calls={"load": 2}), Costs(calls={"lode": 2})):
@@ -113,7 +115,7 @@ def test_times_of_calls() -> None:
 def test_it_is_drawn(tmp_path: Path) -> None:
     timeline = stretto.simulate(program_of([Call("load", lane="disk"), Call("work", needs=["load"])]))
     assert stretto.draw_text(timeline, width=20) == "0 disk    load····\n0 compute ····work"
-    stretto.draw_figure(timeline, tmp_path / "own.svg")
+    stretto.draw.draw_figure(timeline, tmp_path / "own.svg")
     drawn = (tmp_path / "own.svg").read_text()
     assert all(word in drawn for word in ("Device 0 disk", "compute", "load", "work"))
     stretto.draw_comparison({"mine": timeline}, tmp_path / "two.svg")

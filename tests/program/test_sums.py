@@ -11,15 +11,17 @@ import stretto
 from strategies import plans
 from stretto.costs import Costs
 from stretto.ir.errors import PlanError, ProgramError
+from stretto.layers import DENSE, MOE
 from stretto.program.program import Program
 from stretto.program.task import BACKWARDS, WEIGHTS, Kind
+from stretto.schedules import dualpipe, gpipe
 
 dualpipes = st.builds(
-    lambda half, more: stretto.dualpipe(devices=2 * half, microbatches=4 * half + 2 * more),
+    lambda half, more: dualpipe(devices=2 * half, microbatches=4 * half + 2 * more),
     st.integers(1, 3),
     st.integers(0, 3),
 )
-LAYERS = [stretto.MOE, stretto.DENSE]
+LAYERS = [MOE, DENSE]
 
 
 def sums_of(program: Program) -> list[int]:
@@ -95,7 +97,7 @@ def test_a_need_that_is_taken_away_is_missed(plan: stretto.Plan, data: st.DataOb
 
 
 def test_ends_that_do_not_meet_are_found() -> None:
-    program = stretto.lower(stretto.dualpipe(devices=4, microbatches=8))
+    program = stretto.lower(dualpipe(devices=4, microbatches=8))
     a, *_ = sums_of(program)
     counterpart = program.counterpart.copy()
     counterpart[program.ends(a)] = -1
@@ -104,7 +106,7 @@ def test_ends_that_do_not_meet_are_found() -> None:
 
 def test_sums_hide_behind_other_stages() -> None:
     """A stage whose last gradients are there does not wait for the end of the step."""
-    program = stretto.lower(stretto.dualpipe(devices=8, microbatches=20))
+    program = stretto.lower(dualpipe(devices=8, microbatches=20))
     free = stretto.simulate(program, Costs())
     timeline = stretto.simulate(program, Costs(reduce=3))
     computed = max(span.end for span in timeline.spans() if span.task.lane.name == "compute")
@@ -115,13 +117,13 @@ def test_sums_hide_behind_other_stages() -> None:
 
 
 def test_fit_finds_what_sums_took() -> None:
-    program = stretto.lower(stretto.dualpipe(devices=4, microbatches=8), ties=[(0, 3)])
+    program = stretto.lower(dualpipe(devices=4, microbatches=8), ties=[(0, 3)])
     costs = stretto.fit(stretto.simulate(program, Costs(reduce=(1, 2, 3, 4), reduce_tied=5)))
     assert (costs.reduce, costs.reduce_tied) == ((1, 2, 3, 4), 5)
 
 
 def test_text_says_which() -> None:
-    program = stretto.lower(stretto.gpipe(devices=3, microbatches=1), ties=[(2, 0)])
+    program = stretto.lower(gpipe(devices=3, microbatches=1), ties=[(2, 0)])
     assert str(program).splitlines()[0].endswith("0REDUCE_GRAD.tied2")
     assert "REDUCE" not in str(program).splitlines()[1]
 
@@ -129,12 +131,12 @@ def test_text_says_which() -> None:
 @pytest.mark.parametrize("wrong", [[(0,)], [(0, 0)], [(0, 9)], [(-1, 0)]])
 def test_a_tie_is_of_stages_that_are_there(wrong: list[tuple[int, ...]]) -> None:
     with pytest.raises(PlanError, match="a tie is of two or more of the 2 stages"):
-        stretto.lower(stretto.gpipe(devices=2, microbatches=1), ties=wrong)
+        stretto.lower(gpipe(devices=2, microbatches=1), ties=wrong)
 
 
 @pytest.mark.parametrize("lane", ["compute", "comm", "send", "d2h", "sum"])
 def test_a_sum_on_another_lane_is_found(lane: str) -> None:
-    program = stretto.lower(stretto.dualpipe(devices=2, microbatches=4))
+    program = stretto.lower(dualpipe(devices=2, microbatches=4))
     lanes = tuple(replace(it, name=lane) if it.name == "reduce" else it for it in program.lanes)
     found = stretto.check(replace(program, lanes=lanes))
     assert {it.rule for it in found} >= {"placement"}
@@ -143,7 +145,7 @@ def test_a_sum_on_another_lane_is_found(lane: str) -> None:
 
 @pytest.mark.parametrize("how", ["itself", "rho", "far", "need"])
 def test_columns_that_make_no_program_are_found_at_once(how: str) -> None:
-    program = stretto.lower(stretto.dualpipe(devices=2, microbatches=4))
+    program = stretto.lower(dualpipe(devices=2, microbatches=4))
     counterpart, need, (a, *_) = program.counterpart.copy(), program.need.copy(), sums_of(program)
     match how:
         case "itself":

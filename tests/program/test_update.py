@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
-from stretto import BucketTimes, Costs, SharedResource
+from stretto import Costs
+from stretto.costs import BucketTimes, SharedResource
 from stretto.program.task import Kind
 from stretto.program.update import MODES, Mode
 

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto.draw.trace import draw_trace, parse_trace
-from stretto.program.phases import MOE
+from stretto.layers import MOE
 from stretto.program.task import BACKWARDS, COMPUTE, WEIGHTS, Kind, Task
 from stretto.program.wgrads import joined_ends
+from stretto.schedules import dualpipe, gpipe, interleaved, one_f_one_b, zb_v
+from stretto.timeline.trace import parse_trace, trace_json
 
 LAYERS = [MOE]
 
@@ -79,7 +80,7 @@ def most_owed(timeline: stretto.Timeline, device: int) -> int:
 
 
 def test_the_order_of_1f1b() -> None:
-    program = stretto.lower(stretto.one_f_one_b(devices=2, microbatches=4), wgrad_microbatches=3)
+    program = stretto.lower(one_f_one_b(devices=2, microbatches=4), wgrad_microbatches=3)
     own = [str(task) for task in on_device(program, 1) if task.lane.name == "compute"]
     assert " ".join(own) == "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2 1F3 1I3 1W3"
     assert stretto.simulate(program).summary().devices[1].peak_pending == 3
@@ -88,7 +89,7 @@ def test_the_order_of_1f1b() -> None:
 
 
 def test_sums_over_devices_wait_for_the_last() -> None:
-    program = stretto.lower(stretto.dualpipe(devices=4, microbatches=8), wgrad_microbatches=4)
+    program = stretto.lower(dualpipe(devices=4, microbatches=8), wgrad_microbatches=4)
     tasks = list(program.tasks())
     for at, task in enumerate(tasks):
         if task.kind is Kind.REDUCE:
@@ -102,21 +103,21 @@ def test_sums_over_devices_wait_for_the_last() -> None:
 
 def test_traces_keep_it() -> None:
     for layers in (None, [LAYERS] * 4):
-        program = stretto.lower(stretto.interleaved(devices=2, microbatches=4), layers=layers, wgrad_microbatches=3)
-        again = parse_trace(draw_trace(stretto.simulate(program))).program
+        program = stretto.lower(interleaved(devices=2, microbatches=4), layers=layers, wgrad_microbatches=3)
+        again = parse_trace(trace_json(stretto.simulate(program))).program
         assert again.anatomy.wgrad_microbatches == 3
         assert list(map(str, again.tasks())) == list(map(str, program.tasks()))
 
 
 def test_more_than_there_are_is_all() -> None:
-    plan = stretto.zb_v(devices=2, microbatches=4)
+    plan = zb_v(devices=2, microbatches=4)
     for count in (4, 5, 2**40, 10**30):
         program = stretto.lower(plan, wgrad_microbatches=count)
         assert str(program) == str(stretto.lower(plan, wgrad_microbatches=4))
-        assert parse_trace(draw_trace(stretto.simulate(program))).program.anatomy.wgrad_microbatches == 4
+        assert parse_trace(trace_json(stretto.simulate(program))).program.anatomy.wgrad_microbatches == 4
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", None, True])
 def test_nonsense(count: object) -> None:
     with pytest.raises(stretto.PlanError, match="wgrad_microbatches is a whole number of at least 1"):
-        stretto.lower(stretto.gpipe(devices=2, microbatches=2), wgrad_microbatches=count)  # type: ignore[arg-type]
+        stretto.lower(gpipe(devices=2, microbatches=2), wgrad_microbatches=count)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
+from stretto.schedules import Op, Pair, dualpipe, interleaved
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -26,31 +27,31 @@ def test_dualpipe_equals_the_figure() -> None:
         return f"{device}{op}{number}" if direction == "d" else f"{devices - 1 - device}{op}{number + half}"
 
     expected = [[ours(device, cell) for cell in row] for device, row in enumerate(golden["rows"])]
-    assert rows_of(stretto.dualpipe(devices=8, microbatches=20)) == expected
+    assert rows_of(dualpipe(devices=8, microbatches=20)) == expected
 
 
 def test_interleaved_overlap_equals_the_figure() -> None:
     golden = json.loads((GOLDEN / "interleaved_overlap_4x2x8.json").read_text())
-    assert rows_of(stretto.interleaved(devices=4, virtual=2, microbatches=8, overlap=True)) == golden["rows"]
+    assert rows_of(interleaved(devices=4, stages_per_device=2, microbatches=8, overlap=True)) == golden["rows"]
 
 
 @given(st.integers(1, 6), st.integers(0, 8))
 def test_dualpipe_has_the_reference_shape_at_every_size(half_devices: int, extra: int) -> None:
     devices = 2 * half_devices
     microbatches = 2 * devices + 2 * extra
-    plan = stretto.dualpipe(devices=devices, microbatches=microbatches)
+    plan = dualpipe(devices=devices, microbatches=microbatches)
     for device, row in enumerate(plan.rows):
         h, reach = min(device, devices - 1 - device), devices // 2
         near_is_down = device < reach
         shape = []
         for slot in row:
-            actions = [slot.forward, slot.backward] if isinstance(slot, stretto.Pair) else [slot]
+            actions = [slot.forward, slot.backward] if isinstance(slot, Pair) else [slot]
             parts = []
             for action in actions:
                 down = action.microbatch < microbatches // 2
                 assert action.stage == (device if down else devices - 1 - device)
                 near = down == near_is_down
-                parts.append(action.op.value + ("" if action.op is stretto.Op.W else "0" if near else "1"))
+                parts.append(action.op.value + ("" if action.op is Op.W else "0" if near else "1"))
             shape.append("&".join(parts))
         outer = reach - h - 1
         steady = ["F0&B1", "F1&B0"] * (microbatches // 2 - devices + h + 1)

@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import costs, plans
-from stretto import Costs, Link, PhaseTimes
+from stretto import Costs
+from stretto.costs import Link, PhaseTimes
 from stretto.program.task import COMPUTE, RECEIVES, SENDS
+from stretto.schedules import dualpipe, dualpipev, gpipe, one_f_one_b
 
 
 def span(timeline: stretto.Timeline, name: str) -> tuple[float, float]:
@@ -16,7 +18,7 @@ def span(timeline: stretto.Timeline, name: str) -> tuple[float, float]:
 
 def test_a_transfer_takes_latency_and_bytes_over_bandwidth() -> None:
     table = Costs(message_bytes=6, link=Link(latency=0.5, bandwidth=4))
-    timeline = stretto.simulate(stretto.gpipe(devices=2, microbatches=2), table)
+    timeline = stretto.simulate(gpipe(devices=2, microbatches=2), table)
     assert span(timeline, "0SEND_F0") == span(timeline, "1RECV_F0") == (1, 3)
     assert span(timeline, "1F0") == (3, 4)
     # The second transfer waits for the first on their lane.
@@ -26,14 +28,14 @@ def test_a_transfer_takes_latency_and_bytes_over_bandwidth() -> None:
 
 def test_each_directed_link_has_its_own_lane_and_may_have_its_own_cost() -> None:
     table = Costs(link=Link(latency=1), links={"1>0": Link(latency=5)})
-    timeline = stretto.simulate(stretto.one_f_one_b(devices=2, microbatches=1), table)
+    timeline = stretto.simulate(one_f_one_b(devices=2, microbatches=1), table)
     assert span(timeline, "0SEND_F0") == (1, 2)
     assert span(timeline, "1SEND_B0") == (5, 10)
 
 
 def test_message_bytes_belong_to_the_stage_before_the_boundary() -> None:
     table = Costs(message_bytes=(1, 10, 100), link=Link(bandwidth=1))
-    timeline = stretto.simulate(stretto.gpipe(devices=3, microbatches=1), table)
+    timeline = stretto.simulate(gpipe(devices=3, microbatches=1), table)
     times = {str(found.task): found.end - found.start for found in timeline.spans()}
     assert times["0SEND_F0"] == times["1SEND_B0"] == 1
     assert times["1SEND_F0"] == times["2SEND_B0"] == 10
@@ -41,20 +43,20 @@ def test_message_bytes_belong_to_the_stage_before_the_boundary() -> None:
 
 def test_stages_and_devices_may_differ() -> None:
     table = Costs(F=(1, 5), B=(2, 3), slowdown=(1, 2))
-    timeline = stretto.simulate(stretto.gpipe(devices=2, microbatches=1), table)
+    timeline = stretto.simulate(gpipe(devices=2, microbatches=1), table)
     assert [span(timeline, name) for name in ("0F0", "1F0", "1B0", "0B0")] == [(0, 1), (1, 11), (11, 17), (17, 19)]
 
 
 def test_a_pair_of_unlike_stages_saves_the_mean_of_what_they_save() -> None:
     table = Costs(F=(1, 2), B=(3, 4), FB=(3, 6))  # stage 0 saves 1 by weaving, stage 1 nothing
-    plan = stretto.dualpipev(devices=1, microbatches=2)
+    plan = dualpipev(devices=1, microbatches=2)
     timeline = stretto.simulate(plan, table)
     start, end = span(timeline, "(1F1;0B0)OVERLAP_F_B")
     assert end - start == 2 + 3 - (1 + 0) / 2
 
 
 def test_the_gradient_leaves_before_the_weight_part_when_costs_say_how_long_that_is() -> None:
-    plan = stretto.one_f_one_b(devices=2, microbatches=1)
+    plan = one_f_one_b(devices=2, microbatches=1)
     timeline = stretto.simulate(plan, Costs(BW=1, link=Link(latency=1)))
     assert span(timeline, "1B0") == (3, 4)
     assert span(timeline, "1B0.wgrad") == (4, 5)
@@ -95,7 +97,7 @@ def test_time_scales_with_costs(plan: stretto.Plan, factor: int) -> None:
 
 
 def test_a_program_read_from_a_file_in_any_device_order_simulates_alike() -> None:
-    program = stretto.lower(stretto.dualpipe(devices=4, microbatches=8))
+    program = stretto.lower(dualpipe(devices=4, microbatches=8))
     again = stretto.parse_program(str(program))
     assert (program.need < program.needing).all()
     assert not (again.counterpart[again.counterpart >= 0] == program.counterpart[program.counterpart >= 0]).all()
@@ -137,19 +139,19 @@ def test_senseless_costs_are_refused(table: dict[str, object], says: str) -> Non
 )
 def test_costs_that_do_not_fit_the_plan_are_refused(table: Costs, says: str) -> None:
     with pytest.raises(stretto.CostError) as caught:
-        stretto.simulate(stretto.gpipe(devices=2, microbatches=1), table)
+        stretto.simulate(gpipe(devices=2, microbatches=1), table)
     assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("table", [Costs(F=1e308), Costs(message_bytes=1e300, link=Link(bandwidth=1e-300))])
 def test_a_step_too_long_for_a_number_is_refused(table: Costs) -> None:
     with pytest.raises(stretto.CostError, match="longer than a number can say"):
-        stretto.simulate(stretto.gpipe(devices=2, microbatches=4), table)
+        stretto.simulate(gpipe(devices=2, microbatches=4), table)
 
 
 def test_a_link_of_almost_no_bandwidth_moves_nothing_in_no_time() -> None:
     table = Costs(message_bytes=0, link=Link(bandwidth=1e-320))
-    assert stretto.simulate(stretto.gpipe(devices=2, microbatches=1), table).makespan == 6
+    assert stretto.simulate(gpipe(devices=2, microbatches=1), table).makespan == 6
 
 
 def test_lists_are_as_good_as_tuples() -> None:
@@ -157,6 +159,6 @@ def test_lists_are_as_good_as_tuples() -> None:
 
 
 def test_transfers_show_in_no_metric_when_they_take_no_time() -> None:
-    timeline = stretto.simulate(stretto.one_f_one_b(devices=4, microbatches=8))
+    timeline = stretto.simulate(one_f_one_b(devices=4, microbatches=8))
     assert {found.end - found.start for found in timeline.spans() if found.task.kind in (*SENDS, *RECEIVES)} == {0}
     assert {device.exposed_transfer for device in timeline.summary().devices} == {0}

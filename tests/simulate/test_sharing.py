@@ -6,7 +6,10 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto import MOE, BucketTimes, Costs, Link, SharedResource
+from stretto import Costs
+from stretto.costs import BucketTimes, Link, SharedResource
+from stretto.layers import MOE
+from stretto.schedules import gpipe, interleaved
 
 
 def spans(timeline: stretto.Timeline) -> dict[str, tuple[float, float]]:
@@ -44,7 +47,7 @@ def test_who_wants_little_gets_it() -> None:
 
 def test_both_ways_over_pcie_are_slower_than_one() -> None:
     """A link that gives 55 each way and 96 both ways at once."""
-    plan = stretto.interleaved(devices=4, virtual=2, microbatches=8, overlap=True)
+    plan = interleaved(devices=4, stages_per_device=2, microbatches=8, overlap=True)
     program = stretto.lower(plan, offload=1)
     pcie = {"pcie": SharedResource(96.0, {"d2h": 55.0, "h2d": 55.0})}
     base = Costs(F=100, I=100, W=100, activation_bytes=55, host=Link(bandwidth=55))
@@ -66,7 +69,7 @@ def test_both_ways_over_pcie_are_slower_than_one() -> None:
 def test_what_gets_nothing_never_ends() -> None:
     hopeless = {"x": SharedResource(1e-200, {"compute": 1e200})}
     with pytest.raises(stretto.CostError, match="longer than a number can say"):
-        stretto.simulate(stretto.gpipe(devices=1, microbatches=1), Costs(shared=hopeless))
+        stretto.simulate(gpipe(devices=1, microbatches=1), Costs(shared=hopeless))
 
 
 def test_a_transfer_goes_at_the_speed_of_its_slower_side() -> None:
@@ -114,7 +117,7 @@ def test_cores_are_never_overbooked(plan: stretto.Plan, cores: int) -> None:
         (SharedResource(1, {"h2d": 0}), "shared.x.h2d must be above 0"),
         (SharedResource(1, {"pcie": 1}), "shared.x names lane 'pcie'; known are compute"),
         (SharedResource(1, {"h2d": 1}, devices=0), "shared.x.devices must be at least 1 (got 0)"),
-        (3, "shared.x must be Shared (got 3)"),
+        (3, "shared.x must be a SharedResource (got 3)"),
     ],
 )
 def test_senseless_sharing_is_refused(shared: SharedResource, says: str) -> None:

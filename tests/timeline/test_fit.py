@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import costs, plans
-from stretto import MOE, Costs, Link, PhaseTimes
+from stretto import Costs
+from stretto.costs import Link, PhaseTimes
+from stretto.layers import MOE
 from stretto.program.task import Kind
+from stretto.schedules import dualpipe
 
 
 @given(plans(), costs, costs, costs, st.booleans(), st.integers(0, 3))
@@ -37,7 +40,7 @@ def test_a_weight_update_is_refused() -> None:
 
 def test_a_pair_is_never_fitted_to_be_shorter_than_its_passes() -> None:
     """As measured times, which are never exact, may say."""
-    timeline = stretto.simulate(stretto.dualpipe(devices=2, microbatches=8), Costs(F=1, B=2))
+    timeline = stretto.simulate(dualpipe(devices=2, microbatches=8), Costs(F=1, B=2))
     paired = timeline.program.work.kind == Kind.PAIR
     hasty = stretto.Timeline(
         timeline.program, timeline.start, np.where(paired, timeline.start + 0.1, timeline.end), timeline.unit
@@ -49,7 +52,7 @@ def test_a_pair_is_never_fitted_to_be_shorter_than_its_passes() -> None:
 
 def test_times_that_do_not_add_up_are_fitted_all_the_same() -> None:
     """A weight part may be measured to be longer than a backward in all."""
-    plan = stretto.dualpipe(devices=4, microbatches=8)
+    plan = dualpipe(devices=4, microbatches=8)
     timeline = stretto.simulate(plan, Costs(BW=1))
     late = timeline.program.work.kind == Kind.WGRAD
     noisy = stretto.Timeline(timeline.program, timeline.start, timeline.end + 100.0 * late, "s")

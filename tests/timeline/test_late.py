@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto import Call, Costs, Link, StrettoError, program_of
+from stretto import Call, Costs, StrettoError, program_of
+from stretto.costs import Link
 from stretto.draw.figure import boxes_of
+from stretto.schedules import gpipe
 from stretto.timeline import Timeline
+from stretto.timeline.trace import parse_trace, trace_json
 
 
 def issued_at(timeline: Timeline, issued: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> Timeline:
@@ -25,7 +28,7 @@ def names(timeline: Timeline) -> list[str]:
 
 
 def test_only_what_could_have_run_is_late() -> None:
-    program = stretto.lower(stretto.gpipe(devices=1, microbatches=2))
+    program = stretto.lower(gpipe(devices=1, microbatches=2))
     assert [str(task) for task in program.tasks()][:2] == ["0F0", "0F1"]
     start = np.array([0.0, 3.0, *np.arange(10.0, 10.0 + len(program) - 2)])
     end = start + 1.0
@@ -39,7 +42,7 @@ def test_only_what_could_have_run_is_late() -> None:
 
 
 def test_a_task_that_waits_for_what_it_needs_is_not_late() -> None:
-    plan = stretto.gpipe(devices=2, microbatches=1)
+    plan = gpipe(devices=2, microbatches=1)
     timeline = stretto.simulate(plan, Costs(link=Link(latency=5), unit="s"))
     whole = issued_at(timeline, timeline.start.copy())  # issued at the last moment, and yet never late
     assert whole.host_late().max() == 0
@@ -47,7 +50,7 @@ def test_a_task_that_waits_for_what_it_needs_is_not_late() -> None:
 
 
 def test_either_end_of_a_transfer_can_be_late() -> None:
-    plan = stretto.gpipe(devices=2, microbatches=1)
+    plan = gpipe(devices=2, microbatches=1)
     timeline = stretto.simulate(plan, Costs(link=Link(latency=5), unit="s"))
     tasks = names(timeline)
     send, receive = (next(k for k, name in enumerate(tasks) if part in name) for part in ("SEND_F", "RECV_F"))
@@ -84,7 +87,7 @@ def test_by_hand(plan: stretto.Plan, seed: int) -> None:
 
 def two_devices(**issued: float) -> Timeline:
     """A forward on each of two devices: the first ends at 1, its message could be moved from 1 on, and is from 5 on."""
-    program = stretto.lower(stretto.gpipe(devices=2, microbatches=1))
+    program = stretto.lower(gpipe(devices=2, microbatches=1))
     given = {"0F0": (0, 1), "0SEND_F0": (5, 6), "1RECV_F0": (5, 6), "1F0": (7, 8)}
     later = iter(range(10, 99, 2))
     times = []
@@ -100,7 +103,7 @@ def test_compute_that_waits_for_what_was_not_issued_is_idle_because_of_a_host() 
     assert received.summary().devices[1].exposed_transfer == 1
     sent = two_devices(**{"0SEND_F0": 5})  # by the other host
     assert sent.summary().devices[1].host_late == 4
-    assert '"0SEND_F0 on device 0 not issued yet"' in stretto.draw_trace(sent)
+    assert '"0SEND_F0 on device 0 not issued yet"' in trace_json(sent)
     both = two_devices(**{"0SEND_F0": 5, "1RECV_F0": 3, "1F0": 6.5})  # the last of the ends, and then the task itself
     assert both.summary().devices[1].host_late == 4.5
     assert both.summary().devices[0].host_late == 0
@@ -171,7 +174,7 @@ def test_it_is_shown_where_no_compute_takes_time() -> None:
     program = program_of([Call("z", lane="d"), Call("a")])
     timeline = Timeline(program, np.array([0.0, 9]), np.array([1.0, 9]), "s", np.array([0.0, 9]))
     assert timeline.summary().devices[0].host_late == 9
-    assert stretto.draw_trace(timeline).count('"a not issued yet"') == 2  # where it begins and ends
+    assert trace_json(timeline).count('"a not issued yet"') == 2  # where it begins and ends
     assert "!" in stretto.draw_text(timeline, width=60).splitlines()[1]
 
 
@@ -200,22 +203,22 @@ def test_times_that_cannot_be_are_refused(times: tuple[Any, Any, Any], wrong: st
 
 
 def test_a_figure_of_what_takes_no_time_in_compute(tmp_path: Path) -> None:
-    program = stretto.lower(stretto.gpipe(devices=2, microbatches=1))
+    program = stretto.lower(gpipe(devices=2, microbatches=1))
     start = np.arange(len(program), dtype=float)
-    stretto.draw_figure(Timeline(program, start, start, "s"), tmp_path / "still.png")
+    stretto.draw.draw_figure(Timeline(program, start, start, "s"), tmp_path / "still.png")
     assert (tmp_path / "still.png").stat().st_size
 
 
 def test_a_figure_shows_short_gaps_too(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
-    program = stretto.lower(stretto.gpipe(devices=1, microbatches=30))
+    program = stretto.lower(gpipe(devices=1, microbatches=30))
     start = np.arange(len(program)) * 1.001
     early = np.zeros(len(program))
     one, all_ = early.copy(), start
     one[-1] = start[-1]  # which has the legend too
     red = []
     for name, issued in (("early", early), ("one", one), ("all", all_)):
-        stretto.draw_figure(Timeline(program, start, start + 1, "s", issued), tmp_path / f"{name}.png")
+        stretto.draw.draw_figure(Timeline(program, start, start + 1, "s", issued), tmp_path / f"{name}.png")
         pixels = image.imread(tmp_path / f"{name}.png")
         red.append(int(((pixels[..., 0] > 0.7) & (pixels[..., 1] < 0.6) & (pixels[..., 2] < 0.6)).sum()))
     assert red[1] > red[0]
@@ -223,12 +226,12 @@ def test_a_figure_shows_short_gaps_too(tmp_path: Path) -> None:
 
 
 def test_it_is_drawn_and_kept() -> None:
-    program = stretto.lower(stretto.gpipe(devices=1, microbatches=2))
+    program = stretto.lower(gpipe(devices=1, microbatches=2))
     start = np.arange(len(program)) * 2.0
     timeline = Timeline(program, start, start + 1, "s", start.copy())
     assert "F0──!!!!F1──!!!!" in stretto.draw_text(timeline, width=100)
-    again = stretto.parse_trace(stretto.draw_trace(timeline))
+    again = parse_trace(trace_json(timeline))
     assert again.issued is not None
     assert np.array_equal(again.issued, start)
     assert again.host_late().sum() == timeline.host_late().sum() == len(program) - 1
-    assert stretto.parse_trace(stretto.draw_trace(stretto.simulate(program))).issued is None
+    assert parse_trace(trace_json(stretto.simulate(program))).issued is None

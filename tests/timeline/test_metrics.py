@@ -5,11 +5,13 @@ from hypothesis import given
 
 import stretto
 from strategies import plans
-from stretto import Costs, Link
+from stretto import Costs
+from stretto.costs import Link
+from stretto.schedules import dualpipe, forward_only, gpipe, one_f_one_b
 
 
 def test_exposed_transfer_is_idle_time_with_the_awaited_transfer_under_way() -> None:
-    timeline = stretto.simulate(stretto.one_f_one_b(devices=2, microbatches=1), Costs(link=Link(latency=3)))
+    timeline = stretto.simulate(one_f_one_b(devices=2, microbatches=1), Costs(link=Link(latency=3)))
     # 0F0 0–1, sent 1–4, 1F0 4–5, 1B0 5–7, sent 7–10, 0B0 10–12
     first, second = timeline.summary().devices
     assert (first.exposed_transfer, second.exposed_transfer) == (3, 3)
@@ -18,13 +20,13 @@ def test_exposed_transfer_is_idle_time_with_the_awaited_transfer_under_way() -> 
 
 
 def test_a_transfer_behind_compute_is_not_exposed() -> None:
-    timeline = stretto.simulate(stretto.gpipe(devices=2, microbatches=3), Costs(F=2, link=Link(latency=2)))
+    timeline = stretto.simulate(gpipe(devices=2, microbatches=3), Costs(F=2, link=Link(latency=2)))
     # Device 1 waits for its first microbatch only; the next two arrive while it computes.
     assert timeline.summary().devices[1].exposed_transfer == 2
 
 
 def test_two_transfers_a_pair_waits_for_count_where_either_is_under_way() -> None:
-    timeline = stretto.simulate(stretto.dualpipe(devices=2, microbatches=8), Costs(link=Link(latency=1)))
+    timeline = stretto.simulate(dualpipe(devices=2, microbatches=8), Costs(link=Link(latency=1)))
     for device in range(2):
         spans = [found for found in timeline.spans() if found.task.device == device]
         compute = [found for found in spans if found.task.lane.name == "compute"]
@@ -46,7 +48,7 @@ def test_two_transfers_a_pair_waits_for_count_where_either_is_under_way() -> Non
 
 
 def test_critical_path_is_a_chain_without_gaps() -> None:
-    timeline = stretto.simulate(stretto.one_f_one_b(devices=3, microbatches=2), Costs(link=Link(latency=1)))
+    timeline = stretto.simulate(one_f_one_b(devices=3, microbatches=2), Costs(link=Link(latency=1)))
     path = timeline.critical_path()
     assert [str(found.task) for found in path][:5] == ["0F0", "1RECV_F0", "1F0", "2RECV_F0", "2F0"]
     assert str(path[-1].task) in ("0B1", "0B1.wgrad")
@@ -76,7 +78,7 @@ def test_memory_over_time() -> None:
 
 def test_a_fused_backward_holds_nothing_for_its_weight_part() -> None:
     """Whether or not times are known, and even if what a weight part needs is larger than the activations."""
-    plan = stretto.one_f_one_b(devices=2, microbatches=4)
+    plan = one_f_one_b(devices=2, microbatches=4)
     fused, split = (Costs(activation_bytes=1, pending_bytes=1.6, BW=late) for late in (0, 1))
     assert stretto.simulate(plan, fused).summary(fused).devices[0].peak_bytes == 2
     assert stretto.check(plan, costs=fused, memory_limit=2) == []
@@ -86,18 +88,18 @@ def test_a_fused_backward_holds_nothing_for_its_weight_part() -> None:
 
 
 def test_memory_is_counted_even_if_nothing_takes_time() -> None:
-    found = stretto.simulate(stretto.one_f_one_b(devices=2, microbatches=4), Costs(F=0, I=0, W=0)).summary()
+    found = stretto.simulate(one_f_one_b(devices=2, microbatches=4), Costs(F=0, I=0, W=0)).summary()
     assert [device.peak_activations for device in found.devices] == [2, 1]
 
 
 def test_parameters_are_counted_for_every_stage_a_device_holds() -> None:
     table = Costs(parameter_bytes=1, activation_bytes=0)
-    held = stretto.simulate(stretto.dualpipe(devices=4, microbatches=8), table).memory(table)
+    held = stretto.simulate(dualpipe(devices=4, microbatches=8), table).memory(table)
     assert [device.peak_bytes for device in held] == [2, 2, 2, 2]
 
 
 def test_evaluation_keeps_nothing() -> None:
-    plan = stretto.forward_only(stretto.gpipe(devices=2, microbatches=5))
+    plan = forward_only(gpipe(devices=2, microbatches=5))
     assert [device.peak_activations for device in stretto.simulate(plan).summary().devices] == [1, 1]
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mini_engine import Config, Engine, Unavailable, addresses, checkpoint, reference
 from torch import Tensor
 
+from mini_engine import Config, Engine, Unavailable, addresses, checkpoint, reference
 from pushes import Sharded, until
 from weights_victims import Senders
 

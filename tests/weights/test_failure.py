@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from mini_engine import Config, Engine, Unavailable, checkpoint, reference
 
+from mini_engine import Config, Engine, Unavailable, checkpoint, reference
 from pushes import tensors_of, until
+from stretto.ir.errors import StrettoError
 from stretto.weights.send.sender import Sender
 from weights_victims import BUCKET, SECONDS, SPEC, Senders, Team, Worker
 
@@ -224,7 +225,7 @@ def test_an_engine_next_to_a_receiver_that_dies_is_repaired_by_the_same_sender(f
         try:
             assert victim.recv() == "ready"
             sender.register("new", NEW)
-            with pytest.raises(ValueError, match=f"unix://{folder}/victim (is gone|has closed)"):
+            with pytest.raises(StrettoError, match=f"unix://{folder}/victim (is gone|has closed)"):
                 sender.push("new", [address, f"unix://{folder}/victim"])
         finally:
             victim.end()

@@ -3,7 +3,6 @@
 import json
 import os
 import struct
-import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -213,23 +212,20 @@ def test_a_file_that_is_replaced_later_is_an_error_and_one_that_is_deleted_is_no
 
 
 def test_a_file_that_is_written_to_all_the_time_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, over = tmp_path / "a", threading.Event()
+    path, writes = tmp_path / "a", []
     path.write_bytes(as_file({"a": torch.ones(3)}))
 
-    def write() -> None:
+    def write(_: float) -> None:
         with path.open("r+b") as file:
-            while not over.wait(0.002):
-                os.pwrite(file.fileno(), b"x", path.stat().st_size - 1)
+            os.pwrite(file.fileno(), b"x", path.stat().st_size - 1)
+        writes.append(path.stat().st_ctime_ns)
 
     monkeypatch.setattr(files, "_SETTLING", 0.3)
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        with pytest.raises(WeightsError, match="a is being written to"):
-            Safetensors(path)
-    finally:
-        over.set()
-        writer.join()
+    monkeypatch.setattr(files.time, "sleep", write)
+    monkeypatch.setattr(files.time, "time_ns", lambda: path.stat().st_ctime_ns)  # the last write was just now
+    with pytest.raises(WeightsError, match="a is being written to"):
+        Safetensors(path)
+    assert len(writes) > 1
 
 
 def test_an_index_that_leads_nowhere_is_not_taken_for_none(tmp_path: Path) -> None:

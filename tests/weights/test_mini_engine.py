@@ -19,9 +19,9 @@ from urllib.request import urlopen
 
 import pytest
 import torch
-from mini_engine import Aborted, Config, Engine, Server, Shard, Unavailable, addresses, checkpoint, entries, reference
 from torch import Tensor
 
+from mini_engine import Aborted, Config, Engine, Server, Shard, Unavailable, addresses, checkpoint, entries, reference
 from pushes import begun, total_of
 from stretto.ir.errors import WeightsError
 from stretto.weights.ipc_buffers import SharedBuffers

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from openings import after_opening, opening
 from pushes import until
 from stretto.execute.recorder import Recorder
 from stretto.ir.errors import PeerError, WeightsError
@@ -25,7 +26,6 @@ from stretto.weights.messages import Abandon, Begin, Begun, Buffers, Failed, Fil
 from stretto.weights.regions import whole
 from stretto.weights.send.endpoint import Wanted
 from stretto.weights.sources.shard import Shard
-from weights.test_wire import after_opening, opening
 
 SECONDS = 60.0
 
@@ -136,7 +136,7 @@ def test_a_receiver_is_dirty_from_its_first_write_and_not_before(folder: Path) -
             after_opening(connection, *words)
             connection.close()
             until(lambda state=state: receiver.status.state == state, SECONDS)
-            until(lambda: not receiver._standing.busy, SECONDS)
+            until(lambda: not receiver._state.busy, SECONDS)
         assert receiver.ensure_serving() == "initial"
 
 
@@ -284,7 +284,7 @@ def test_a_sender_that_has_opened_is_not_thrown_out_by_another(folder: Path) -> 
         first.send(Begin())
         assert first.recv(seconds=SECONDS)[0] == Begun()
         first.close()
-        until(lambda: not receiver._standing.busy, SECONDS)
+        until(lambda: not receiver._state.busy, SECONDS)
         second.send(opening(buffers=buffers), files)
         assert isinstance(second.recv(seconds=SECONDS)[0], Ready)
         second.close()

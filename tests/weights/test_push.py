@@ -15,6 +15,7 @@ from torch import Tensor
 import pushes
 from pushes import same, tensors_of
 from ranks import Ranks
+from stretto.ir.errors import StrettoError
 from stretto.program.task import Kind
 from stretto.weights.manifest import ITEM_BYTES, TensorSpec
 from stretto.weights.receive.receiver import Receiver
@@ -254,7 +255,7 @@ def test_receivers_of_a_failed_push_are_dirty_and_refuse_to_serve(ranks: Ranks, 
         for receiver in (first, second):
             assert receiver.status.state == "dirty"
             assert "KeyError" in receiver.status.error
-            with pytest.raises(ValueError, match=r"not serving: dirty: .*KeyError"):
+            with pytest.raises(StrettoError, match=r"not serving: dirty: .*KeyError"):
                 receiver.ensure_serving()
 
 

@@ -123,7 +123,7 @@ def test_memory_is_used_again_for_the_next_version(taking: Any) -> None:
         places = set()
         for number in range(3):
             sender.register(f"v{number}", {"w": torch.full((1000,), number)})
-            places.add(sender._store.get(f"v{number}").room(0).data_ptr())
+            places.add(sender._store.get(f"v{number}").host_buffer(0).data_ptr())
             sender.push(f"v{number}", [taking[0]])
             assert taking[1].tensors["w"].unique().tolist() == [number]
         assert len(places) == 1
@@ -326,7 +326,7 @@ def test_a_bit_that_changes_after_registering_is_found(folder: Path, how: str, m
         with Sender(device="cpu") as sender:
             sender.register("v", given)
             if how == "host memory":
-                sender._store.get("v").room(0)[77] ^= 4
+                sender._store.get("v").host_buffer(0)[77] ^= 4
             else:
                 copy = Push._copy
 

@@ -18,6 +18,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from openings import after_opening, opening
 from pushes import until
 from stretto.ir.errors import WeightsError
 from stretto.weights.connection import PROTOCOL, Connection, PeerClosed
@@ -149,21 +150,6 @@ def said(*messages: Message) -> bytes:
 
 
 HELLO = said(Hello(PROTOCOL, bytes(32)))
-MANIFEST = Manifest("evil", (TensorSpec("w", "float32", (100,)),))
-
-
-def opening(**changes: Any) -> Open:
-    how = {
-        "bucket_bytes": 512,
-        "split": False,
-        "buffers": Buffers(99, 512),
-        "silence": 6.0,
-        "manifest": MANIFEST,
-        **changes,
-    }
-    return Open("evil", MANIFEST.digest, "", **how)
-
-
 # Nonsense.
 
 
@@ -264,22 +250,6 @@ def test_another_protocol_is_refused_and_logged(door: Listener, caplog: pytest.L
             assert time.monotonic() < deadline
     assert door.address in caplog.text
     door.push()
-
-
-def after_opening(connection: Connection, *words: Message) -> list[Message]:
-    """The answer to each of them, after a version was properly offered."""
-    shared = SharedBuffers(512, torch.device("cpu"))
-    buffers, files = shared.described(local=connection.local)
-    heard = []
-    try:
-        connection.send(opening(buffers=buffers), files)
-        assert isinstance(connection.recv(seconds=SECONDS)[0], Ready)
-        for word in words:
-            connection.send(word)
-            heard.append(connection.recv(seconds=SECONDS)[0])
-    finally:
-        shared.close()
-    return heard
 
 
 @pytest.mark.parametrize(
@@ -633,5 +603,5 @@ def test_of_two_senders_one_is_refused_while_the_other_pushes(guarded: Listener,
 def test_a_sender_between_two_pushes_keeps_nobody_out(guarded: Listener, two: list[Connection]) -> None:
     assert after_opening(two[0], StatusRequest()) == [guarded.receiver.status]
     two[0].send(Abandon("something else came up"))
-    until(lambda: not guarded.receiver._standing.opened, SECONDS)
+    until(lambda: not guarded.receiver._state.opened, SECONDS)
     guarded.push()

@@ -3,14 +3,23 @@
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from stretto.check import check as find_violations
 from stretto.cli.console import out, working
-from stretto.cli.inputs import Cost, CostFile, read_costs, read_program
+from stretto.cli.inputs import CostsOption, Json, read_costs, read_program, size_of
 from stretto.ir.errors import CostError
 
 _SHOWN = 20
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A violation, as --json prints it."""
+
+    rule: str
+    message: str
+    tasks: list[int]
 
 
 def check(
@@ -18,10 +27,10 @@ def check(
         Path, typer.Argument(help="PyTorch pipelining CSV, with transfers or without, our JSON, or a trace.")
     ],
     memory_limit: Annotated[
-        float | None, typer.Option(help="Bytes no device may exceed, by the bytes in the costs.")
+        str | None, typer.Option(help="What no device may hold more of, e.g. 80GB, by the bytes in the costs.")
     ] = None,
-    cost: Cost = None,
-    costs: CostFile = None,
+    costs: CostsOption = None,
+    json: Json = False,
 ) -> None:
     """Check a schedule from a file: nothing missing, nothing misplaced, nothing that can deadlock.
 
@@ -31,16 +40,18 @@ def check(
 
       stretto check my_schedule.csv
 
-      stretto check my_schedule.csv --memory-limit 60e9 --cost activation_bytes=2e9
+      stretto check my_schedule.csv --memory-limit 60GB --costs activation_bytes=2GB
     """
-    if memory_limit is not None and not memory_limit >= 0:
-        raise CostError(f"--memory-limit is a number of bytes of at least 0 (got {memory_limit})")
-    if memory_limit is None and (cost is not None or costs is not None):
+    limit = None if memory_limit is None else size_of("--memory-limit", memory_limit)
+    if memory_limit is None and costs is not None:
         raise CostError("costs matter to a check only with --memory-limit")
-    table = read_costs(cost, costs)
+    table = read_costs(costs)
     with working(f"checking {file}"):
         program = read_program(file)
-        found = find_violations(program, costs=table.costs, memory_limit=memory_limit)
+        found = find_violations(program, costs=table.costs, memory_limit=limit)
+    if json:
+        out.print(msgspec.json.encode([Found(one.rule, one.message, list(one.at)) for one in found]).decode())
+        raise typer.Exit(1 if found else 0)
     for violation in found[:_SHOWN]:
         out.print(str(violation))
     if len(found) > _SHOWN:

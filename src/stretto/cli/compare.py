@@ -10,8 +10,7 @@ import typer
 
 from stretto.cli.console import err, number, out, print_table, working
 from stretto.cli.inputs import (
-    Cost,
-    CostFile,
+    CostsOption,
     CostTable,
     Devices,
     Json,
@@ -22,7 +21,7 @@ from stretto.cli.inputs import (
     Overlap,
     Recompute,
     Sizes,
-    Virtual,
+    StagesPerDevice,
     WgradMicrobatches,
     is_file,
     is_trace,
@@ -33,7 +32,8 @@ from stretto.cli.inputs import (
 from stretto.costs import Costs, SharedResource
 from stretto.draw import draw_comparison
 from stretto.ir.errors import CostError, PlanError, StrettoError
-from stretto.schedules.catalogue import SCHEDULES, schedule_named
+from stretto.ir.units import bytes_text
+from stretto.schedules.registry import SCHEDULES, schedule_named
 from stretto.simulate import simulate
 from stretto.timeline import Timeline
 from stretto.timeline import fit as fit_costs
@@ -65,10 +65,9 @@ def compare(
     ] = None,
     devices: Devices = None,
     microbatches: Microbatches = None,
-    virtual: Virtual = None,
+    stages_per_device: StagesPerDevice = None,
     overlap: Overlap = False,
-    cost: Cost = None,
-    costs: CostFile = None,
+    costs: CostsOption = None,
     layers: Layers = None,
     offload: Offload = 0,
     recompute: Recompute = False,
@@ -101,7 +100,7 @@ def compare(
 
       stretto compare --devices 8 --microbatches 32
 
-      stretto compare 1f1b zb_h1 dualpipe mine.csv -d 8 -m 32 --cost F=1,B=2,FB=2.6
+      stretto compare 1f1b zb_h1 dualpipe mine.csv -d 8 -m 32 --costs F=1,B=2,FB=2.6
 
       stretto compare -d 8 -m 32 -o compared.png
 
@@ -109,13 +108,13 @@ def compare(
     """
     if (fit and not any(map(is_trace, names or []))) or (cores is not None and not fit):
         raise PlanError("--fit goes with a .trace.json, and --cores with --fit")
-    table = read_costs(cost, costs)
+    table = read_costs(costs)
     if output is not None and output.suffix.lower() not in (".svg", ".png"):
         raise PlanError(f"-o draws .svg or .png (got {output})")
     options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
     simulated = not names or not all(map(is_trace, names))  # anything that costs and the like are for
     timelines, refused = {}, []
-    for name, sizes in _targets(names or [], Sizes(devices, microbatches, virtual, overlap)):
+    for name, sizes in _targets(names or [], Sizes(devices, microbatches, stages_per_device, overlap)):
         label = name + " +overlap" * sizes.overlap
         with working(f"simulating {label}"):
             try:
@@ -187,7 +186,7 @@ def _targets(names: list[str], sizes: Sizes) -> list[tuple[str, Sizes]]:
     """What to compare, each with the sizes it takes."""
     if names and sizes.given() and all(map(is_file, names)):
         raise PlanError("files have their own sizes; --devices and the like go with a schedule's name")
-    plain = replace(sizes, virtual=None, overlap=False)
+    plain = replace(sizes, stages_per_device=None, overlap=False)
     targets = []
     for name in names or SCHEDULES:
         if is_file(name):
@@ -199,7 +198,7 @@ def _targets(names: list[str], sizes: Sizes) -> list[tuple[str, Sizes]]:
         else:
             targets += [(schedule.name, replace(sizes, overlap=woven)) for woven in (False, True)]
     if sizes != plain and not any(name in SCHEDULES and SCHEDULES[name].variable for name, _ in targets):
-        raise PlanError("--virtual and --overlap go with interleaved, which is not compared here")
+        raise PlanError("--stages-per-device and --overlap go with interleaved, which is not compared here")
     return targets
 
 
@@ -260,7 +259,7 @@ def _print(rows: list[Comparison], *, seconds: bool) -> None:
                 *[number(row.exposed_comm)] * comm,
                 *[number(row.exposed_copy)] * copy,
                 *[number(row.host_late)] * late,
-                *[number(row.peak_bytes)] * sized,
+                *["–" if row.peak_bytes is None else bytes_text(row.peak_bytes)] * sized,
             ]
             for row in rows
         ],

@@ -10,38 +10,38 @@ import typer
 
 from stretto.check import check
 from stretto.cli.console import err
-from stretto.costs import BYTES, Costs, parse_costs, parse_costs_toml
-from stretto.draw import draw_figure, draw_trace, parse_trace
+from stretto.costs import BYTES, Costs, load_costs, parse_costs
 from stretto.ir.errors import CostError, PlanError, ProgramError, TextError
+from stretto.ir.files import read_text
 from stretto.ir.plan import Plan
 from stretto.ir.text import parse_plan_json
+from stretto.ir.units import parse_bytes
+from stretto.layers import cut_layers, parse_layers
 from stretto.program.lower import lower
-from stretto.program.phases import cut_layers, parse_layers
 from stretto.program.program import Program
 from stretto.program.task import COPIES
 from stretto.program.text import parse_program
-from stretto.schedules.catalogue import schedule_named
+from stretto.schedules.registry import schedule_named
 from stretto.simulate import simulate
-from stretto.timeline import Timeline
+from stretto.timeline import Timeline, load_timeline
 
 LARGEST = 20_000_000  # actions; beyond this a machine runs out of memory before it runs out of time
-LARGEST_FILE = 256 * 2**20
 
 Devices = Annotated[int | None, typer.Option("--devices", "-d", help="Pipeline devices (p). [default: 4]")]
 Microbatches = Annotated[
     int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m). [default: 8]")
 ]
-Virtual = Annotated[int | None, typer.Option(help="Stages per device (v), for interleaved. [default: 2]")]
+StagesPerDevice = Annotated[int | None, typer.Option(help="Stages per device (v), for interleaved. [default: 2]")]
 Overlap = Annotated[bool, typer.Option("--overlap", help="interleaved: Kimi K2's woven form.")]
-Cost = Annotated[
+CostsOption = Annotated[
     str | None,
     typer.Option(
-        help="Times per stage, e.g. F=1,I=1,W=1,B=2,FB=3. B defaults to I+W, FB (a woven pair) to F+B. "
-        "BW is the part of B that runs after the gradient has left. reduce is the sum of a stage's gradients over "
-        "its devices, where it has several. Bytes too: activation_bytes=…"
+        "--costs",
+        help="Times per stage, e.g. F=1,I=1,W=1,B=2,FB=3, or a TOML file of them, in which lists give a value per "
+        "stage. B defaults to I+W, FB (a woven pair) to F+B. BW is the part of B that runs after the gradient has "
+        "left; reduce sums a stage's gradients over its devices, where it has several. Bytes too: activation_bytes=…",
     ),
 ]
-CostFile = Annotated[Path | None, typer.Option("--costs", help="The same from TOML; lists give a value per stage.")]
 Layers = Annotated[
     str | None,
     typer.Option(
@@ -78,7 +78,7 @@ class Sizes:
 
     devices: int | None = None
     microbatches: int | None = None
-    virtual: int | None = None
+    stages_per_device: int | None = None
     overlap: bool = False
 
     def given(self) -> bool:
@@ -107,31 +107,21 @@ class CostTable:
     """The names of those given that are no bytes."""
 
 
-def read_costs(text: str | None, path: Path | None) -> CostTable:
-    if text is not None and path is not None:
-        raise CostError("give --cost or --costs, not both")
-    if path is None:
-        costs, names = parse_costs(text or ""), [part.partition("=")[0].strip() for part in (text or "").split(",")]
+def read_costs(given: str | None) -> CostTable:
+    """Read costs as given on the command line: by name, or in a file."""
+    if given is None or ("=" in given and not Path(given).exists()):
+        costs, names = parse_costs(given or ""), [part.partition("=")[0].strip() for part in (given or "").split(",")]
     else:
-        written = read_text(path)
-        try:
-            costs, names = parse_costs_toml(written), list(tomllib.loads(written))
-        except CostError as error:
-            raise CostError(f"{path}: {error}") from None
+        costs, names = load_costs(given), list(tomllib.loads(read_text(given)))
     return CostTable(costs, tuple(name for name in names if name and name not in BYTES))
 
 
-def read_text(path: Path) -> str:
+def size_of(option: str, text: str, *, per: str = "") -> float:
+    """Read the size that an option gives, in bytes, or bytes per second with "/s" as `per`."""
     try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST_FILE + 1)
-        if len(data) > LARGEST_FILE:
-            raise TextError(f"{path} is larger than {LARGEST_FILE // 2**20} MiB")
-        return data.decode()
-    except OSError as error:
-        raise TextError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise TextError(f"{path} is not UTF-8 text") from None
+        return parse_bytes(text.removesuffix(per))
+    except TextError as error:
+        raise CostError(f"{option}: {error}") from None
 
 
 def is_file(target: str) -> bool:
@@ -142,17 +132,10 @@ def is_trace(target: str) -> bool:
     return target.lower().endswith(".trace.json")
 
 
-def read_trace(path: Path) -> Timeline:
-    try:
-        return parse_trace(read_text(path))
-    except TextError as error:
-        raise error if str(path) in str(error) else TextError(f"{path}: {error}") from None
-
-
 def read_program(path: Path) -> Program:
     """A program from a file, not yet checked."""
     if is_trace(path.name):
-        return read_trace(path).program
+        return load_timeline(path).program
     text = read_text(path)
     try:
         if path.suffix.lower() == ".json":
@@ -166,13 +149,15 @@ def make_plan(name: str, sizes: Sizes) -> Plan:
     schedule = schedule_named(name)
     devices = 4 if sizes.devices is None else sizes.devices
     microbatches = 8 if sizes.microbatches is None else sizes.microbatches
-    virtual = schedule.stages_per_device if sizes.virtual is None else sizes.virtual
-    if not schedule.variable and (sizes.virtual is not None or sizes.overlap):
-        raise PlanError(f"{schedule.name} takes no --virtual and no --overlap; interleaved does")
-    if 3 * devices * virtual * (microbatches + 2 * devices) > LARGEST:
+    stages_per_device = schedule.stages_per_device if sizes.stages_per_device is None else sizes.stages_per_device
+    if not schedule.variable and (sizes.stages_per_device is not None or sizes.overlap):
+        raise PlanError(f"{schedule.name} takes no --stages-per-device and no --overlap; interleaved does")
+    if 3 * devices * stages_per_device * (microbatches + 2 * devices) > LARGEST:
         raise PlanError(f"{devices} devices × {microbatches} microbatches is too large; stay below {LARGEST:,} actions")
     if schedule.variable:
-        return schedule.make(devices=devices, microbatches=microbatches, virtual=virtual, overlap=sizes.overlap)
+        return schedule.make(
+            devices=devices, microbatches=microbatches, stages_per_device=stages_per_device, overlap=sizes.overlap
+        )
     return schedule.make(devices=devices, microbatches=microbatches)
 
 
@@ -227,7 +212,7 @@ def timeline_of(
             raise PlanError(f"{target} is a timeline: sizes, --layers and the like go with a schedule's name")
         if table.times:
             raise CostError(f"{target} has its own times; leave {table.times[0]} out, only bytes matter here")
-        return read_trace(Path(target))
+        return load_timeline(target)
     costs = table.costs
     program = _sound_program(target, sizes, options, costs, same_model=same_model)
     if same_model:
@@ -251,17 +236,6 @@ def figure_kind(path: Path) -> str:
 
 
 def write_figure(timeline: Timeline, path: Path, *, costs: Costs | None = None, lanes: bool = False) -> None:
-    match figure_kind(path):
-        case ".trace.json":
-            write_text(path, draw_trace(timeline, costs=costs))
-        case ".svg" | ".png":
-            draw_figure(timeline, path, lanes=lanes)
-        case _:
-            raise PlanError(f"-o draws .svg, .png or .trace.json (got {path})")
-
-
-def write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise TextError(f"cannot write {path}: {error.strerror}") from None
+    if figure_kind(path) not in (".svg", ".png", ".trace.json"):
+        raise PlanError(f"-o draws .svg, .png or .trace.json (got {path})")
+    timeline.save(path, costs=costs, lanes=lanes)

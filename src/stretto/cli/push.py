@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from stretto.cli.console import err, number, out, print_table
-from stretto.cli.inputs import Json, figure_kind, write_figure
+from stretto.cli.inputs import Json, figure_kind, size_of, write_figure
 from stretto.draw import draw_text
 from stretto.ir.errors import WeightsError, one_line
 from stretto.ir.extras import demand
@@ -54,7 +54,7 @@ def push(
     ] = None,
     in_flight: Annotated[str, typer.Option(help="Generations under way: wait for them, abort or keep them.")] = "wait",
     mode: Annotated[str | None, typer.Option(help="serial, two or three; the fastest that fits if not given.")] = None,
-    bucket: Annotated[float | None, typer.Option(help="A bucket, and so each buffer, in MiB.")] = None,
+    bucket: Annotated[str | None, typer.Option(help="A bucket, and so each buffer, e.g. 512MiB.")] = None,
     split: Annotated[
         bool, typer.Option("--split", help="Let tensors larger than a bucket go in parts, into receivers that can.")
     ] = False,
@@ -106,12 +106,10 @@ def push(
         raise WeightsError(f"--in-flight is one of {', '.join(get_args(InFlight))} (got {in_flight!r:.40})")
     if mode is not None and mode not in MODES:
         raise WeightsError(f"--mode is one of {', '.join(MODES)} (got {mode!r:.40})")
-    if bucket is not None and not 0.001 <= bucket <= 1e6:
-        raise WeightsError(f"--bucket is a number of MiB from 0.001 to 1000000 (got {bucket:g})")
     addresses = [it for given in to or [] for it in given.split(",") if it]
     files = Safetensors(checkpoint)
     name = version or checkpoint.resolve().name
-    options: dict[str, Any] = {"split": split, "bucket_bytes": None if bucket is None else _bytes(bucket)}
+    options: dict[str, Any] = {"split": split, "bucket_bytes": None if bucket is None else _bucket_bytes(bucket)}
     if output is not None and figure_kind(output) not in (".svg", ".png", ".trace.json"):
         raise WeightsError(f"-o draws .svg, .png or .trace.json (got {output})")
     if output is not None and not os.access(output.parent, os.W_OK):  # before anything is pushed
@@ -152,8 +150,12 @@ def push(
             _tell(report, output, json=json)
 
 
-def _bytes(mebibytes: float) -> int:
-    return max(256, int(mebibytes * (1 << 20)) // 256 * 256)
+def _bucket_bytes(text: str) -> int:
+    """Read the size of a bucket, a multiple of 256 bytes."""
+    size = size_of("--bucket", text)
+    if not 1024 <= size <= 2**40:
+        raise WeightsError(f"--bucket is a size from 1KiB to 1TiB (got {text!r:.40})")
+    return int(size) // 256 * 256
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from rich.text import Text
 
 from stretto.cli.console import out, working
 from stretto.cli.inputs import (
-    Cost,
-    CostFile,
+    CostsOption,
     Devices,
     Layers,
     LowerOptions,
@@ -18,7 +17,7 @@ from stretto.cli.inputs import (
     Overlap,
     Recompute,
     Sizes,
-    Virtual,
+    StagesPerDevice,
     WgradMicrobatches,
     figure_kind,
     is_file,
@@ -27,13 +26,12 @@ from stretto.cli.inputs import (
     read_costs,
     timeline_of,
     write_figure,
-    write_text,
 )
 from stretto.draw import draw_rich, draw_text
 from stretto.ir.errors import PlanError
-from stretto.ir.text import plan_to_json
+from stretto.ir.files import write_text
 from stretto.program.lower import lower
-from stretto.schedules.catalogue import SCHEDULES
+from stretto.schedules.registry import SCHEDULES
 from stretto.timeline.units import time_text
 
 
@@ -43,10 +41,9 @@ def show(
     ] = None,
     devices: Devices = None,
     microbatches: Microbatches = None,
-    virtual: Virtual = None,
+    stages_per_device: StagesPerDevice = None,
     overlap: Overlap = False,
-    cost: Cost = None,
-    costs: CostFile = None,
+    costs: CostsOption = None,
     layers: Layers = None,
     offload: Offload = 0,
     recompute: Recompute = False,
@@ -79,7 +76,7 @@ def show(
 
       stretto show interleaved --overlap --layers 'moe*8' --costs examples/phases.toml --offload 1 --lanes
     """
-    sizes = Sizes(devices, microbatches, virtual, overlap)
+    sizes = Sizes(devices, microbatches, stages_per_device, overlap)
     options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
     if name is None:
         if sizes.given() or options.given() or output is not None:
@@ -87,7 +84,7 @@ def show(
         _list()
     elif output is not None:
         with working(f"writing {output}"):
-            _write(name, sizes, options, output, transfers=transfers, cost=cost, costs=costs, lanes=lanes)
+            _write(name, sizes, options, output, transfers=transfers, costs=costs, lanes=lanes)
         out.print(f"wrote {output}")
     else:
         if transfers:
@@ -95,7 +92,7 @@ def show(
         if width is not None and width < 20:
             raise PlanError(f"--width needs at least 20 columns (got {width})")
         with working(f"simulating {name}"):
-            table = read_costs(cost, costs)
+            table = read_costs(costs)
             timeline = timeline_of(name, sizes, options, table)
             note_free_copies(options, [timeline])
             coloured = out.is_terminal and not out.no_color
@@ -123,21 +120,20 @@ def _write(
     path: Path,
     *,
     transfers: bool,
-    cost: str | None,
-    costs: Path | None,
+    costs: str | None,
     lanes: bool,
 ) -> None:
     """An order as CSV or JSON, or a timeline as a figure or trace."""
     kind = figure_kind(path)
     if kind in (".svg", ".png", ".trace.json"):
-        table = read_costs(cost, costs)
+        table = read_costs(costs)
         timeline = timeline_of(name, sizes, options, table)
         note_free_copies(options, [timeline])
         write_figure(timeline, path, costs=table.costs, lanes=lanes)
         return
     if is_file(name):
         raise PlanError(f"-o draws a file as .svg, .png or .trace.json; its order is in {name} (got {path})")
-    if cost is not None or costs is not None or options.given() or lanes:
+    if costs is not None or options.given() or lanes:
         raise PlanError(
             f"{path} holds the order of a schedule's actions, and no costs, layers, lanes, copies or joined weight "
             "gradients; a .trace.json does"
@@ -147,7 +143,7 @@ def _write(
             plan = make_plan(name, sizes)
             write_text(path, str(lower(plan) if transfers else plan) + "\n")
         case ".json" if not transfers:
-            write_text(path, plan_to_json(make_plan(name, sizes)) + "\n")
+            make_plan(name, sizes).save(path)
         case _:
             raise PlanError(
                 f"-o writes .csv, with or without --transfers, .json, .svg, .png or .trace.json (got {path})"

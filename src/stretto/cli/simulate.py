@@ -7,8 +7,7 @@ import typer
 
 from stretto.cli.console import number, out, print_table, working
 from stretto.cli.inputs import (
-    Cost,
-    CostFile,
+    CostsOption,
     Devices,
     Json,
     Layers,
@@ -18,12 +17,13 @@ from stretto.cli.inputs import (
     Overlap,
     Recompute,
     Sizes,
-    Virtual,
+    StagesPerDevice,
     WgradMicrobatches,
     note_free_copies,
     read_costs,
     training_of,
 )
+from stretto.ir.units import bytes_text
 from stretto.timeline import Summary, Timeline
 from stretto.timeline.units import time_text
 
@@ -32,10 +32,9 @@ def simulate(
     name: Annotated[str, typer.Argument(help="A schedule, or a CSV, JSON or trace file.")],
     devices: Devices = None,
     microbatches: Microbatches = None,
-    virtual: Virtual = None,
+    stages_per_device: StagesPerDevice = None,
     overlap: Overlap = False,
-    cost: Cost = None,
-    costs: CostFile = None,
+    costs: CostsOption = None,
     layers: Layers = None,
     offload: Offload = 0,
     recompute: Recompute = False,
@@ -54,13 +53,13 @@ def simulate(
 
       stretto simulate dualpipe --devices 8 --microbatches 20
 
-      stretto simulate zb_h1 -d 4 -m 12 --cost F=1,I=1.1,W=0.9 --json
+      stretto simulate zb_h1 -d 4 -m 12 --costs F=1,I=1.1,W=0.9 --json
 
       stretto simulate interleaved --overlap --layers 'embedding,moe*14,loss' --costs examples/phases.toml
     """
-    table = read_costs(cost, costs)
+    table = read_costs(costs)
     with working(f"simulating {name}"):
-        sizes = Sizes(devices, microbatches, virtual, overlap)
+        sizes = Sizes(devices, microbatches, stages_per_device, overlap)
         options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
         timeline = training_of(name, sizes, options, table)
         summary = timeline.summary(table.costs)
@@ -85,7 +84,7 @@ def _print(summary: Summary, timeline: Timeline) -> None:
             *[number(device.host_late)] * recorded,
             str(device.peak_activations),
             str(device.peak_pending),
-            number(device.peak_bytes),
+            "–" if device.peak_bytes is None else bytes_text(device.peak_bytes),
         ]
         for index, device in enumerate(summary.devices)
     ]

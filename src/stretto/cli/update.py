@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from stretto.cli.console import number, out, print_table, working
-from stretto.cli.inputs import CostFile, Json, read_costs, write_figure
+from stretto.cli.inputs import CostsOption, Json, read_costs, size_of, write_figure
 from stretto.costs import BucketTimes, Costs
 from stretto.draw import draw_rich, draw_text
 from stretto.ir.errors import CostError, PlanError
@@ -33,13 +33,13 @@ class Update(msgspec.Struct, frozen=True):
 
 def update(
     devices: Annotated[int, typer.Option("--devices", "-d", help="Devices, each with its shard in host memory.")] = 4,
-    size: Annotated[float, typer.Option(help="The model, in GB.")] = 16.0,
-    bucket: Annotated[float, typer.Option(help="A bucket, and so each buffer, in GB.")] = 2.0,
-    h2d: Annotated[float, typer.Option(help="Host to device, in GB/s, for each device.")] = 50.0,
-    broadcast: Annotated[float, typer.Option(help="A broadcast to all devices, in GB/s.")] = 100.0,
-    reload: Annotated[float, typer.Option(help="Reading a buffer into the engine's weights, in GB/s.")] = 200.0,
+    size: Annotated[str, typer.Option(help="The model.")] = "16GB",
+    bucket: Annotated[str, typer.Option(help="A bucket, and so each buffer.")] = "2GB",
+    h2d: Annotated[str, typer.Option(help="Host to device, for each device.")] = "50GB/s",
+    broadcast: Annotated[str, typer.Option(help="A broadcast to all devices.")] = "100GB/s",
+    reload: Annotated[str, typer.Option(help="Reading a buffer into the engine's weights.")] = "200GB/s",
     mode: Annotated[str, typer.Option(help="The mode to draw: serial, two or three (stages overlapped).")] = "two",
-    costs: CostFile = None,
+    costs: CostsOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Draw FILE: .svg, .png, or .trace.json for Perfetto.")
     ] = None,
@@ -54,26 +54,25 @@ def update(
 
     Examples:
 
-      stretto update --devices 8 --size 1000 --bucket 4 --h2d 50 --broadcast 100 --reload 200
+      stretto update --devices 8 --size 1000GB --bucket 4GB --h2d 50GB/s --broadcast 100GB/s --reload 200GB/s
 
       stretto update --mode three -o update.svg
     """
     if mode not in MODES:
         raise PlanError(f"--mode is one of {', '.join(MODES)} (got {mode!r:.40})")
-    for name, value in {"size": size, "bucket": bucket, "h2d": h2d, "broadcast": broadcast, "reload": reload}.items():
-        if not 1e-9 <= value <= 1e12:
-            raise CostError(f"--{name} must be above 0 and at most 1e12 (got {value:g})")
-    if devices < 1 or math.ceil(size / bucket) * (2 * devices + 1) > LARGEST:
-        raise PlanError(f"{devices} devices × {size / bucket:.0f} buckets: stay between 1 device and {LARGEST:,} tasks")
-    buckets = math.ceil(size / bucket)
-    times = BucketTimes(h2d=bucket / h2d, broadcast=bucket / broadcast, reload=bucket / reload)
-    table = Costs(unit="s", bucket=times, shared=read_costs(None, costs).costs.shared)
+    total, each = (_positive(name, text) for name, text in (("size", size), ("bucket", bucket)))
+    speeds = {"h2d": h2d, "broadcast": broadcast, "reload": reload}
+    if devices < 1 or math.ceil(total / each) * (2 * devices + 1) > LARGEST:
+        raise PlanError(f"{devices} devices × {total / each:.0f} buckets: stay between 1 device and {LARGEST:,} tasks")
+    buckets = math.ceil(total / each)
+    times = BucketTimes(**{name: each / _positive(name, text, per="/s") for name, text in speeds.items()})
+    table = Costs(unit="s", bucket=times, shared=read_costs(costs).costs.shared)
     with working("simulating the update"):
         timelines = {
             name: simulate(weight_update(devices=devices, buckets=buckets, mode=name), table) for name in MODES
         }
     rows = [
-        Update(name, timeline.makespan, size / timeline.makespan, _busy(timeline))
+        Update(name, timeline.makespan, total / timeline.makespan / 1e9, _busy(timeline))
         for name, timeline in timelines.items()
     ]
     drawn = timelines[mode]
@@ -103,6 +102,13 @@ def update(
     elif len(drawn.program) <= _DRAWN:
         coloured = out.is_terminal and not out.no_color
         out.print((draw_rich if coloured else draw_text)(drawn, width=out.width))
+
+
+def _positive(name: str, text: str, *, per: str = "") -> float:
+    value = size_of(f"--{name}", text, per=per)
+    if not 1 <= value <= 1e21:
+        raise CostError(f"--{name} must be at least 1 byte{per} and at most 1e21 (got {text!r:.40})")
+    return value
 
 
 def _busy(timeline: Timeline) -> dict[str, float]:

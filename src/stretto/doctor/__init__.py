@@ -1,1 +1,1 @@
-"""Does it all work on this machine? Every schedule trained against one process, links timed, a push made."""
+"""Checks that Stretto works on this machine: trains every schedule, times links between ranks, pushes weights."""

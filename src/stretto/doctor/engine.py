@@ -1,4 +1,4 @@
-"""A process that weights are pushed into."""
+"""The process that `stretto doctor` pushes weights into."""
 
 import sys
 
@@ -13,9 +13,9 @@ def main() -> None:
     live = weights(device, 0.0)
     receiver = Receiver(address, into=live).start()
     print("ready", flush=True)
-    for line in sys.stdin:  # until whoever started this ends
-        wanted = weights(device, float(line))
-        print("same" if all(torch.equal(live[name], wanted[name]) for name in wanted) else "different", flush=True)
+    for line in sys.stdin:  # ends when the parent process does
+        expected = weights(device, float(line))
+        print("same" if all(torch.equal(live[name], expected[name]) for name in expected) else "different", flush=True)
     receiver.close()
 
 

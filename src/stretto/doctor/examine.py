@@ -1,4 +1,4 @@
-"""Starts ranks on this machine, waits for what they find out, and leaves nothing behind."""
+"""Starts ranks on this machine, collects their results, and stops every process that it started."""
 
 import contextlib
 import importlib.metadata
@@ -19,8 +19,9 @@ from stretto.doctor.report import Check, Note, Report, Setting, merged
 from stretto.ir.errors import StrettoError
 
 _RANK = str(Path(__file__).with_name("rank.py"))
-_ENDING = 10.0  # seconds that ranks have to end when they are told to
-_MOST = 8  # ranks, unless more are asked for
+_OUTPUT = "output"  # file with everything that ranks print
+_ENDING = 10.0  # seconds for ranks to exit after SIGTERM
+_MOST = 8  # ranks, unless the caller asks for more
 _ALWAYS = [
     "several machines",
     "engines: vLLM and SGLang (docs/weights.md says how to feed them)",
@@ -34,7 +35,7 @@ _UNTESTED: dict[Setting, list[str]] = {
 
 
 def setting_of(gpus: int) -> Setting:
-    """What a machine with so many GPUs runs its ranks by."""
+    """Return how ranks communicate on a machine with this many GPUs."""
     return "gloo" if gpus == 0 else "onegpu" if gpus == 1 else "nccl"
 
 
@@ -45,7 +46,7 @@ def examine(
     seconds: int = 110,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Try everything on this machine, for that long at most. `progress` is told what was tried last."""
+    """Run all tests on this machine within `seconds`. Calls `progress` with the name of the latest test."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -58,10 +59,10 @@ def examine(
         raise StrettoError(f"a check runs at least 1 rank (got {ranks})")
     if setting == "nccl" and ranks > gpus:
         raise StrettoError(f"nccl runs one rank on each GPU, and there are {gpus} (got {ranks} ranks)")
-    begin = time.monotonic()
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="stretto-doctor-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        ended = _run(_command(setting, ranks, folder, seconds), folder, seconds, progress)
+        failure = _run(_command(setting, ranks, folder, seconds), folder, seconds, progress)
         notes = [_read(folder / f"rank-{rank}.jsonl") for rank in range(ranks)]
         report = Report(
             versions=_versions(),
@@ -71,10 +72,10 @@ def examine(
             links=sorted(merged(notes, "links"), key=lambda check: int(check.what.split()[0])),
             push=merged(notes, "push"),
             untested=[*_UNTESTED[setting], *_ALWAYS],
-            seconds=time.monotonic() - begin,
+            seconds=time.monotonic() - began,
         )
-        if ended or not report.push or all(check.state != "ok" for check in report.training):
-            report.push.append(Check("the whole", "failed", _why(ended, folder, notes)))
+        if failure or not report.push or all(check.state != "ok" for check in report.training):
+            report.push.append(Check("the whole", "failed", _explain(failure, folder, notes)))
         return report
 
 
@@ -88,11 +89,11 @@ def _command(setting: Setting, ranks: int, folder: Path, seconds: int) -> list[s
 
 
 def _run(command: list[str], folder: Path, seconds: int, progress: Callable[[str], None]) -> str:
-    """Run the ranks; why they did not end well, if they did not."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}  # where torchrun leaves its logs
-    with (folder / "said").open("wb") as said:
-        process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
-        with _ending(process, folder):
+    """Run the ranks; return why they failed, or an empty string."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}  # torchrun writes its logs to TMPDIR
+    with (folder / _OUTPUT).open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        with _stopping(process, folder):
             deadline = time.monotonic() + seconds
             while process.poll() is None:
                 if time.monotonic() > deadline:
@@ -104,18 +105,18 @@ def _run(command: list[str], folder: Path, seconds: int, progress: Callable[[str
 
 
 @contextlib.contextmanager
-def _ending(process: "subprocess.Popen[bytes]", folder: Path) -> Iterator[None]:
-    """Nothing that was started is left, however this ends; of a SIGKILL the ranks' own deadline takes care."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+def _stopping(process: "subprocess.Popen[bytes]", folder: Path) -> Iterator[None]:
+    """Stop the launcher and all ranks on exit. If SIGKILL ends this process, the ranks' own alarm ends them."""
+    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_ENDING)
-            # A rank that is stopped, say: torchrun gives each a session of its own.
+            # Kill ranks that remain, such as stopped ones: torchrun starts each in its own session.
             for path in folder.glob("process-*"):
                 with contextlib.suppress(ProcessLookupError, ValueError):
                     os.kill(int(path.read_text()), signal.SIGKILL)
@@ -125,33 +126,33 @@ def _ending(process: "subprocess.Popen[bytes]", folder: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> list[Note]:
-    """What a rank has written down; the last line may not be complete."""
+    """Read a rank's results; ignore the last line if it is incomplete."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [msgspec.json.decode(line, type=Note) for line in lines]
 
 
-def _why(ended: str, folder: Path, notes: list[list[Note]]) -> str:
-    """How far ranks came that did not end well, and the last that was said."""
-    came = ", ".join(
-        f"rank {rank} after {own[-1].check.what}" if own else f"rank {rank} before anything was tried"
-        for rank, own in enumerate(notes)
+def _explain(failure: str, folder: Path, notes: list[list[Note]]) -> str:
+    """Describe how the ranks failed, how far each of them got, and the last error that they printed."""
+    reached = ", ".join(
+        f"rank {rank} after {rank_notes[-1].check.what}" if rank_notes else f"rank {rank} before anything was tried"
+        for rank, rank_notes in enumerate(notes)
     )
-    lines = (folder / "said").read_text(errors="replace").splitlines()
+    lines = (folder / _OUTPUT).read_text(errors="replace").splitlines()
     errors = [line.strip() for line in lines if "Error" in line and "ChildFailedError" not in line]
-    return f"{ended or 'ended too soon'}: {came}" + (f"; {errors[-1]:.300}" if errors else "")
+    return f"{failure or 'ended too soon'}: {reached}" + (f"; {errors[-1]:.300}" if errors else "")
 
 
 def _own_version() -> str:
     try:
         return importlib.metadata.version("stretto")
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
+    except importlib.metadata.PackageNotFoundError:  # runs from a source tree
         return "not installed"
 
 
 def _versions() -> dict[str, str]:
     import torch
 
-    found = {
+    versions = {
         "stretto": _own_version(),
         "Python": platform.python_version(),
         "PyTorch": str(torch.__version__),
@@ -160,7 +161,7 @@ def _versions() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
-        found["GPUs"] = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-        found["CUDA"] = str(torch.version.cuda)
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return found
+        versions["GPUs"] = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+        versions["CUDA"] = str(torch.version.cuda)
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return versions

@@ -1,4 +1,4 @@
-"""What each rank does for `stretto doctor`, and writes down as it goes: a rank that hangs has said how far it came."""
+"""The tests that each rank runs for `stretto doctor`; it writes each result to a file at once, in case it hangs."""
 
 import math
 import os
@@ -22,12 +22,12 @@ from stretto.doctor.report import Check, Note
 from stretto.ir.errors import PlanError, named
 from stretto.ir.plan import Plan
 from stretto.pipeline.pipeline import Pipeline
-from stretto.schedules.catalogue import SCHEDULES
+from stretto.schedules.registry import SCHEDULES
 from stretto.weights.send.sender import Sender
 
 WIDTH, ROWS, STEPS, RATE = 16, 2, 2, 0.1
 BOUND = 1e-12
-"""The relative error up to which gradients of float64 are the same."""
+"""The relative error up to which float64 losses and gradients count as equal."""
 PUSHED = 64 * 2**20
 
 
@@ -48,7 +48,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Notes:
-    """A file of this rank's own."""
+    """The file that this rank writes its results to."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab")
@@ -58,6 +58,7 @@ class Notes:
         self._file.flush()
 
     def attempt(self, part: Any, what: str, act: Callable[[], Check]) -> None:
+        """Run a test and write its result; a test that raises has failed."""
         try:
             check = act()
         except Exception as error:
@@ -66,17 +67,17 @@ class Notes:
 
 
 def train(notes: Notes, mesh: DeviceMesh, what: str, make: Callable[[], Plan]) -> None:
-    """A schedule that cannot be made for so many ranks is skipped; whatever goes wrong later has failed."""
+    """Test a schedule: skipped if it cannot be made for this number of ranks, failed on any later error."""
     try:
         plan = make()
     except PlanError as error:
         notes.add("training", Check(what, "skipped", str(error)))
     else:
-        notes.attempt("training", what, partial(trained, mesh, what, plan))
+        notes.attempt("training", what, partial(check_training, mesh, what, plan))
 
 
-def trained(mesh: DeviceMesh, what: str, plan: Plan) -> Check:
-    """The worst error of two steps' losses and gradients, beside the same layers in this process alone."""
+def check_training(mesh: DeviceMesh, what: str, plan: Plan) -> Check:
+    """Train two steps; compare losses and gradients with those of the same layers in this process alone."""
     device = torch.device(mesh.device_type)
 
     def block(number: int) -> Block:
@@ -84,19 +85,19 @@ def trained(mesh: DeviceMesh, what: str, plan: Plan) -> Check:
 
     alone = nn.Sequential(*(block(number) for number in range(plan.stages)))
     pipe = Pipeline(block, layer_count=plan.stages, plan=plan, loss=loss, mesh=mesh, timeout=30)
-    wanted, worst = dict(alone.named_parameters()), 0.0
+    expected, worst = dict(alone.named_parameters()), 0.0
     try:
         for step in range(STEPS):
-            draw = torch.Generator().manual_seed(step)
+            generator = torch.Generator().manual_seed(step)
             shape = (ROWS * plan.microbatches, WIDTH)
-            x, y = (torch.randn(shape, generator=draw, dtype=torch.float64).to(device) for _ in range(2))
+            x, y = (torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for _ in range(2))
             alone.zero_grad()
-            total = torch.stack([loss(alone(a), b) for a, b in _pieces(x, y, plan.microbatches)]).mean()
-            torch.autograd.backward(total)
-            lost = torch.tensor(pipe.step(x, y).loss, dtype=torch.float64)
-            worst = max(worst, relative_error(lost, total.detach().cpu()))
+            expected_loss = torch.stack([loss(alone(a), b) for a, b in _chunks(x, y, plan.microbatches)]).mean()
+            torch.autograd.backward(expected_loss)
+            pipeline_loss = torch.tensor(pipe.step(x, y).loss, dtype=torch.float64)
+            worst = max(worst, relative_error(pipeline_loss, expected_loss.detach().cpu()))
             for name, parameter in pipe.named_parameters():
-                worst = max(worst, relative_error(parameter.grad, wanted[name].grad))
+                worst = max(worst, relative_error(parameter.grad, expected[name].grad))
             with torch.no_grad():
                 for parameter in (*pipe.parameters(), *alone.parameters()):
                     if parameter.grad is not None:
@@ -108,22 +109,23 @@ def trained(mesh: DeviceMesh, what: str, plan: Plan) -> Check:
     return Check(what, "ok", f"{worst:.1e}", worst)
 
 
-def _pieces(x: Tensor, y: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+def _chunks(x: Tensor, y: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x.chunk(count), y.chunk(count), strict=True))
 
 
-def relative_error(found: Tensor | None, wanted: Tensor | None) -> float:
-    """By the largest number that is wanted. What is missing or no number is infinitely wrong."""
-    if found is None or wanted is None:
-        return 0.0 if found is wanted else math.inf
-    if torch.equal(found, wanted):
+def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
+    """Return the largest error over the largest expected value; infinity if that is not finite, or if a tensor is
+    missing."""
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else math.inf
+    if torch.equal(actual, expected):
         return 0.0
-    error = float((found - wanted).abs().max() / wanted.abs().max())
+    error = float((actual - expected).abs().max() / expected.abs().max())
     return error if math.isfinite(error) else math.inf
 
 
-def linked(mesh: DeviceMesh, source: int, target: int) -> Check:
-    """How fast messages travel from a rank to another, by the clock of the one that receives them."""
+def check_link(mesh: DeviceMesh, source: int, target: int) -> Check:
+    """Measure bandwidth and latency from one rank to another, by the receiver's clock."""
     cuda = mesh.device_type == "cuda"
     rank, seconds = dist.get_rank(), []
     pattern = torch.arange(2**26 // 4, dtype=torch.int32, device=mesh.device_type)
@@ -131,13 +133,13 @@ def linked(mesh: DeviceMesh, source: int, target: int) -> Check:
     small = torch.zeros(2**10, dtype=torch.uint8, device=mesh.device_type)
     for tensor, times in ((large, 5), (small, 20)):
         for k in range(times + 2):
-            if k == 2:  # the first make the connection
-                begin = _now(cuda)
+            if k == 2:  # the first two open the connection
+                began = _now(cuda)
             if rank == source:
                 dist.send(tensor, target)
             elif rank == target:
                 dist.recv(tensor, source)
-        seconds.append((_now(cuda) - begin) / times)
+        seconds.append((_now(cuda) - began) / times)
     speed, latency = large.nbytes / seconds[0] / 1e9, seconds[1] * 1e6
     if not torch.equal(large, pattern):
         return Check(f"{source} → {target}", "failed", "what arrives is not what was sent")
@@ -152,8 +154,8 @@ def _now(cuda: bool) -> float:
     return time.perf_counter()
 
 
-def pushed(mesh: DeviceMesh, folder: Path) -> Check:
-    """Weights of all ranks, into a process that holds tensors of other values."""
+def check_push(mesh: DeviceMesh, folder: Path) -> Check:
+    """Push weights from all ranks into a process that holds other values."""
     what, address = "a process of its own", f"unix://{folder}/engine"
     engine = _start_engine(address, mesh.device_type) if dist.get_rank() == 0 else None
     started = [engine is not None and _is_ready(engine)]
@@ -163,14 +165,14 @@ def pushed(mesh: DeviceMesh, folder: Path) -> Check:
         if not started[0]:
             return Check(what, "failed", "the process to push into did not start")
         sender.register("1", weights(mesh.device_type, 1.0).items())
-        sender.push("1", [address])  # the first measures speeds
+        sender.push("1", [address])  # the first push also measures speeds
         sender.register("2", weights(mesh.device_type, 2.0).items())
         report = sender.push("2", [address])
-        told = report.receivers[address]
-        said = f"{report.nbytes / 2**20:.0f} MiB at {report.gb_per_second:.1f} GB/s, {told}"
+        assurance = report.receivers[address]
+        summary = f"{report.nbytes / 2**20:.0f} MiB at {report.gb_per_second:.1f} GB/s, {assurance}"
         if engine is not None and not _holds(engine, 2.0):
-            return Check(what, "failed", f"{said}, but it holds other values")
-        return Check(what, "ok" if told == "verified" else "failed", said, report.gb_per_second)
+            return Check(what, "failed", f"{summary}, but it holds other values")
+        return Check(what, "ok" if assurance == "verified" else "failed", summary, report.gb_per_second)
     finally:
         sender.close()
         if engine is not None:
@@ -179,7 +181,7 @@ def pushed(mesh: DeviceMesh, folder: Path) -> Check:
 
 
 def _start_engine(address: str, device: str) -> "subprocess.Popen[str]":
-    """It ends when this process does, which closes its input."""
+    """Start the process to push into. It exits when this process ends and so closes its input."""
     command = [sys.executable, "-m", "stretto.doctor.engine", address, device]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -190,7 +192,7 @@ def _is_ready(engine: "subprocess.Popen[str]") -> bool:
 
 
 def _holds(engine: "subprocess.Popen[str]", value: float) -> bool:
-    """Whether the process has the weights of a value, as it sees them itself."""
+    """Ask the process whether its tensors equal `weights(…, value)`."""
     assert engine.stdin is not None
     assert engine.stdout is not None
     engine.stdin.write(f"{value}\n")
@@ -199,14 +201,14 @@ def _holds(engine: "subprocess.Popen[str]", value: float) -> bool:
 
 
 def weights(device: str, value: float) -> dict[str, Tensor]:
-    """As many as are pushed, each of its own value."""
+    """Return the tensors to push, 16 of different content, all multiplied by `value`."""
     count = PUSHED // 16 // 4
     return {f"w{k}": torch.arange(k * count, (k + 1) * count, device=device) * value for k in range(16)}
 
 
 def main() -> None:
     folder, backend, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    signal.alarm(seconds)  # whatever happens, this process ends
+    signal.alarm(seconds)  # ends this process even if it hangs or loses its parent
     local = int(os.environ["LOCAL_RANK"])
     (folder / f"process-{local}").write_text(str(os.getpid()))
     if backend != "gloo":
@@ -227,9 +229,9 @@ def main() -> None:
     for source in range(size if size > 1 else 0):
         target = (source + 1) % size
         if rank in (source, target):
-            notes.attempt("links", f"{source} → {target}", partial(linked, mesh, source, target))
+            notes.attempt("links", f"{source} → {target}", partial(check_link, mesh, source, target))
         dist.barrier()
-    notes.attempt("push", "a process of its own", partial(pushed, mesh, folder))
+    notes.attempt("push", "a process of its own", partial(check_push, mesh, folder))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What was found out about a machine."""
+"""The results of `stretto doctor`."""
 
 from typing import Literal
 
@@ -9,15 +9,15 @@ State = Literal["ok", "failed", "skipped"]
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One thing that was tried."""
+    """The result of one test."""
 
     what: str
-    """A schedule, two ranks, or a push."""
+    """The schedule, the two ranks, or the push that was tested."""
     state: State
     said: str
-    """The figure that was found, why it was skipped, or what went wrong."""
+    """The measured value, why the test was skipped, or what went wrong."""
     value: float | None = None
-    """Of training the worst relative error, of a link or a push gigabytes per second."""
+    """The worst relative error for training; gigabytes per second for a link or a push."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -40,23 +40,23 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """What one rank has found out, as it writes it down."""
+    """One rank's result of one test, as written to its file."""
 
     part: Literal["training", "links", "push"]
     check: Check
 
 
 def merged(notes: list[list[Note]], part: str) -> list[Check]:
-    """One check for each thing that ranks have tried: what failed on any has failed, of figures the worst counts."""
-    found: dict[str, list[Check]] = {}
-    for note in (note for own in notes for note in own if note.part == part):
-        found.setdefault(note.check.what, []).append(note.check)
-    return [_worst(checks) for checks in found.values()]
+    """Merge all ranks' results into one check per test: a failure on any rank wins, then the largest value."""
+    by_test: dict[str, list[Check]] = {}
+    for note in (note for rank_notes in notes for note in rank_notes if note.part == part):
+        by_test.setdefault(note.check.what, []).append(note.check)
+    return [_worst(checks) for checks in by_test.values()]
 
 
 def _worst(checks: list[Check]) -> Check:
     failed = [check for check in checks if check.state == "failed"]
-    # A rank that says what is wrong knows more than those that only say which rank that was.
+    # Prefer the failing rank's own error to messages that only say which rank failed.
     failed.sort(key=lambda check: "rank" in check.said)
     if not failed and len({check.state for check in checks}) > 1:
         return Check(checks[0].what, "failed", "some ranks skipped it, others did not")

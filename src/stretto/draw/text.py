@@ -65,7 +65,8 @@ def draw_text(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> s
     devices; for a user's own program a line for each lane. Of what runs beside each other in one line, the first is
     shown. Dots are idle time; of a measured timeline, "!" is idle time because a host had not issued what comes next.
 
-    >>> from stretto import one_f_one_b, simulate
+    >>> from stretto import simulate
+    >>> from stretto.schedules import one_f_one_b
     >>> print(draw_text(simulate(one_f_one_b(devices=2, microbatches=2)), width=60))
     0 F0──F1──········B0──────····B1──────
     1 ····F0──B0──────F1──B1──────········

@@ -1,4 +1,4 @@
-"""What running a program takes, of training or of a weight update: an executor, its lanes, and a supervisor."""
+"""Runs programs, of training or of a weight update: an executor, its lanes, and a supervisor."""
 
 from stretto.execute.local import execute
 

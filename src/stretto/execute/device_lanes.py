@@ -1,4 +1,4 @@
-"""Lanes on a device: a stream for each, and events where a task needs another lane's."""
+"""Lanes on a device: a stream for each, and events where a task needs a task of another lane."""
 
 import time
 from collections import deque
@@ -11,11 +11,11 @@ from stretto.execute.executor import Act, Executor, Issue
 from stretto.execute.recorder import Recorder
 from stretto.program.task import Lane
 
-_AHEAD = 256  # tasks of several lanes that the host may have queued and the device has not ended
+_AHEAD = 256  # tasks of several lanes that the host may queue ahead of the device
 
 
-class StreamTicket:
-    """Something that a process group has begun on a device. It has `done` when the device has ended it."""
+class StreamFuture:
+    """Work that a process group has begun on a device. It is `done` when the device has finished it."""
 
     __slots__ = ("held", "work")
 
@@ -29,7 +29,7 @@ class StreamTicket:
         return bool(self.work.is_completed())
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, after that long at most."""
+        """Wait at most that long, and return whether the work has ended."""
         until = time.monotonic() + seconds
         while not self.done:
             if time.monotonic() > until:
@@ -39,49 +39,52 @@ class StreamTicket:
 
 
 class Begun:
-    """What a task has begun on a device: a task that needs it lets its own stream wait."""
+    """Work that a task has begun on a device: a task that needs it makes its own stream wait."""
 
-    def __init__(self, tickets: Sequence[StreamTicket] = (), landed: Callable[[], None] | None = None) -> None:
-        """`landed` is run when all is seen to have ended; what has none is not looked at again."""
-        self.tickets, self.landed = list(tickets), landed
+    def __init__(self, futures: Sequence[StreamFuture] = (), landed: Callable[[], None] | None = None) -> None:
+        """`landed` runs once all futures are seen to have ended; without it, they are not checked again."""
+        self.futures, self.landed = list(futures), landed
 
     def wait(self) -> None:
-        """The current stream waits for all of it."""
+        """Make the current stream wait for all of the work."""
         self.follow()
 
     def follow(self) -> None:
-        """The current stream waits for what was begun so far."""
-        for ticket in self.tickets:
-            ticket.work.wait()
+        """Make the current stream wait for the work begun so far."""
+        for future in self.futures:
+            future.work.wait()
 
 
 class DeviceLanes:
-    """Streams of a device. The host queues, and waits for nothing but word of what is to come. The compute lane has the
-    caller's own, so that what the caller does is in order.
+    """Streams of a device. The host queues tasks, and waits only to learn what messages will hold.
 
-    What a task of one lane has read may belong to another, which knows nothing of that: it is kept until the device has
-    ended the task.
+    The compute lane is the caller's stream, so that the caller's own work stays in order. A task may read memory of
+    another lane, whose stream does not know that: the memory is kept until the device has finished the task.
     """
 
     spans: Mapping[int, tuple[float, float]] = {}
 
     def __init__(self, executor: Executor, more: Mapping[int, int], used: list[object] | None) -> None:
-        """`more` are needs that the program does not know of, of memory that is used again. What tasks put into `used`
-        is kept.
+        """`more` are needs that the program does not contain, of memory that is reused. Objects that tasks put into
+        `used` are kept alive.
         """
         self._tasks, self._supervisor, self._used = executor.tasks, executor.supervisor, used
         tasks = executor.tasks
         self._needs = [
-            [it for it in sorted({*needs, *([more[at]] if at in more else [])}) if tasks[it].lane != tasks[at].lane]
+            [
+                need
+                for need in sorted({*needs, *([more[at]] if at in more else [])})
+                if tasks[need].lane != tasks[at].lane
+            ]
             for at, needs in enumerate(executor.needs)
         ]
         self._events: dict[int, Any] = {need: _event() for needs in self._needs for need in needs}
         lanes = {task.lane for task in tasks if task.lane.name != "compute"}
-        self._made: dict[Lane, Any] = {lane: _stream() for lane in sorted(lanes)}
-        self._streams = [self._made.get(task.lane) for task in tasks]  # None is the caller's own
+        self._lane_streams: dict[Lane, Any] = {lane: _stream() for lane in sorted(lanes)}
+        self._streams = [self._lane_streams.get(task.lane) for task in tasks]  # None is the caller's stream
         self._main: Any = None
         self._begun: dict[int, Begun] = {}
-        self._flying: deque[Begun] = deque()
+        self._in_flight: deque[Begun] = deque()
         self._kept: deque[tuple[Any, object]] = deque()
 
     def compile(self, at: int, act: Act, recorder: Recorder | None = None) -> Issue:
@@ -92,7 +95,7 @@ class DeviceLanes:
 
         def issue() -> None:
             check()
-            now = self._main if own is None else own
+            stream = self._main if own is None else own
             if own is not None:
                 torch.cuda.set_stream(own)
             try:
@@ -100,58 +103,58 @@ class DeviceLanes:
                     if need in begun:
                         begun[need].wait()
                     else:
-                        now.wait_event(events[need])
+                        stream.wait_event(events[need])
                 work = act()
                 if isinstance(work, Begun):
                     if event is not None:
                         begun[at] = work
                     if work.landed is not None:
-                        self._fly(work)
+                        self._track(work)
                 elif event is not None:
-                    event.record(now)
+                    event.record(stream)
             finally:
                 if own is not None:
                     torch.cuda.set_stream(self._main)
             if self._used is not None:
-                self._keep(now)
+                self._keep(stream)
 
         return issue
 
     def begin(self) -> None:
-        """All lanes start when the caller's stream gets here."""
+        """Start all lanes when the caller's stream gets here."""
         self._main = torch.cuda.current_stream()
-        for stream in self._made.values():
+        for stream in self._lane_streams.values():
             stream.wait_stream(self._main)
 
     def end(self, ended: Callable[[int], None]) -> None:
-        """The caller's stream goes on when all lanes have ended, and all that was sent has left. The host goes on."""
-        for stream in self._made.values():
+        """Make the caller's stream, but not the host, wait for all lanes and for everything that was sent."""
+        for stream in self._lane_streams.values():
             self._main.wait_stream(stream)
-        while self._flying:
+        while self._in_flight:
             self._land()
         self._kept.clear()
         for at in range(len(self._tasks)):
             ended(at)
 
     def clear(self) -> None:
-        """What a device may still read or write after a failure stays."""
+        """Forget begun work, but keep the memory that the device may still use after a failure."""
         self._begun.clear()
 
-    def _fly(self, work: Begun) -> None:
-        while self._flying and all(ticket.done for ticket in self._flying[0].tickets):
+    def _track(self, work: Begun) -> None:
+        while self._in_flight and all(future.done for future in self._in_flight[0].futures):
             self._land()
-        self._flying.append(work)
+        self._in_flight.append(work)
 
     def _land(self) -> None:
-        """Let go of what was begun: it has ended, or the caller's stream waits for it."""
-        work = self._flying.popleft()
+        """Release the oldest work in flight: it has ended, or the caller's stream waits for it."""
+        work = self._in_flight.popleft()
         work.follow()
         if work.landed is not None:
             work.landed()
-        work.tickets, work.landed = [], None  # what they kept alive may go
+        work.futures, work.landed = [], None  # release what they kept alive
 
     def _keep(self, stream: Any) -> None:
-        """Hold on to what a task has used. A host that is too far ahead waits, checking that there is reason to."""
+        """Keep what a task has used until the device has finished it. Wait if the host is too far ahead."""
         assert self._used is not None
         event = _event()
         event.record(stream)
@@ -166,7 +169,10 @@ class DeviceLanes:
 
 
 def _timed(recorder: Recorder, at: int, act: Act) -> Act:
-    """Between two events, with all that it has begun; issued only now, when the host has waited for what it must."""
+    """Time a task between two events, with all the work it begins.
+
+    The task counts as issued here, after the host's waits.
+    """
 
     def timed() -> Any:
         recorder.note(at)
@@ -182,7 +188,7 @@ def _timed(recorder: Recorder, at: int, act: Act) -> Act:
 
 
 class Reached:
-    """A point of the current stream, as the work of a process group would be."""
+    """A point of the current stream, with the interface of a process group's work."""
 
     def __init__(self) -> None:
         self._event = _event()

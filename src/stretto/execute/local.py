@@ -1,4 +1,4 @@
-"""A program run in this process, with plain functions: all devices, a thread for each lane."""
+"""Runs a program in this process with plain functions: all devices, a thread for each lane."""
 
 import threading
 import time
@@ -21,14 +21,13 @@ _POLL = 0.1
 
 
 def execute(program: Plan | Program, bind: Callable[[Task], Callable[[], object]]) -> Timeline:
-    """Run every task of a program, and say when each began and ended: the twin of `simulate`.
+    """Run every task of a program, and return when each began and ended: the twin of `simulate`.
 
-    `bind` gives the function that a task is; it is asked for all of them before anything runs. A lane runs its tasks in
-    order, each once what it needs has ended. The ends of what several devices do together begin when all of them can.
+    `bind` returns the function of a task; it is called for all tasks before anything runs. A lane runs its tasks in
+    order, each once its needs have ended. Where several devices act together, their tasks begin when all are ready.
 
-    Nothing is run that `check` has not proved sound. If a function raises, what has not begun is not begun any more,
-    and the error says which task it was; functions that are under way on other lanes run to their end in the
-    background.
+    `execute` runs only programs that `check` has proved sound. If a function raises, no further task begins, and the
+    error names the task; functions already running on other lanes run to their end in the background.
 
     >>> from stretto import Call, program_of
     >>> said = []
@@ -45,8 +44,8 @@ def execute(program: Plan | Program, bind: Callable[[Task], Callable[[], object]
     for at, task in enumerate(program.tasks()):
         try:
             function = bind(task)
-        except Exception as wrong:
-            raise ProgramError(f"bind failed for {task} on device {task.device}: {named(wrong)}") from wrong
+        except Exception as error:
+            raise ProgramError(f"bind failed for {task} on device {task.device}: {named(error)}") from error
         if not callable(function):
             raise ProgramError(f"bind gives no function for {task} on device {task.device} (got {function!r:.60})")
         run.acts[task] = run.act(at, task, function)
@@ -58,8 +57,8 @@ def execute(program: Plan | Program, bind: Callable[[Task], Callable[[], object]
     except BaseException:
         if run.failure is None:
             raise
-        task, error = run.failure
-        raise ProgramError(f"{task} on device {task.device} failed: {named(error)}") from error
+        task, failure = run.failure
+        raise ProgramError(f"{task} on device {task.device} failed: {named(failure)}") from failure
     finally:
         run.stop()
         run.acts.clear()
@@ -73,11 +72,11 @@ def execute(program: Plan | Program, bind: Callable[[Task], Callable[[], object]
 
 
 class _StoppedError(Exception):
-    """Something else has failed, or the caller has given up."""
+    """Another task has failed, or the caller was interrupted."""
 
 
 class _Run:
-    """One run: when tasks began and ended, and what went wrong first."""
+    """One run: when tasks began and ended, and the first failure."""
 
     rank = 0
 
@@ -87,29 +86,29 @@ class _Run:
         self.start, self.end = np.zeros(len(program)), np.zeros(len(program))
         self.failure: tuple[Task, BaseException] | None = None
         self._is_stopped, self._lock = False, threading.Lock()
-        self._meetings: dict[int, threading.Barrier] = {}
+        self._barriers: dict[int, threading.Barrier] = {}  # of tasks that several devices do together
         for at in np.flatnonzero(program.counterpart >= 0).tolist():
             ends = program.ends(at)
             if at == min(ends):
-                self._meetings.update(dict.fromkeys(ends, threading.Barrier(len(ends))))
+                self._barriers.update(dict.fromkeys(ends, threading.Barrier(len(ends))))
 
     def act(self, at: int, task: Task, function: Callable[[], object]) -> Callable[[], None]:
-        """A task, timed, once all its ends are ready."""
-        rendezvous = self._meetings.get(at)
+        """Return a function that runs a task once all its ends are ready, and times it."""
+        barrier = self._barriers.get(at)
 
         def act() -> None:
             self.check()
-            if rendezvous is not None:
+            if barrier is not None:
                 try:
-                    rendezvous.wait()
+                    barrier.wait()
                 except threading.BrokenBarrierError:
                     raise _StoppedError from None
             self.start[at] = time.perf_counter()
             try:
-                found = function()
-                if iscoroutine(found) or isgenerator(found):
-                    found.close()
-                    raise TypeError(f"it gave a {type(found).__name__}, which nobody runs; give a plain function")
+                result = function()
+                if iscoroutine(result) or isgenerator(result):
+                    result.close()
+                    raise TypeError(f"it gave a {type(result).__name__}, which nobody runs; give a plain function")
             except BaseException as error:
                 with self._lock:
                     self.failure = self.failure or (task, error)
@@ -120,18 +119,18 @@ class _Run:
         return act
 
     def stop(self) -> None:
-        """Begin nothing more."""
+        """Begin no further task."""
         self._is_stopped = True
-        for rendezvous in self._meetings.values():
-            rendezvous.abort()
+        for barrier in self._barriers.values():
+            barrier.abort()
 
     def check(self) -> None:
         if self._is_stopped:
             raise _StoppedError
 
-    def wait(self, ticket: Awaited, what: Callable[[], str]) -> None:  # noqa: ARG002
-        """Until a task has ended; the caller can be interrupted meanwhile."""
-        while not ticket.wait(_POLL):
+    def wait(self, future: Awaited, what: Callable[[], str]) -> None:  # noqa: ARG002
+        """Wait until a task has ended; the caller can be interrupted meanwhile."""
+        while not future.wait(_POLL):
             self.check()
-        if ticket.error is not None:
-            raise ticket.error
+        if future.error is not None:
+            raise future.error

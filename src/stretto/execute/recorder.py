@@ -19,11 +19,11 @@ from stretto.timeline.memory import Floats
 T = TypeVar("T")
 _PINGS = 8
 Settle = Callable[[dist.Work, Tensor], None]
-"""Waits for what was started with a tensor."""
+"""Waits for work that was started with a tensor."""
 
 
 class Recorder:
-    """One rank's times, in the order of its tasks."""
+    """The times of one rank, in the order of its tasks."""
 
     def __init__(self, tasks: int) -> None:
         self._times = np.zeros((3, tasks))
@@ -33,18 +33,18 @@ class Recorder:
         self._host = 0.0
 
     def timing(self, at: int, act: Callable[[], T]) -> Callable[[], T]:
-        """The same, timed by the host's clock."""
+        """Return the same function, timed by the host's clock."""
 
         def timed() -> T:
             self._start[at] = time.perf_counter()
-            found = act()
+            result = act()
             self._end[at] = time.perf_counter()
-            return found
+            return result
 
         return timed
 
     def issuing(self, at: int, issue: Callable[[], object]) -> Callable[[], object]:
-        """The same, noting when it is called."""
+        """Return the same function, which also records when it is called."""
 
         def noted() -> object:
             self.note(at)
@@ -53,16 +53,16 @@ class Recorder:
         return noted
 
     def note(self, at: int) -> None:
-        """A task is issued now."""
+        """Record that a task is issued now."""
         self._issued[at] = time.perf_counter()
 
     def take(self, spans: Mapping[int, tuple[float, float]]) -> None:
-        """Tasks that began and ended in other threads, when they did."""
+        """Record when tasks in other threads began and ended."""
         for at, (start, end) in spans.items():
             self._start[at], self._end[at] = start, end
 
     def events(self, at: int) -> tuple[Any, Any]:
-        """Two events to time a task on a device by."""
+        """Return two events that time a task on a device."""
         if self._zero is None:
             torch.cuda.synchronize()
             self._zero = _event()
@@ -73,42 +73,47 @@ class Recorder:
         return pair
 
     def _read_events(self) -> None:
-        """Once the device has ended all: its times, by the host's clock."""
+        """Convert the device's times to the host's clock; the device must have finished all tasks."""
         for at, pair in self._events.items():
             self._start[at], self._end[at] = (self._host + self._zero.elapsed_time(event) / 1e3 for event in pair)
 
     def gathered(self, program: Program, group: dist.ProcessGroup | None, settle: Settle) -> Timeline | None:
-        """All ranks' times, on the first rank, by its clock; None on the others. Without a group there is only one."""
+        """Return all ranks' times on the first rank, by its clock, and None on the others.
+
+        Without a group, this is the only rank.
+        """
         self._read_events()
         if group is None:
             return _timeline(program, self._times)
-        talk = _Talk(group, settle)
-        mine = torch.from_numpy(self._times + talk.offset())
+        exchange = _Exchange(group, settle)
+        mine = torch.from_numpy(self._times + exchange.offset())
         if group.rank():
-            talk.send(mine, 0)
+            exchange.send(mine, 0)
             return None
         whole = np.zeros((3, len(program)))
         for other in range(group.size()):
-            here = np.flatnonzero(program.device == other)
-            times = talk.receive(torch.zeros(3, len(here), dtype=torch.float64, device="cpu"), other) if other else mine
-            whole[:, here] = times.numpy()
+            tasks = np.flatnonzero(program.device == other)
+            times = mine
+            if other:
+                times = exchange.receive(torch.zeros(3, len(tasks), dtype=torch.float64, device="cpu"), other)
+            whole[:, tasks] = times.numpy()
         return _timeline(program, whole)
 
 
 def _timeline(program: Program, times: Floats) -> Timeline:
-    """What was asked for before it was there began when that did: a receive with its send, a sum with its last end."""
+    """Make a timeline in which a receive begins no earlier than its send, and a reduction with its last end."""
     start, end, issued = times - times[0].min()
     receive = np.flatnonzero(program.work.among(RECEIVES) & (program.counterpart >= 0))
-    begun = start.copy()
-    begun[receive] = np.maximum(start[receive], start[program.counterpart[receive]])
+    begin = start.copy()
+    begin[receive] = np.maximum(start[receive], start[program.counterpart[receive]])
     for task in reduces(program.work).tolist():
-        begun[task] = start[program.ends(task)].max()
-    _share_out(program, begun, end)
-    return Timeline(program, np.minimum(begun, end), end, issued=issued)
+        begin[task] = start[program.ends(task)].max()
+    _split_joined(program, begin, end)
+    return Timeline(program, np.minimum(begin, end), end, issued=issued)
 
 
-def _share_out(program: Program, start: Floats, end: Floats) -> None:
-    """Weight gradients that were computed as one each get the same part of the time that it took."""
+def _split_joined(program: Program, start: Floats, end: Floats) -> None:
+    """Give weight gradients that were computed together equal parts of the time it took."""
     count = program.anatomy.wgrad_microbatches
     for device in range(program.devices if count > 1 else 0):
         place = np.flatnonzero(program.device == device)
@@ -117,8 +122,8 @@ def _share_out(program: Program, start: Floats, end: Floats) -> None:
             joined.setdefault(last, [last]).append(at)
         for last, group in joined.items():
             task = place[sorted(group)]
-            took = (end[task] - start[task]).sum()
-            borders = end[place[last]] - took * np.linspace(1.0, 0.0, len(task) + 1)
+            seconds = (end[task] - start[task]).sum()
+            borders = end[place[last]] - seconds * np.linspace(1.0, 0.0, len(task) + 1)
             borders[0] = max(borders[0], start[task[0]])
             start[task], end[task] = borders[:-1], borders[1:]
 
@@ -127,8 +132,8 @@ def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class _Talk:
-    """Says and hears numbers, one at a time, waiting as a step does."""
+class _Exchange:
+    """Sends and receives numbers, one tensor at a time, waiting as a step does."""
 
     def __init__(self, group: dist.ProcessGroup, settle: Settle) -> None:
         self._group, self._settle = group, settle
@@ -141,7 +146,7 @@ class _Talk:
         return numbers
 
     def offset(self) -> float:
-        """What to add to this rank's clock to have the first rank's: by the quickest of a few questions."""
+        """Return what to add to this rank's clock to get the first rank's, from the fastest of a few round trips."""
         now = torch.zeros(1, dtype=torch.float64, device="cpu")
         best, offset = float("inf"), 0.0
         for other in range(1, self._group.size()):
@@ -150,10 +155,10 @@ class _Talk:
                     self.receive(now, other)
                     self.send(torch.tensor([time.perf_counter()], dtype=torch.float64, device="cpu"), other)
                 elif self._group.rank() == other:
-                    asked = time.perf_counter()
+                    sent = time.perf_counter()
                     self.send(now, 0)
-                    told = float(self.receive(now, 0))
-                    answered = time.perf_counter()
-                    if answered - asked < best:
-                        best, offset = answered - asked, told - (asked + answered) / 2
+                    first_clock = float(self.receive(now, 0))
+                    received = time.perf_counter()
+                    if received - sent < best:
+                        best, offset = received - sent, first_clock - (sent + received) / 2
         return offset

@@ -1,4 +1,4 @@
-"""Ranks come together by the store they share, before they have a connection or a group of their own."""
+"""A rendezvous: ranks find each other through the store they share, before they have a connection or a group."""
 
 import hashlib
 import secrets
@@ -13,71 +13,74 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.ir.errors import PeerError, StrettoError
 
-_SHORTEST, _LONGEST = 0.002, 0.2  # seconds between two looks
-_Shown = tuple[str, list[str], int]
+_SHORTEST, _LONGEST = 0.002, 0.2  # seconds between two polls of the store
+_Entry = tuple[str, list[str], int]
+"""What a rank writes to the store: its token, all ranks' tokens that it has seen, and its count of polls."""
 
 
 class Rendezvous:
-    """The ranks of a group, each of which may have come before to a meeting that did not take place."""
+    """The ranks of a group; each may have come before to a rendezvous that did not take place."""
 
     def __init__(
         self, group: dist.ProcessGroup, *, timeout: float, failure: Callable[[str], StrettoError] = PeerError
     ) -> None:
-        """`failure` is the error, of its words, if they do not come together."""
+        """Wait for all ranks; `failure` makes the error, from its text, that is raised if they do not come."""
         self.failure = failure
         self.rank, self.size, self._timeout = group.rank(), group.size(), timeout
-        self._said = 0
+        self._gathers = 0
         self.check: Callable[[], None] = lambda: None
         """Raises if there is no more reason to wait."""
         ranks = " ".join(map(str, dist.get_process_group_ranks(group)))
-        place = hashlib.blake2b(ranks.encode(), digest_size=8).hexdigest()
-        self._store = PrefixStore(f"stretto/{place}", _client())
-        self._name = self._agreed()
+        digest = hashlib.blake2b(ranks.encode(), digest_size=8).hexdigest()
+        self._store = PrefixStore(f"stretto/{digest}", _client())
+        self._name = self._agree_on_name()
 
     def store(self) -> Store:
-        """One that only these ranks use, and only this time."""
+        """Return a store that only these ranks use, and only this time."""
         return PrefixStore(f"stretto/groups/{self._name}", _client())
 
-    def _agreed(self) -> str:
-        """A name for this meeting that no other has had.
+    def _agree_on_name(self) -> str:
+        """Return a name for this rendezvous that no other has had.
 
-        Each rank shows a token, whose tokens it has seen, and how often it has looked. When all show that they have
-        seen the same of all, that is the name; and when all have confirmed it, nobody is left behind at an earlier one.
+        Each rank writes a random token, the tokens it has seen, and its count of polls. Once all have seen the same
+        tokens of all, the name is their hash; and once all have confirmed it, no rank is left at an earlier rendezvous.
         """
-        mine, deadline = secrets.token_hex(8), time.monotonic() + self._timeout
-        places = [str(rank) for rank in range(self.size)]
+        token, deadline = secrets.token_hex(8), time.monotonic() + self._timeout
+        keys = [str(rank) for rank in range(self.size)]
         confirmed, seen, pause = set[str](), list[str](), _SHORTEST
-        for look in count():
+        for polls in count():
             for name in confirmed:
-                if self._store.check([f"{name}/{place}" for place in places]):
+                if self._store.check([f"{name}/{key}" for key in keys]):
                     return name
-            self._store.set(places[self.rank], msgspec.json.encode((mine, seen, look)).decode())
-            if self._store.check(places):
-                shown = [msgspec.json.decode(self._store.get(place), type=_Shown) for place in places]
-                if seen != (seen := [token for token, *_ in shown]):
+            self._store.set(keys[self.rank], msgspec.json.encode((token, seen, polls)).decode())
+            if self._store.check(keys):
+                entries = [msgspec.json.decode(self._store.get(key), type=_Entry) for key in keys]
+                if seen != (seen := [entry_token for entry_token, *_ in entries]):
                     continue
-                if all(other == seen for _, other, _ in shown):
+                if all(other == seen for _, other, _ in entries):
                     name = hashlib.blake2b(" ".join(seen).encode(), digest_size=8).hexdigest()
                     self._store.set(f"{name}/{self.rank}", "here")
                     confirmed.add(name)
             if time.monotonic() > deadline:
-                who = " and rank ".join(self._away(places)) or "another"
-                raise self.failure(f"rank {self.rank} has waited {self._timeout:g} s (timeout) for rank {who} to come")
+                missing = " and rank ".join(self._missing(keys)) or "another"
+                raise self.failure(
+                    f"rank {self.rank} has waited {self._timeout:g} s (timeout) for rank {missing} to come"
+                )
             pause = _slept(pause)
-        raise AssertionError("there is always another look")
+        raise AssertionError("there is always another poll")
 
-    def _away(self, places: list[str]) -> list[str]:
-        """Whose places show nothing, or what no longer changes."""
-        others = [place for place in places if place != places[self.rank]]
-        before = {place: self._store.get(place) for place in others if self._store.check([place])}
+    def _missing(self, keys: list[str]) -> list[str]:
+        """Return the ranks whose entries are missing, or no longer change."""
+        others = [key for key in keys if key != keys[self.rank]]
+        before = {key: self._store.get(key) for key in others if self._store.check([key])}
         time.sleep(3 * _LONGEST)
-        return [place for place in others if place not in before or self._store.get(place) == before[place]]
+        return [key for key in others if key not in before or self._store.get(key) == before[key]]
 
-    def gather(self, word: str) -> list[str]:
-        """Everybody's word, in the order of ranks."""
-        self._said += 1
-        self._store.set(f"{self._name}/{self._said}/{self.rank}", word)
-        keys = [f"{self._name}/{self._said}/{rank}" for rank in range(self.size)]
+    def gather(self, text: str) -> list[str]:
+        """Return every rank's text, in the order of ranks."""
+        self._gathers += 1
+        self._store.set(f"{self._name}/{self._gathers}/{self.rank}", text)
+        keys = [f"{self._name}/{self._gathers}/{rank}" for rank in range(self.size)]
         deadline, pause = time.monotonic() + self._timeout, _SHORTEST
         while not self._store.check(keys):
             self.check()
@@ -87,28 +90,28 @@ class Rendezvous:
             pause = _slept(pause)
         return [self._store.get(key).decode() for key in keys]
 
-    def demand_none(self, wrong: StrettoError | None) -> None:
-        """Go on only if nothing is wrong on any rank."""
-        demand_none(wrong, self.gather("" if wrong is None else str(wrong)), self.failure)
+    def raise_on_all(self, error: StrettoError | None) -> None:
+        """Raise on all ranks if any rank has an error."""
+        raise_first_error(error, self.gather("" if error is None else str(error)), self.failure)
 
 
 def _client() -> Store:
-    """Of the world's store, and of our own: who waits in one for a key lets nobody else of the process use it."""
+    """Return a new client of the world's store: while one thread waits in a client, no other thread can use it."""
     store: Any = dist.distributed_c10d._get_default_store()
     client: Store = store.clone()
     return client
 
 
-def demand_none(wrong: Exception | None, said: Sequence[str], failure: Callable[[str], StrettoError]) -> None:
-    """Raise what is wrong here, or else what another rank has said to be wrong there."""
-    if wrong is not None:
-        raise wrong
-    for rank, text in enumerate(said):
+def raise_first_error(error: Exception | None, texts: Sequence[str], failure: Callable[[str], StrettoError]) -> None:
+    """Raise this rank's error, or else one for the first rank whose text is not empty."""
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
         if text:
             raise failure(f"rank {rank}: {text}")
 
 
 def _slept(seconds: float) -> float:
-    """Sleep; for how long to do so next."""
+    """Sleep, and return how long to sleep next time."""
     time.sleep(seconds)
     return min(_LONGEST, 1.5 * seconds)

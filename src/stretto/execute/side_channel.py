@@ -1,17 +1,17 @@
-"""Wires: connections between the hosts of two ranks, for the few bytes that go ahead of what a process group moves."""
+"""Side channels: connections between two ranks' hosts for the few bytes that precede a process group's messages."""
 
 import select
 import socket
 from collections.abc import Callable, Iterable
 
 from stretto.execute.rendezvous import Rendezvous
-from stretto.execute.ring import connected, listening
+from stretto.execute.ring import connect_ranks, listening
 
-_POLL = 0.2  # seconds after which a wait looks whether there is still reason to
+_POLL = 0.2  # seconds after which a wait checks whether to go on
 
 
 class SideChannel:
-    """One end of a connection. What is sent arrives whole and in order."""
+    """One end of a connection, which delivers all bytes in order."""
 
     error: BaseException | None = None
 
@@ -24,15 +24,15 @@ class SideChannel:
 
     @property
     def done(self) -> bool:
-        """Whether something can be read, or the other end is gone."""
+        """Whether data can be read, or the other end is gone."""
         return bool(self._poll.poll(0))
 
     def wait(self, seconds: float) -> bool:
-        """The same, after that long at most."""
+        """Wait at most that long, and return whether data can be read, or the other end is gone."""
         return bool(self._poll.poll(seconds * 1000))
 
     def send(self, data: bytes, check: Callable[[], None]) -> None:
-        """`check` raises if there is no more reason to wait."""
+        """Send data; `check` raises if there is no more reason to wait."""
         rest = memoryview(data)
         while rest:
             try:
@@ -41,7 +41,7 @@ class SideChannel:
                 check()
 
     def receive(self, length: int, check: Callable[[], None]) -> bytes:
-        """So many bytes; `check` raises if there is no more reason to wait for them."""
+        """Receive exactly `length` bytes; `check` raises if there is no more reason to wait."""
         data = b""
         while len(data) < length:
             try:
@@ -61,15 +61,15 @@ class SideChannel:
 def side_channels(
     rendezvous: Rendezvous, directed: Iterable[tuple[int, int]]
 ) -> tuple[dict[int, SideChannel], dict[int, SideChannel]]:
-    """This rank's wires to others and from others, by the other's rank, one for each directed pair.
+    """Connect a side channel for each directed pair; return this rank's channels to and from other ranks, by rank.
 
-    All ranks of the meeting make theirs together.
+    All ranks of the rendezvous must call this together.
     """
     rank, pairs = rendezvous.rank, list(directed)
     sources = {source for source, target in pairs if target == rank}
     targets = sorted(target for source, target in pairs if source == rank)
     with listening(rendezvous) as (server, addresses):
-        to, of = connected(
+        to, of = connect_ranks(
             rank, targets, sources, addresses, server, check=rendezvous.check, failure=rendezvous.failure
         )
     return {peer: SideChannel(stream) for peer, stream in to.items()}, {

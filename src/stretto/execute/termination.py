@@ -1,4 +1,4 @@
-"""A request to end (SIGTERM) is held back while a turn lasts, so that ranks end in order and can tell why."""
+"""Holds back a request to end (SIGTERM) during a turn, so that ranks end in order and can report why."""
 
 import contextlib
 import ctypes
@@ -10,93 +10,97 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-TELLING = 2.0  # seconds that a program has to tell of a failure before it ends on request
+REPORTING = 2.0  # seconds that a program has to report a failure before it ends on request
 _ENDING = 5.0  # seconds that a turn has to end before its program does
 
 
 class Termination:
-    """Of this process. Python runs handlers in the main thread only, which may be in a call that does not return; so
-    signals also ring a bell, which another thread listens to.
+    """Requests to end this process.
+
+    Python runs signal handlers only in the main thread, which may be in a call that does not return. So each signal
+    also writes to a socket, which another thread reads.
     """
 
     def __init__(self) -> None:
-        self._asked = 0.0  # when this process was asked to end
-        self._before: Any = None  # the handler that would have been called, while requests are held back
-        self.bell, self._rope = socket.socketpair()
+        self._requested = 0.0  # when this process was asked to end
+        self._previous: Any = None  # the handler to call later, while requests are held back
+        self.wakeup, self._wakeup_writer = socket.socketpair()
         self._closed = False
-        for end in (self.bell, self._rope):
+        for end in (self.wakeup, self._wakeup_writer):
             end.setblocking(False)
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Keep requests for `answer`; in the main thread, since no other can. After a failure they are answered at
-        once, but leave the program time to tell of it: torchrun sends one as soon as any rank has failed.
+        """Hold requests back until `answer`, if this is the main thread; no other thread can.
+
+        After a failure, requests are answered at once, but the program gets time to report the failure: torchrun sends
+        SIGTERM as soon as any rank has failed.
         """
         if self._closed or threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def stop(*_: Any) -> None:
-            if not self._asked:
-                self._asked = time.monotonic()
-            elif time.monotonic() - self._asked >= _ENDING:
-                signal.signal(signal.SIGTERM, before)
+            if not self._requested:
+                self._requested = time.monotonic()
+            elif time.monotonic() - self._requested >= _ENDING:
+                signal.signal(signal.SIGTERM, previous)
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        before = signal.signal(signal.SIGTERM, stop)
-        self._before = before = before.before if isinstance(before, _Later) else before
-        others = signal.set_wakeup_fd(self._rope.fileno(), warn_on_full_buffer=False)
-        if others != -1:  # somebody else needs it
-            signal.set_wakeup_fd(others)
-        after, failed = before, False
+        previous = signal.signal(signal.SIGTERM, stop)
+        self._previous = previous = previous.previous if isinstance(previous, _Delayed) else previous
+        other_fd = signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
+        if other_fd != -1:  # other code uses the wakeup file
+            signal.set_wakeup_fd(other_fd)
+        after, failed = previous, False
         try:
             yield
         except BaseException:
-            after, failed = _Later(before), True
+            after, failed = _Delayed(previous), True
             raise
         finally:
-            signal.set_wakeup_fd(others)
-            self._before = None
+            signal.set_wakeup_fd(other_fd)
+            self._previous = None
             if self._closed:
-                self._rope.close()
+                self._wakeup_writer.close()
             signal.signal(signal.SIGTERM, after)
             if failed:
                 self.answer()
 
     def answer(self) -> None:
-        """The turn is over: let a request that was held back do what it would have done."""
-        if self._asked:
-            self._asked = 0.0
+        """Deliver a request that was held back: the turn is over."""
+        if self._requested:
+            self._requested = 0.0
             os.kill(os.getpid(), signal.SIGTERM)
 
-    # In the thread that listens.
+    # Called in the thread that reads the socket.
 
-    def heard(self) -> None:
-        """The bell has rung."""
+    def read_wakeup(self) -> None:
+        """Read the signals that arrived."""
         with contextlib.suppress(OSError):
-            if signal.SIGTERM in self.bell.recv(4096) and self._before is not None:
-                self._asked = self._asked or time.monotonic()
+            if signal.SIGTERM in self.wakeup.recv(4096) and self._previous is not None:
+                self._requested = self._requested or time.monotonic()
 
-    def press(self) -> None:
-        """After 5 s the turn does not come back: let the request do what it would have done."""
-        if self._before is not None and self._asked and time.monotonic() - self._asked > _ENDING:
-            if self._before is signal.SIG_DFL:
+    def enforce(self) -> None:
+        """Deliver a request that was held back for 5 s: the turn does not end."""
+        if self._previous is not None and self._requested and time.monotonic() - self._requested > _ENDING:
+            if self._previous is signal.SIG_DFL:
                 ctypes.CDLL(None).signal(signal.SIGTERM, 0)  # Python can set it only in the main thread
             os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
-        """Nobody listens any more."""
+        """Close the socket; its reader has ended."""
         self._closed = True
-        self.bell.close()
-        if self._before is None:  # else a signal could be written to whatever file gets its number
-            self._rope.close()
+        self.wakeup.close()
+        if self._previous is None:  # otherwise a signal could be written to another file with the same number
+            self._wakeup_writer.close()
 
 
-class _Later:
-    """A handler that follows a request once the program has had time to tell of its failure."""
+class _Delayed:
+    """A signal handler that ends the program once it has had time to report its failure."""
 
-    def __init__(self, before: Any) -> None:
-        self.before, self._until = before, time.monotonic() + TELLING
+    def __init__(self, previous: Any) -> None:
+        self.previous, self._until = previous, time.monotonic() + REPORTING
 
     def __call__(self, *_: Any) -> None:
         left = self._until - time.monotonic()
@@ -105,5 +109,5 @@ class _Later:
             again.daemon = True
             again.start()
         else:
-            signal.signal(signal.SIGTERM, self.before)
+            signal.signal(signal.SIGTERM, self.previous)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""How an error is printed that nothing has caught."""
+"""Prints uncaught errors that other ranks caused as one line."""
 
 import sys
 from collections.abc import Callable
@@ -10,19 +10,22 @@ from stretto.ir.errors import StrettoError
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-def print_told_errors_as_one_line() -> None:
-    """From now on. Of a failure all ranks raise, and the traceback that matters is that of the rank that failed."""
-    before = sys.excepthook
-    if isinstance(before, _Hook):
+def print_peer_errors_as_one_line() -> None:
+    """Print uncaught errors that other ranks caused without a traceback.
+
+    After a failure all ranks raise, and only the traceback of the rank that failed matters.
+    """
+    previous = sys.excepthook
+    if isinstance(previous, _Hook):
         return
-    sys.excepthook = _Hook(before)
+    sys.excepthook = _Hook(previous)
 
 
 class _Hook:
-    def __init__(self, before: _ExceptHook) -> None:
-        self._before = before
+    def __init__(self, previous: _ExceptHook) -> None:
+        self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, StrettoError) and error.is_told:
             error.__cause__, error.__suppress_context__, error.__traceback__, trace = None, True, None, None
-        self._before(kind, error, trace)
+        self._previous(kind, error, trace)

@@ -3,31 +3,31 @@
 _LONGEST = 300  # characters of what an error says, where it is only a part of what is said
 
 
-class StrettoError(ValueError):
-    """Base of every error that a user's input can cause."""
+class StrettoError(Exception):
+    """Base of all errors of this package."""
 
     is_told = False
-    """Whether its words say all: it was told by others, or found by watching them. The place where it was raised says
-    nothing then, and where nothing catches it, it is printed as one line."""
+    """Whether its words say all, because another process reported it or was watched. The place where it was raised says
+    nothing then; uncaught, it is printed as one line."""
 
 
 class MissingPackageError(StrettoError, ImportError):
     """A package is not installed that only a part of the system needs."""
 
 
-class PlanError(StrettoError):
+class PlanError(StrettoError, ValueError):
     """A schedule cannot be made for these sizes, or rows do not form a plan."""
 
 
-class TextError(StrettoError):
+class TextError(StrettoError, ValueError):
     """A file or text is not in the form it should have."""
 
 
-class CostError(StrettoError):
+class CostError(StrettoError, ValueError):
     """A cost is missing, negative, not a number, or of the wrong shape."""
 
 
-class ProgramError(StrettoError):
+class ProgramError(StrettoError, ValueError):
     """A program cannot run."""
 
 

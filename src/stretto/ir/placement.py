@@ -47,9 +47,9 @@ class Placement:
         return self.routes[self.route(microbatch)][stage]
 
 
-def looped(*, devices: int, virtual: int, microbatches: int) -> Placement:
+def looped(*, devices: int, stages_per_device: int, microbatches: int) -> Placement:
     """Stage s on device s mod devices."""
-    return Placement((tuple(range(devices)) * virtual,), microbatches)
+    return Placement((tuple(range(devices)) * stages_per_device,), microbatches)
 
 
 def folded(*, devices: int, microbatches: int) -> Placement:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 from stretto.ir.action import Action, Pair
@@ -40,6 +41,12 @@ class Plan:
     @property
     def microbatches(self) -> int:
         return self.placement.microbatches
+
+    def save(self, path: str | Path) -> None:
+        """Write PyTorch's CSV (.csv), or JSON with the placement (.json); `load_plan` reads both."""
+        from stretto.ir.text import save_plan  # which needs this file
+
+        save_plan(self, path)
 
     def __str__(self) -> str:
         return "\n".join(",".join(map(str, row)) for row in self.rows)

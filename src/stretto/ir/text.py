@@ -1,12 +1,14 @@
 """Plans as text: PyTorch's pipelining CSV, one line per device, with or without transfers; and JSON."""
 
 import re
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
 from stretto.ir.action import Action, End, Op, Pair, Reduce, Transfer
-from stretto.ir.errors import TextError
+from stretto.ir.errors import PlanError, TextError
+from stretto.ir.files import read_text, write_text
 from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan, Slot, infer_placement
 
@@ -32,6 +34,25 @@ def parse_plan(text: str) -> Plan:
             raise TextError(f"line {device + 1} has transfers; a plan holds compute actions only")
         rows.append(row)
     return Plan(tuple(rows), infer_placement(rows))
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan from PyTorch's compute-only CSV, or from the JSON that `Plan.save` writes."""
+    text = read_text(path)
+    try:
+        return parse_plan_json(text) if Path(path).suffix.lower() == ".json" else parse_plan(text)
+    except (TextError, PlanError) as error:
+        raise TextError(f"{path}: {error}") from None
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    match Path(path).suffix.lower():
+        case ".csv":
+            write_text(path, f"{plan}\n")
+        case ".json":
+            write_text(path, plan_to_json(plan) + "\n")
+        case _:
+            raise TextError(f"a plan is saved as .csv or .json (got {path})")
 
 
 class _PlanFile(msgspec.Struct, forbid_unknown_fields=True):

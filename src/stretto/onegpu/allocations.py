@@ -1,4 +1,4 @@
-"""Allocations of this process that its broker may have open, until they are freed."""
+"""Device allocations of this process that the broker may have mapped."""
 
 import threading
 from dataclasses import dataclass
@@ -14,31 +14,31 @@ class Allocation:
 
 
 class Allocations:
-    """By the number that the driver gives each allocation, so that another at the same address is another."""
+    """Allocations by their driver ID, which differs from that of an earlier allocation at the same address."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Allocation] = {}
+        self._by_id: dict[int, Allocation] = {}
         self._lock = threading.Lock()
 
     def find(self, address: int) -> Allocation:
-        """The one that an address lies in."""
+        """Return the allocation that contains an address."""
         number = cuda.buffer_id(address)
         with self._lock:
-            if number not in self._known:
+            if number not in self._by_id:
                 base, size = cuda.extent(address)
-                self._known[number] = Allocation(base, size, cuda.export(base))
-            return self._known[number]
+                self._by_id[number] = Allocation(base, size, cuda.export(base))
+            return self._by_id[number]
 
     def take_freed(self) -> list[Allocation]:
-        """Those that were freed since the last time."""
+        """Remove and return the allocations that were freed since the last call."""
         with self._lock:
-            known = list(self._known.items())
-        freed = [number for number, allocation in known if not _is_there(number, allocation)]
+            allocations = list(self._by_id.items())
+        freed = [number for number, allocation in allocations if not _exists(number, allocation)]
         with self._lock:
-            return [self._known.pop(number) for number in freed]
+            return [self._by_id.pop(number) for number in freed]
 
 
-def _is_there(number: int, allocation: Allocation) -> bool:
+def _exists(number: int, allocation: Allocation) -> bool:
     try:
         return cuda.buffer_id(allocation.base) == number
     except cuda.DriverError:

@@ -1,4 +1,4 @@
-"""Tensors as bytes: which of them a message can move, and their way into a file and out of it."""
+"""Tensors as bytes: which of them a message can move, and how they are written to and read from a file."""
 
 import os
 
@@ -8,17 +8,17 @@ from torch import Tensor
 from stretto.wire.memory import memory_at
 
 
-def demand_source(tensor: Tensor) -> None:
-    """Raise if a tensor cannot be sent."""
+def validate_source(tensor: Tensor) -> None:
+    """Raise ValueError if a tensor cannot be sent."""
     if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"only dense tensors of the CPU or a GPU can be moved (got {tensor.layout} on {tensor.device.type})"
         )
 
 
-def demand_target(tensor: Tensor) -> None:
-    """Raise if a tensor cannot be received into."""
-    demand_source(tensor)
+def validate_target(tensor: Tensor) -> None:
+    """Raise ValueError if a tensor cannot be received into."""
+    validate_source(tensor)
     if not tensor.is_contiguous():
         raise ValueError("a tensor to be received must be contiguous")
     if tensor.is_conj() or tensor.is_neg():
@@ -28,7 +28,7 @@ def demand_target(tensor: Tensor) -> None:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same numbers as contiguous bytes that need no further rule to be read."""
+    """Return the same numbers as contiguous bytes, without lazy conjugate or negative."""
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
@@ -39,7 +39,7 @@ def write(file: int, tensor: Tensor) -> None:
 
 
 def read(file: int, tensor: Tensor) -> None:
-    """Not by a mapping: where the file is shorter than it was, reading one ends the process."""
+    """Read a file into a tensor. A memory mapping would crash this process if the file were truncated."""
     content, start = memory_at(tensor.data_ptr(), tensor.nbytes), 0
     while start < len(content):
         count = os.preadv(file, [content[start:]], start)

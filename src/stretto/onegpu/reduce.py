@@ -1,4 +1,4 @@
-"""Reductions of what all ranks gave, in the order of the ranks."""
+"""Reductions of all ranks' tensors, in the order of the ranks."""
 
 from collections.abc import Callable
 from functools import cache
@@ -20,8 +20,8 @@ _OPERATIONS: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
 ]
 
 
-def demand(op: Any, tensors: list[Tensor]) -> Any:
-    """The operation, if it is one that we know and that PyTorch has for such tensors."""
+def validate_op(op: Any, tensors: list[Tensor]) -> Any:
+    """Return the operation; raise if it is unknown, or PyTorch does not have it for these tensors."""
     number = next((number for number, (known, _) in enumerate(_OPERATIONS) if op == known), None)
     if number is None:
         raise ValueError(f"onegpu does not reduce by {getattr(op, 'op', op)}")
@@ -32,14 +32,14 @@ def demand(op: Any, tensors: list[Tensor]) -> Any:
 
 @cache
 def _try(number: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise what PyTorch does if it cannot."""
+    """Raise PyTorch's own error if it cannot reduce such tensors."""
     op, _ = _OPERATIONS[number]
     one = torch.ones(1, device=device).to(dtype)
     one.copy_(reduced([one, one], op))
 
 
 def reduced(parts: list[Tensor], op: Any) -> Tensor:
-    """Of all ranks', in their order."""
+    """Reduce one tensor of each rank, in the order of the ranks; the result is flat."""
     function = next(function for known, function in _OPERATIONS if op == known)
     total = parts[0].reshape(-1)
     for part in parts[1:]:

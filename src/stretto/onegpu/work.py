@@ -1,4 +1,4 @@
-"""What a group has begun: moves between ranks, and collectives on a stream or in a thread."""
+"""What a group returns for messages and for collectives on a stream or in a thread."""
 
 import queue
 import threading
@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from stretto.onegpu.engine import Member, Message
+from stretto.onegpu.member import Member
+from stretto.onegpu.messages import Message
 
 _Work: Any = c10d.Work
-_ENDING = 5.0  # seconds in which a thread has ended
+_ENDING = 5.0  # seconds for a thread to end
 
 
 class Work(_Work):  # type: ignore[misc]
-    """What a group has begun. On a device, `wait` lets the current stream wait, and the host goes on."""
+    """An operation that a group has begun. On a device, `wait` makes the current stream wait, not the host."""
 
     def __init__(self, result: list[Tensor]) -> None:
         super().__init__()
@@ -33,25 +34,25 @@ class Work(_Work):  # type: ignore[misc]
         return self._result
 
 
-class Moves(Work):
+class MessageWork(Work):
     """Sends and receives."""
 
-    def __init__(self, member: Member, moves: list[Message], result: list[Tensor]) -> None:
+    def __init__(self, member: Member, messages: list[Message], result: list[Tensor]) -> None:
         super().__init__(result)
-        self._member, self._moves = member, moves
+        self._member, self._messages = member, messages
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
-        settle(self._member, self._moves)
+        settle(self._member, self._messages)
         return True
 
     def is_completed(self) -> bool:
-        if any(move.tensor.is_cuda for move in self._moves):
-            self._member.check()  # where streams were let go, nothing has arrived
-        return all(move.ended for move in self._moves)
+        if any(message.tensor.is_cuda for message in self._messages):
+            self._member.check()  # after a failure, flags are up though nothing has arrived
+        return all(message.ended for message in self._messages)
 
 
-class OnStream(Work):
-    """A collective on the group's own stream."""
+class StreamWork(Work):
+    """A collective on the group's stream."""
 
     def __init__(self, member: Member, event: Any, result: list[Tensor]) -> None:
         super().__init__(result)
@@ -63,11 +64,12 @@ class OnStream(Work):
         return True
 
     def is_completed(self) -> bool:
+        self._member.check()  # after a failure, streams are released though nothing has arrived
         return bool(self._event.query())
 
 
-class InThread(Work):
-    """A collective in the group's own thread."""
+class ThreadWork(Work):
+    """A collective in the group's thread."""
 
     def __init__(self, run: Callable[[], None], result: list[Tensor]) -> None:
         super().__init__(result)
@@ -91,18 +93,18 @@ class InThread(Work):
         return self._ended.is_set()
 
 
-def settle(member: Member, moves: Sequence[Message]) -> None:
-    """Go no further, on the current stream or on the host, until the moves have ended."""
-    for move in moves:
-        if move.tensor.is_cuda:
+def settle(member: Member, messages: Sequence[Message]) -> None:
+    """Make the current stream wait for messages on the device, and the host for the others."""
+    for message in messages:
+        if message.tensor.is_cuda:
             member.check()
-            move.hold_back()
+            message.wait_on_stream()
         else:
-            member.wait(move)
+            member.wait(message)
 
 
-class All(Work):
-    """Several at once."""
+class CombinedWork(Work):
+    """Several operations at once."""
 
     def __init__(self, works: list[Any], result: list[Tensor]) -> None:
         super().__init__(result)
@@ -118,23 +120,23 @@ class All(Work):
 
 
 def updating(tensors: Sequence[Tensor]) -> Any:
-    """The mode in which these can be written to: those of inference mode only within it."""
+    """Return the mode in which these tensors can be written: inference mode if any was made in it."""
     return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else torch.no_grad()
 
 
-class Server:
-    """A thread that runs collectives one after the other."""
+class CollectiveThread:
+    """A thread that runs collectives on the host one after the other."""
 
     def __init__(self) -> None:
-        self._works: queue.SimpleQueue[InThread | None] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[ThreadWork | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="stretto onecpu", daemon=True)
         self._thread.start()
 
-    def put(self, work: InThread) -> None:
+    def put(self, work: ThreadWork) -> None:
         self._works.put(work)
 
     def end(self) -> None:
-        """Once what was put has ended; nothing of a group that this rank has left takes long."""
+        """End the thread after its collectives; in a group that this rank has left, they end soon."""
         self._works.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(_ENDING)

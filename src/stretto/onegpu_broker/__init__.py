@@ -1,1 +1,1 @@
-"""The process in the middle of ranks that share a GPU or a machine, and what they agree on with it. Without PyTorch."""
+"""The broker process between ranks that share a GPU or a machine, and its protocol; it does not import PyTorch."""

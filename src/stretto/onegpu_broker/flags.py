@@ -1,4 +1,4 @@
-"""Numbers that all processes and the device see: how far the messages of each channel have got."""
+"""Flags in memory shared by all processes and the device: how far the messages of each channel have got."""
 
 import ctypes
 import mmap
@@ -6,23 +6,24 @@ import mmap
 from stretto import cuda
 from stretto.wire.memory import demand_sealed, sealed_file
 
-RING = 256  # messages of a channel that may be under way
+RING = 256  # messages of a channel that may be in progress
 _SENDER, _RECEIVER, _DONE = 0, RING, 2 * RING
-_BLOCK = 2 * RING + 16
+_BLOCK = 2 * RING + 16  # words
 BLOCKS = 8192
 _BYTES = 4 * _BLOCK * BLOCKS
-EVER = 2**31 - 1  # ahead of every count
+EVER = 2**31 - 1  # larger than any count
 
 
 class Flags:
-    """It has a block of words for each channel, from one rank to another in one group.
+    """A block of 32-bit words for each channel; a channel leads from one rank to another in one group.
 
-    The two rings say of each message under way whether its sender's and its receiver's stream have come to it, and
-    `done` how many have been copied. It is memory of the host: the broker sees flags go up without asking the device,
-    and can let streams go that wait for one that is gone.
+    Two rings hold a flag for each message in progress: the sender's and the receiver's stream write theirs when they
+    reach the message. A third word, `done`, counts the messages that were copied. The words are host memory: the broker
+    reads them without asking the device, and can release streams that wait for a dead process.
     """
 
     def __init__(self, file: int | None = None) -> None:
+        """Map the flags in this file, or create a file for them."""
         if file is None:
             file = sealed_file("stretto-board", _BYTES)
         demand_sealed(file, _BYTES)
@@ -33,12 +34,17 @@ class Flags:
 
     @staticmethod
     def ready(block: int, number: int, *, sender: bool) -> int:
-        """The word that one side of a message writes."""
+        """Return the index of the word that one side of a message writes."""
         return block * _BLOCK + (_SENDER if sender else _RECEIVER) + number % RING
 
     @staticmethod
     def done(block: int) -> int:
+        """Return the index of the word that counts the messages copied."""
         return block * _BLOCK + _DONE
+
+    def arrived(self, block: int) -> int:
+        """Return how many messages of a channel were copied."""
+        return self._words[block * _BLOCK + _DONE]
 
     def read(self, word: int) -> int:
         return self._words[word]
@@ -50,8 +56,8 @@ class Flags:
         self._words[block * _BLOCK : (block + 1) * _BLOCK] = memoryview(bytes(4 * _BLOCK)).cast("I")
 
     def address(self, word: int) -> int:
-        """Where a word lies for the device."""
+        """Return the device address of a word."""
         if self._device is None:
-            place = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-            self._device = cuda.register_host(place, _BYTES)
+            start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            self._device = cuda.register_host(start, _BYTES)
         return self._device + 4 * word

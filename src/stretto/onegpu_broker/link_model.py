@@ -1,4 +1,4 @@
-"""How long a link takes: a model of the links that a cluster would have, in place of this GPU's own memory."""
+"""A model of a cluster's links: how long a message would take on them."""
 
 import msgspec
 
@@ -9,10 +9,11 @@ PRESETS = {"nvlink": (400.0, 3.0), "network": (50.0, 10.0)}
 
 
 class SimulatedLink(msgspec.Struct, frozen=True):
-    """A message takes at least its latency and its bytes over the bandwidth, counted from when both sides are ready.
+    """A link with a bandwidth and a latency.
 
-    The broker's clock keeps the time, and streams wait for it: neither SMs nor bandwidth are taken. Links do not share
-    anything, and a message is never faster than this GPU copies it.
+    A message takes at least the latency plus its bytes over the bandwidth, from when both sides are ready. The broker
+    keeps the time, and streams wait for it, which uses neither SMs nor bandwidth. Links share nothing, and a message is
+    never faster than this GPU copies it.
     """
 
     gigabytes_per_second: float
@@ -20,7 +21,7 @@ class SimulatedLink(msgspec.Struct, frozen=True):
 
     @staticmethod
     def parse(text: str) -> "SimulatedLink":
-        """From a preset's name, or numbers such as 400:3.
+        """Parse a preset's name, or GB/s:µs such as 400:3.
 
         >>> SimulatedLink.parse("nvlink").seconds(4 * 10**9)
         0.010003
@@ -29,16 +30,17 @@ class SimulatedLink(msgspec.Struct, frozen=True):
             return SimulatedLink(*PRESETS[text])
         try:
             speed, _, latency = text.partition(":")
-            found = SimulatedLink(float(speed), float(latency or 0))
+            link = SimulatedLink(float(speed), float(latency or 0))
         except ValueError:
-            found = SimulatedLink(0)
-        if not found.is_possible:
+            link = SimulatedLink(0)
+        if not link.is_possible:
             raise StrettoError(f"a link is {', '.join(PRESETS)} or GB/s:µs such as 400:3 (got {text!r:.40})")
-        return found
+        return link
 
     @property
     def is_possible(self) -> bool:
         return 0 < self.gigabytes_per_second < float("inf") and 0 <= self.microseconds < float("inf")
 
     def seconds(self, count: int) -> float:
+        """Return the seconds that a message of `count` bytes takes."""
         return count / (self.gigabytes_per_second * 1e9) + self.microseconds * 1e-6

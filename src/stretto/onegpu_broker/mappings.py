@@ -1,4 +1,4 @@
-"""Memory of ranks that the broker has open: while messages in flight use it, and as much again as may be used soon."""
+"""Ranks' memory that the broker has mapped: for messages in flight, and for messages that may follow soon."""
 
 import contextlib
 from collections.abc import Callable
@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from stretto import cuda
 
 KEPT = 4 * 2**30
-"""Bytes that stay open though no message in flight uses them, where memory is short. Opening and closing takes 60 µs
-for 64 MiB: in a model whose experts exchange that much, a step took 1.5 times as long when only so much stayed open."""
+"""Bytes that stay mapped though no message in flight uses them, where memory is short. Mapping and unmapping 64 MiB
+takes 60 µs: in a model whose experts exchange that much, a step took 1.5 times as long when only `KEPT` stayed mapped.
+"""
 
 
 @dataclass(slots=True)
@@ -16,35 +17,37 @@ class _Mapping:
     address: int
     size: int
     users: dict[int, int] = field(default_factory=dict)
-    """Of each channel, by its block, the last message that uses it."""
+    """The last message of each channel that uses it, by the channel's block."""
     is_freed: bool = False
-    """By its owner: it is of no more use."""
+    """Whether its owner has freed the allocation."""
 
 
 class Mappings:
-    """Allocations by owner and handle, the one that was used last at the end.
+    """Mapped allocations by owner and handle; the last one in the dict was used last.
 
-    Memory that its owner has freed stays taken on the device until it is closed here. So it is closed once its owner
-    says so, or is gone. An allocator that finds no more memory frees what it can and tries again at once, before
-    anybody could say so: where memory is short, what has not been used for long is closed before. What a message in
-    flight uses is never closed.
+    Memory that its owner has freed stays allocated on the device until the broker unmaps it. So the broker unmaps it
+    when the owner reports that, or is gone. An allocator that runs out of memory frees what it can and retries at once,
+    before the owner can report anything: so where memory is short, the broker unmaps what was used longest ago in
+    advance. It never unmaps memory that a message in flight uses.
 
-    To close memory, the driver waits for all that this process has queued. So nothing is closed while a stream waits
-    for a rank: from when there is something to close until it is closed, streams begin no such wait.
+    Unmapping makes the driver wait for everything that this process has queued. So nothing is unmapped while a stream
+    waits for a rank: once there is something to unmap, no stream begins such a wait until it is unmapped.
     """
 
     def __init__(self, is_in_flight: Callable[[int, int], bool], is_waiting: Callable[[], bool]) -> None:
-        """The functions say whether a message, by block and number, has yet to arrive; and whether a stream waits."""
+        """`is_in_flight` says whether a message, by block and number, has yet to arrive; `is_waiting` whether a stream
+        waits for a rank.
+        """
         self._is_in_flight, self._is_waiting = is_in_flight, is_waiting
         self._open: dict[tuple[object, bytes], _Mapping] = {}
         self._bytes = 0
         self.is_short = False
         """Whether little of the device's memory is free."""
         self.has_work = False
-        """Whether something is to be closed, as soon as no stream waits."""
+        """Whether something must be unmapped as soon as no stream waits."""
 
     def open(self, owner: object, handle: bytes, size: int, *, block: int, number: int) -> int:
-        """Where an allocation lies here, for a message that is about to be in flight."""
+        """Return the address of an allocation in this process, for a message that is about to be in flight."""
         mapping = self._open.pop((owner, handle), None)
         is_new = mapping is None
         if mapping is None:
@@ -57,26 +60,27 @@ class Mappings:
         return mapping.address
 
     def freed(self, owner: object, handle: bytes) -> None:
-        """Its owner has freed an allocation."""
+        """Unmap an allocation that its owner has freed."""
         mapping = self._open.get((owner, handle))
         if mapping is not None:
             mapping.is_freed = True
             self.trim()
 
     def gone(self, owner: object) -> None:
-        """A process is no more, nor is its memory."""
+        """Unmap all memory of a process that is gone."""
         for (other, _), mapping in self._open.items():
             mapping.is_freed |= other is owner
         self.trim()
 
     def ended(self, blocks: range) -> None:
-        """All messages of these blocks have, and others will have the same numbers."""
+        """Forget the messages of these blocks: all have arrived, and the numbers will be used again."""
         for mapping in self._open.values():
             mapping.users = {block: number for block, number in mapping.users.items() if block not in blocks}
 
     def trim(self) -> None:
-        """Close what nothing in flight uses: all that is freed, and where memory is short, what was used longest ago
-        beyond what is kept; or see that no stream begins to wait until that can be done.
+        """Unmap what is freed and, where memory is short, what was used longest ago beyond `KEPT` bytes.
+
+        Messages in flight keep their memory. While a stream waits for a rank, only set `has_work`.
         """
         kept, closing = 0, []
         for key, mapping in reversed(self._open.items()):

@@ -1,7 +1,7 @@
-"""What ranks and their broker tell each other: small messages over Unix sockets, with files attached.
+"""The protocol between ranks and their broker: small messages over Unix sockets, with files attached."""
 
-A packet has one message, whole: so the broker, which must wait for nobody, never has half of one. The broker says hello
-first, with its board attached; who is at the other end is known by its user."""
+# A packet holds one whole message: so the broker, which must never wait, never has half a message. The broker says
+# hello first, with the file of its flags attached; each end checks the user of the other.
 
 import os
 import socket
@@ -37,7 +37,7 @@ Bytes = Annotated[int, Meta(ge=0, lt=2**62)]
 
 
 class Join(msgspec.Struct, tag=True):
-    """A rank takes part in a group; the answer is Joined, or Failed if it cannot."""
+    """A rank joins a group; the broker answers Joined, or Failed."""
 
     group: Name
     rank: Rank
@@ -45,37 +45,37 @@ class Join(msgspec.Struct, tag=True):
 
 
 class Joined(msgspec.Struct, tag=True):
-    """Where the group's blocks on the board begin."""
+    """The broker has added a rank to a group, whose blocks of flags begin at `first`."""
 
     group: Name
     first: Annotated[int, Meta(ge=0, lt=BLOCKS)]
 
 
 class Place(msgspec.Struct, tag=True):
-    """One side of a message: the bytes to be sent, or the room for them.
+    """One side of a message: the bytes to send, or the buffer to receive them.
 
-    They lie in a device's allocation from an offset on; or, to be sent, in the attached file. A room on the host needs
-    no place: the file is handed on.
+    On a device, they lie at an offset in an allocation. On the host, the attached file holds the bytes to send, and the
+    broker passes it on to the receiver.
     """
 
     group: Name
     peer: Rank
-    """The other side."""
+    """The rank of the other side."""
     number: Number
-    """Which message of this channel it is."""
+    """Counts the messages of this channel."""
     sends: bool
     count: Bytes
     device: Annotated[int, Meta(ge=-1, lt=1024)] = -1
     handle: Handle = b""
     offset: Bytes = 0
     size: Bytes = 0
-    """Of the whole allocation."""
+    """Bytes of the whole allocation."""
     turn: Number = 0
-    """Which collective of the group it is part of: both sides must be at the same."""
+    """Counts the collectives of the group: both sides must be at the same one."""
 
 
 class Here(msgspec.Struct, tag=True):
-    """What a rank wants lies in the attached file."""
+    """The attached file holds a message for this rank."""
 
     group: Name
     peer: Rank
@@ -83,7 +83,7 @@ class Here(msgspec.Struct, tag=True):
 
 
 class Taken(msgspec.Struct, tag=True):
-    """What lay in a file has been copied by the receiver."""
+    """The receiver has read a message from its file."""
 
     group: Name
     peer: Rank
@@ -91,37 +91,37 @@ class Taken(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """A group cannot go on."""
+    """A group has failed."""
 
     group: Name
     why: Reason
 
 
 class Leave(msgspec.Struct, tag=True):
-    """A rank has no more to do with a group."""
+    """A rank leaves a group."""
 
     group: Name
 
 
 class SetLink(msgspec.Struct, tag=True):
-    """Messages of a group are to take as long as on such links."""
+    """Messages of a group take as long as on this link; None removes the delay."""
 
     group: Name
     model: SimulatedLink | None
 
 
 class Freed(msgspec.Struct, tag=True):
-    """A rank has freed an allocation that it sent from or received into."""
+    """A rank has freed an allocation that its messages used."""
 
     handle: Handle
 
 
 class Bye(msgspec.Struct, tag=True):
-    """The sender ends in peace."""
+    """A rank ends normally."""
 
 
 class Refused(msgspec.Struct, tag=True):
-    """The broker's last word to a process that it disconnects."""
+    """The broker disconnects this process."""
 
     why: Reason
 
@@ -138,12 +138,12 @@ def send_message(connection: socket.socket, message: FromRank | FromBroker, file
 
 
 def recv_from_rank(connection: socket.socket) -> tuple[FromRank | None, int]:
-    """What a rank says and its file, −1 for none; no message once it is gone."""
+    """Return a rank's next message and its file (−1 for none); the message is None if the rank is gone."""
     return _recv(connection, _FROM_RANK)
 
 
 def recv_from_broker(connection: socket.socket) -> tuple[FromBroker | None, int]:
-    """What the broker says and its file, −1 for none; no message once it is gone."""
+    """Return the broker's next message and its file (−1 for none); the message is None if the broker is gone."""
     return _recv(connection, _FROM_BROKER)
 
 
@@ -174,7 +174,7 @@ def _recv(connection: socket.socket, decoder: msgspec.msgpack.Decoder[_M]) -> tu
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     try:
         return recv_bytes(connection, _LARGEST)
-    except ConnectionResetError:  # it has not read all that it was told, but may have said something before it left
+    except ConnectionResetError:  # the peer left without reading everything, but may have sent something before
         return recv_bytes(connection, _LARGEST)
 
 

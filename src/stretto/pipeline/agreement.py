@@ -1,4 +1,4 @@
-"""What ranks tell each other when a step begins: what they will sum, and whether it begins like an earlier one."""
+"""Numbers that ranks exchange at the start of a step: what they will sum, and how their step begins."""
 
 import struct
 from collections.abc import Iterable, Mapping
@@ -12,49 +12,52 @@ Ranks = tuple[int, ...]
 
 
 class Agreement:
-    """A number for each of some sets of ranks, told to all ranks of the set when a step begins. It is heard when it is
-    asked for, and has mostly come by then.
+    """Exchanges one number per set of ranks at the start of each step.
+
+    `send` does not wait for the other ranks; `others` reads their numbers, which have usually arrived by then.
     """
 
     def __init__(self, team: Team, sets: Iterable[Ranks]) -> None:
-        """All ranks make theirs together, of the same sets."""
+        """Open the connections. All ranks call this together, with the same sets."""
         self._supervisor, rank = team.supervisor, team.rank
         every = sorted(sets)
         pairs = sorted({pair for ranks in every for pair in permutations(ranks, 2)})
-        to, of = ({}, {}) if team.rendezvous is None or not pairs else side_channels(team.rendezvous, pairs)
-        self._to: dict[int, SideChannel] = to
-        self._of: dict[int, SideChannel] = of
-        self._common = {peer: [ranks for ranks in every if rank in ranks and peer in ranks] for peer in to}
-        self._heard: dict[int, dict[Ranks, int]] = {}
+        outgoing, incoming = ({}, {}) if team.rendezvous is None or not pairs else side_channels(team.rendezvous, pairs)
+        self._outgoing: dict[int, SideChannel] = outgoing
+        self._incoming: dict[int, SideChannel] = incoming
+        self._common = {peer: [ranks for ranks in every if rank in ranks and peer in ranks] for peer in outgoing}
+        self._received: dict[int, dict[Ranks, int]] = {}
 
     def send(self, numbers: Mapping[Ranks, int]) -> None:
-        """This rank's number for each of its sets."""
-        self._heard = {}
-        with self._supervisor.explaining(lambda: "what it told to be heard"):
-            for peer, wire in self._to.items():
-                said = [numbers[ranks] for ranks in self._common[peer]]
-                wire.send(struct.pack(f"<{1 + len(said)}Q", self._supervisor.mark, *said), self._supervisor.check)
+        """Send this rank's number for each of its sets."""
+        self._received = {}
+        with self._supervisor.explaining(lambda: "its start of the step to be received"):
+            for peer, channel in self._outgoing.items():
+                values = [numbers[ranks] for ranks in self._common[peer]]
+                channel.send(
+                    struct.pack(f"<{1 + len(values)}Q", self._supervisor.mark, *values), self._supervisor.check
+                )
 
     def others(self, ranks: Ranks) -> dict[int, int]:
-        """The numbers of the other ranks of a set."""
-        return {peer: self._hear(peer)[ranks] for peer in ranks if peer in self._of}
+        """Return the numbers of the other ranks of a set, waiting for those that have not arrived."""
+        return {peer: self._receive(peer)[ranks] for peer in ranks if peer in self._incoming}
 
-    def _hear(self, peer: int) -> dict[Ranks, int]:
-        if peer not in self._heard:
-            wire, sets = self._of[peer], self._common[peer]
+    def _receive(self, peer: int) -> dict[Ranks, int]:
+        if peer not in self._received:
+            channel, sets = self._incoming[peer], self._common[peer]
             form = struct.Struct(f"<{1 + len(sets)}Q")
             what = f"rank {peer} to begin {self._supervisor.label}"
-            self._supervisor.wait(wire, lambda: what)
+            self._supervisor.wait(channel, lambda: what)
             with self._supervisor.explaining(lambda: what):
-                mark, *said = form.unpack(wire.receive(form.size, self._supervisor.check))
+                mark, *values = form.unpack(channel.receive(form.size, self._supervisor.check))
             if mark != self._supervisor.mark:
                 raise told(
                     f"rank {peer} is not in {self._supervisor.label}; all ranks must call step() and eval_step() in "
                     "the same order, with the same record and accumulate"
                 )
-            self._heard[peer] = dict(zip(sets, said, strict=True))
-        return self._heard[peer]
+            self._received[peer] = dict(zip(sets, values, strict=True))
+        return self._received[peer]
 
     def close(self) -> None:
-        for wire in (*self._to.values(), *self._of.values()):
-            wire.close()
+        for channel in (*self._outgoing.values(), *self._incoming.values()):
+            channel.close()

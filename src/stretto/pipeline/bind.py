@@ -1,4 +1,4 @@
-"""What a rank's tasks are in a step: forwards, backwards and transfers, as callables for the executor."""
+"""Binds a rank's tasks (forwards, backwards, transfers, sums) to callables that the executor runs."""
 
 from collections.abc import Callable, Collection, Hashable
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from stretto.execute.supervisor import Supervisor
 from stretto.ir.errors import PipelineError
 from stretto.pipeline.descriptions import Description
 from stretto.pipeline.losses import Losses
-from stretto.pipeline.pytree import LEAF, Tree, Value, demand_unchanged, entering
+from stretto.pipeline.pytree import LEAF, Tree, Value, entering, validate_unchanged
 from stretto.pipeline.recv_buffers import RecvBuffer, RecvBuffers, share_recv_buffers
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.segments import Grads
@@ -29,7 +29,10 @@ from stretto.program.wgrads import joined_ends
 
 
 class StepBinding:
-    """A step, of training or of evaluation. Values and gradients wait between tasks, by stage and microbatch."""
+    """A training or evaluation step of one program; run it any number of times.
+
+    Between tasks, values and gradients are stored by (stage, microbatch).
+    """
 
     def __init__(
         self,
@@ -41,23 +44,25 @@ class StepBinding:
         reduce: Callable[[tuple[int, ...]], Work | None] | None = None,
         shape_cache: ShapeCache | None = None,
     ) -> None:
-        """With `reduce`, which sums the gradients of stages over ranks, a step of training. Without `precedents` every
-        message is described.
+        """Bind every task of the program.
+
+        `reduce` sums the gradients of stages over ranks; without it, this is an evaluation step. Without a
+        `shape_cache`, every message carries its description.
         """
         self._shape_cache = shape_cache
-        self._known: Messages | None = None  # if it is known how the messages of this step look
-        self._described: dict[int, Description | Arrival] = {}  # how they look, as far as it was told
+        self._known: Messages | None = None  # this step's descriptions, if an earlier step began alike
+        self._described: dict[int, Description | Arrival] = {}  # the descriptions that this step exchanged, by transfer
         self._transfer_count = 0
         self._training, self._reduce = reduce is not None, reduce
         self._program, self._stages, self._transfers = program, stages, transfers
         self._last = program.placement.stages - 1
         self._inputs: list[Value] | None = None
-        self._rows = 0  # of the whole batch of inputs, 0 if nobody has told
+        self._rows = 0  # of the whole batch of inputs, 0 if unknown
         self._losses: Losses | None = None
-        self._differentiated: dict[int, list[Any]] = {}  # the leaves of inputs that require gradients
+        self._differentiated: dict[int, list[Any]] = {}  # leaves of inputs that require gradients, by microbatch
         self._input_grads: list[tuple[Tensor, Tensor]] = []
         self._values: dict[tuple[int, int], Tree | Arrival] = {}
-        self._versions: dict[tuple[int, int], list[int]] = {}  # of values that wait here for the next stage
+        self._versions: dict[tuple[int, int], list[int]] = {}  # of values whose next stage is on this rank
         self._grads: dict[tuple[int, int], Grads | Arrival] = {}
         self._outputs: dict[tuple[int, int], Tree] = {}
         self._executor = Executor(program, supervisor)
@@ -69,7 +74,7 @@ class StepBinding:
         self._buffer_of = {self.tasks[at]: buffer_key for at, buffer_key in taken.items()}
         on_device = transfers.device.type == "cuda"
         self.several_streams = on_device and any(task.lane.name == "comm" for task in self.tasks)
-        """Whether several streams of a device compute."""
+        """Whether tasks compute on more than one CUDA stream."""
         self._used: list[object] | None = [] if self.several_streams else None
         lanes: Lanes = (
             DeviceLanes(self._executor, after, self._used)
@@ -79,7 +84,10 @@ class StepBinding:
         self._executor.bind(lanes, self._bound)
 
     def begin(self, begin: Callable[[], Hashable | None]) -> None:
-        """A step is to be run. Those that `begin` alike on each rank have messages that look alike."""
+        """Tell the other ranks how this step begins.
+
+        Steps for which `begin` returns equal keys on every rank exchange messages of the same shapes.
+        """
         if self._shape_cache is not None:
             self._shape_cache.begin(begin())
 
@@ -92,18 +100,18 @@ class StepBinding:
         key: RngKey | None = None,
         rows: int = 0,
     ) -> None:
-        """`rows` are those of inputs that were given whole."""
+        """Run all tasks once. `rows` is the batch size of inputs passed as one batch, else 0."""
         self._inputs, self._losses, self._rows = inputs, losses, rows
         self._input_grads = []
-        with ExitStack() as opened:
+        with ExitStack() as contexts:
             for stage in self._stages.values():
                 stage.used = self._used
-                opened.enter_context(stage.running(key or RngKey(), training=self._training))
+                contexts.enter_context(stage.running(key or RngKey(), training=self._training))
             try:
                 self._known = None if self._shape_cache is None else self._shape_cache.find()
                 self._executor.run(recorder)
                 if self._shape_cache is not None and self._known is None:
-                    self._shape_cache.learn({number: _look(it) for number, it in self._described.items()})
+                    self._shape_cache.learn({number: _look(message) for number, message in self._described.items()})
             finally:
                 self._transfers.forget()
                 self._described.clear()
@@ -114,18 +122,19 @@ class StepBinding:
                 self._differentiated.clear()
 
     def has_behind(self, losses: Losses) -> bool:
-        """Whether inputs or targets require gradients."""
+        """Return whether any inputs or targets require gradients."""
         return bool(self._input_grads or losses.cut)
 
     def behind(self, losses: Losses, own: Collection[int]) -> list[tuple[Tensor, Tensor]]:
-        """Inputs and targets that require gradients, and these; what is behind them is taken in. `own` are those that
-        the user gave.
+        """Return the inputs and targets that require gradients, each with its gradient.
+
+        Also adopt the leaves of the graphs behind them. `own` holds the ids of the tensors that the user passed.
         """
         inputs, self._input_grads = self._input_grads, []
-        targets = [(target, given.grad) for target, given in losses.cut.values() if given.grad is not None]
-        for stage, given in ((0, inputs), (self._last, targets)):
-            if given:
-                self._stages[stage].take_behind([tensor for tensor, _ in given], own)
+        targets = [(target, detached.grad) for target, detached in losses.cut.values() if detached.grad is not None]
+        for stage, pairs in ((0, inputs), (self._last, targets)):
+            if pairs:
+                self._stages[stage].adopt_behind([tensor for tensor, _ in pairs], own)
         return inputs + targets
 
     def _bound(self, task: Task) -> Act:
@@ -145,8 +154,8 @@ class StepBinding:
 
                 return both
             case kind if kind in WEIGHTS:
-                of, joins = self._stages[stage], task in self._joins
-                return lambda: of.weight(microbatch, part, joins=joins)
+                owner, joins = self._stages[stage], task in self._joins
+                return lambda: owner.weight(microbatch, part, joins=joins)
             case Kind.REDUCE:
                 assert self._reduce is not None
                 return partial(self._reduce, self._program.anatomy.summed(stage, part))
@@ -157,71 +166,71 @@ class StepBinding:
                 raise PipelineError(f"{task} cannot be run: a pipeline moves no activations to host memory")
 
     def _forward(self, stage: int, microbatch: int, part: int) -> Act:
-        of, here = self._stages[stage], (stage, microbatch)
-        run = of.forward if self._training else of.evaluate
+        owner, key = self._stages[stage], (stage, microbatch)
+        run = owner.forward if self._training else owner.evaluate
         ends = part == len(self._program.anatomy.forward[stage]) - 1
         local = stage + 1 in self._stages and self._placed(stage + 1, microbatch) == self._placed(stage, microbatch)
 
         def forward() -> None:
-            lent = None
+            buffer = None
             if part or stage:
-                waits = self._values.pop(here)
-                if isinstance(waits, Arrival):
-                    given, lent = waits.taken()
-                    assert waits.what is not None
-                    self._rows = waits.what.rows
+                stored = self._values.pop(key)
+                if isinstance(stored, Arrival):
+                    value, buffer = stored.take()
+                    assert stored.description is not None
+                    self._rows = stored.description.rows
                 else:
-                    given = waits
-                    if here in self._versions:
-                        demand_unchanged(given, self._versions.pop(here))
+                    value = stored
+                    if key in self._versions:
+                        validate_unchanged(value, self._versions.pop(key))
             else:
                 assert self._inputs is not None
-                given, leaves = entering(self._inputs[microbatch])
+                value, leaves = entering(self._inputs[microbatch])
                 if leaves and self._training:
                     self._differentiated[microbatch] = leaves
             if ends and stage == self._last:
                 losses = self._losses
                 assert losses is not None
-                out = run(microbatch, part, given, losses.of(microbatch, self._rows))
+                out = run(microbatch, part, value, losses.of(microbatch, self._rows))
                 if self._training:
-                    self._grads[here] = [losses.seed(out.leaves[0])]
+                    self._grads[key] = [losses.seed(out.leaves[0])]
                 return
-            out = run(microbatch, part, given)
-            if lent is not None:
-                out = lent.own(out)
+            out = run(microbatch, part, value)
+            if buffer is not None:
+                out = buffer.own(out)
             if self._used is not None:
-                self._used += (given, out)
+                self._used += (value, out)
             if not ends:
-                self._values[here] = out
+                self._values[key] = out
             elif local:
                 self._values[stage + 1, microbatch] = out
                 self._versions[stage + 1, microbatch] = out.versions()
             else:
-                self._outputs[here] = out
+                self._outputs[key] = out
 
         return forward
 
     def _backward(self, stage: int, microbatch: int, part: int) -> Act:
-        of, here = self._stages[stage], (stage, microbatch)
+        owner, key = self._stages[stage], (stage, microbatch)
         ends = part == len(self._program.anatomy.forward[stage]) - 1
 
         def backward() -> None:
-            waits, lent = self._grads.pop(here), None
+            stored, buffer = self._grads.pop(key), None
             grads: Grads
-            if isinstance(waits, Arrival):
-                tree, lent = waits.taken()
+            if isinstance(stored, Arrival):
+                tree, buffer = stored.take()
                 grads = tree.leaves
             else:
-                grads = waits
-            out = of.backward(microbatch, part, grads)
-            if lent is not None:
-                out = [grad.clone() if grad is not None and lent.holds(grad) else grad for grad in out]
+                grads = stored
+            out = owner.backward(microbatch, part, grads)
+            if buffer is not None:
+                out = [grad.clone() if grad is not None and buffer.holds(grad) else grad for grad in out]
             if self._used is not None:
                 self._used += (grads, out)
             if not ends:
-                self._grads[here] = out
+                self._grads[key] = out
             elif stage:
-                self._grads[stage - 1, microbatch] = out  # for that stage, or to be sent
+                self._grads[stage - 1, microbatch] = out  # stage - 1 runs here, or a send takes it
             elif microbatch in self._differentiated:
                 leaves = self._differentiated.pop(microbatch)
                 self._input_grads += [(x, grad) for x, grad in zip(leaves, out, strict=True) if grad is not None]
@@ -233,15 +242,15 @@ class StepBinding:
 
     def _transfer(self, task: Task, peer: int) -> Act:
         transfers, stage, microbatch = self._transfers, task.stage, task.microbatch
-        here = stage, microbatch
+        key = stage, microbatch
         number, self._transfer_count = self._transfer_count, self._transfer_count + 1
 
-        def buffer_for(what: Description) -> RecvBuffer:
-            return self._recv_buffers.take(self._buffer_of[task], what)
+        def buffer_for(description: Description) -> RecvBuffer:
+            return self._recv_buffers.take(self._buffer_of[task], description)
 
-        def send(kind: Kind, tree: Tree, rows: int, of: str) -> Work | None:
+        def send(kind: Kind, tree: Tree, rows: int, sender: str) -> Work | None:
             if self._known is not None:
-                return transfers.send_as(self._known[number], peer, tree, rows, of)
+                return transfers.send_as(self._known[number], peer, tree, rows, sender)
             self._described[number], begun = transfers.send(peer, (kind, stage), tree, rows)
             return begun
 
@@ -253,10 +262,10 @@ class StepBinding:
             return arrival, begun
 
         def send_value() -> Work | None:
-            return send(Kind.SEND_F, self._outputs.pop(here), self._rows, f"stage {stage} hands on")
+            return send(Kind.SEND_F, self._outputs.pop(key), self._rows, f"stage {stage} hands on")
 
         def receive_value() -> Work | None:
-            self._values[here], begun = receive((Kind.SEND_F, stage - 1))
+            self._values[key], begun = receive((Kind.SEND_F, stage - 1))
             return begun
 
         def send_grads() -> Work | None:
@@ -265,7 +274,7 @@ class StepBinding:
             return send(Kind.SEND_B, _tree_of(grads), 0, f"stage {stage} hands back")
 
         def receive_grads() -> Work | None:
-            self._grads[here], begun = receive((Kind.SEND_B, stage + 1))
+            self._grads[key], begun = receive((Kind.SEND_B, stage + 1))
             return begun
 
         return {
@@ -277,19 +286,19 @@ class StepBinding:
 
 
 def _look(described: Description | Arrival) -> Description:
-    """What a message looked like that was sent, or has come."""
-    what = described.what if isinstance(described, Arrival) else described
-    assert what is not None, "a message that nobody has waited for"
-    return what
+    """Return the description of a message that was sent or received."""
+    description = described.description if isinstance(described, Arrival) else described
+    assert description is not None, "no task waited for this message"
+    return description
 
 
 def _tree_of(grads: Grads) -> Tree:
-    """Gradients as a message: a list, None for leaves that have none."""
+    """Return gradients as a message: a list, with None for leaves that have no gradient."""
     leaves = [grad.to_dense() if isinstance(grad, Tensor) and grad.is_sparse else grad for grad in grads]
     return Tree(list(leaves), list_of(len(leaves)), [False] * len(leaves))
 
 
 @cache
 def list_of(count: int) -> pytree.TreeSpec:
-    """The structure of a list of so many leaves; of one, the leaf's own."""
+    """Return the pytree structure of a list of `count` leaves; for one leaf, that of the leaf itself."""
     return LEAF if count == 1 else pytree.tree_structure([0] * count)

@@ -1,4 +1,4 @@
-"""What a message is, told to the process that receives it: containers, plain values, types and shapes of tensors."""
+"""Descriptions of messages: their containers, plain values, and the dtypes and shapes of their tensors."""
 
 import importlib
 from collections import namedtuple
@@ -15,11 +15,11 @@ from stretto.pipeline.pytree import LEAF, Tree, full_name, storage_of
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True, tag="tensor"):
-    """A tensor without its numbers."""
+    """A tensor's shape, strides and dtype, without its data."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
-    """None if it is contiguous."""
+    """None if the tensor is contiguous."""
     dtype: str
     needs_grad: bool
 
@@ -31,21 +31,21 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True, tag="tensor"):
 
 
 class _Same(msgspec.Struct, frozen=True, array_like=True, tag="same"):
-    """The tensor of an earlier leaf once more."""
+    """The same tensor as an earlier leaf."""
 
     leaf: int
 
 
 class _Plain(msgspec.Struct, frozen=True, array_like=True, tag="plain"):
     value: msgspec.Raw
-    """As `_packed`: compared by its bytes, so that 1 is not True and NaN is NaN."""
+    """Encoded by `_packed` and compared as bytes, so that 1 differs from True and NaN equals NaN."""
 
 
 _Leaf: TypeAlias = TensorMeta | _Same | _Plain
 
 
 class _Node(msgspec.Struct, frozen=True, array_like=True):
-    """A container; a leaf has no type."""
+    """A container of the pytree; a leaf has an empty type."""
 
     type: str = ""
     context: Any = None
@@ -53,7 +53,7 @@ class _Node(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True):
-    """A description as it travels."""
+    """A description in its wire format."""
 
     root: _Node
     leaves: tuple[_Leaf, ...]
@@ -62,7 +62,10 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Description:
-    """All of a message but its tensors' numbers. Two that are equal make the same value of the same numbers."""
+    """Everything about a message except its tensors' data.
+
+    Equal descriptions rebuild the same value from the same tensor data.
+    """
 
     __slots__ = ("leaves", "lone", "metas", "rows", "shared", "spec")
 
@@ -71,11 +74,11 @@ class Description:
     ) -> None:
         self.spec, self.leaves, self.shared = spec, tuple(leaves), shared
         self.rows = rows
-        """How many rows the batch had that it comes from, 0 if that is not known."""
+        """The number of rows of the batch that the message comes from, 0 if unknown."""
         self.metas = [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
-        """Of the tensors that travel, in order."""
+        """The metadata of the tensors that are sent, in order."""
         self.lone: tuple[Any, ...] | None = None
-        """By what a sender knows a plain contiguous tensor that looks like this, once it has seen one."""
+        """The sender's fast key for a single plain contiguous tensor of this description (see `_lone`), once sent."""
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -89,12 +92,12 @@ class Description:
     __hash__ = None  # type: ignore[assignment]
 
     def unlike(self, other: "Description") -> str:
-        """The first thing in which it differs, as in "float32 of shape (4, 8), was of shape (4, 7)"."""
+        """Return the first difference in words, e.g. "float32 of shape (4, 8), was float32 of shape (4, 7)"."""
         if self.spec != other.spec or _typed(self.spec) != _typed(other.spec):
             return f"in {' '.join(str(self.spec).split())}, was in {' '.join(str(other.spec).split())}"
         for place, (leaf, before) in enumerate(zip(self.leaves, other.leaves, strict=True)):
             if leaf != before:
-                return f"{_where(self.spec, place)}{_said(leaf)}, was {_said(before)}"
+                return f"{_where(self.spec, place)}{_in_words(leaf)}, was {_in_words(before)}"
         if self.shared != other.shared:
             return "other tensors share memory with each other than did"
         return f"of a batch of {self.rows} rows, was of {other.rows}"
@@ -103,9 +106,9 @@ class Description:
         return [meta.empty(device) for meta in self.metas]
 
     def tree(self, tensors: Sequence[Tensor]) -> Tree:
-        """The message, with these tensors."""
+        """Return the message's tree, with these tensors as its data."""
         first = self.leaves[0] if self.spec is LEAF else None
-        if isinstance(first, TensorMeta):  # the usual case, taken by itself: this is hot
+        if isinstance(first, TensorMeta):  # fast path for the usual case; this is hot
             return Tree([tensors[0].detach()], LEAF, [first.needs_grad])
         leaves: list[Any] = []
         needs: list[bool] = []
@@ -113,7 +116,7 @@ class Description:
         for leaf in self.leaves:
             match leaf:
                 case TensorMeta():
-                    leaves.append(next(rest).detach())  # anew for each message: a layer may set attributes on it
+                    leaves.append(next(rest).detach())  # a new tensor per message: a layer may set attributes on it
                     needs.append(leaf.needs_grad)
                 case _Same():
                     leaves.append(leaves[leaf.leaf])
@@ -124,7 +127,7 @@ class Description:
         return Tree(leaves, self.spec, needs, self.shared)
 
     def encode(self) -> bytes:
-        text = msgspec.msgpack.encode(_Wire(_noded(self.spec), self.leaves, self.shared, self.rows))
+        text = msgspec.msgpack.encode(_Wire(_node_of(self.spec), self.leaves, self.shared, self.rows))
         if Description.decode(text) != self:
             raise PipelineError(f"a layer hands on {self.spec}, which another process cannot put together again")
         return text
@@ -132,21 +135,21 @@ class Description:
     @staticmethod
     def decode(text: bytes) -> "Description":
         wire = _WIRE.decode(text)
-        return Description(_specified(wire.root), wire.leaves, wire.shared, wire.rows)
+        return Description(_spec_of(wire.root), wire.leaves, wire.shared, wire.rows)
 
 
 def _where(spec: pytree.TreeSpec, place: int) -> str:
-    """As in "['x'] is ", for a leaf of a container."""
+    """Return a leaf's path in its container, e.g. "['x'] is "; empty if the message is a single leaf."""
     if spec is LEAF:
         return ""
     try:
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * spec.num_leaves, spec))
-    except Exception:  # a class of somebody's own need not take zeros
+    except Exception:  # a user's class may reject the placeholder zeros
         return f"item {place} is "
     return f"{pytree.keystr(paths[place][0])} is "
 
 
-def _said(leaf: _Leaf) -> str:
+def _in_words(leaf: _Leaf) -> str:
     match leaf:
         case TensorMeta():
             strides = "" if leaf.stride is None else f" and strides {leaf.stride}"
@@ -161,10 +164,10 @@ _WIRE: msgspec.msgpack.Decoder[_Wire] = msgspec.msgpack.Decoder(_Wire)
 
 
 def describe(tree: Tree, device: torch.device, rows: int = 0) -> tuple[Description, list[Tensor]]:
-    """A message to a process on such a device: what it is, and its tensors as they travel."""
+    """Return the description of a message to a process on `device`, and the tensors to send."""
     first: dict[int, int] = {}
     described: list[_Leaf] = []
-    travelling: list[Tensor] = []
+    tensors: list[Tensor] = []
     for place, (leaf, needs) in enumerate(zip(tree.leaves, tree.needs, strict=True)):
         if not isinstance(leaf, Tensor):
             described.append(_Plain(msgspec.Raw(msgspec.msgpack.encode(_packed(leaf)))))
@@ -175,12 +178,12 @@ def describe(tree: Tree, device: torch.device, rows: int = 0) -> tuple[Descripti
             stride, dense = _dense(leaf, device)
             dtype = str(leaf.dtype).removeprefix("torch.")
             described.append(TensorMeta(tuple(leaf.shape), stride, dtype, needs))
-            travelling.append(dense)
-    return Description(tree.spec, described, tree.shared, rows), travelling
+            tensors.append(dense)
+    return Description(tree.spec, described, tree.shared, rows), tensors
 
 
 def _dense(tensor: Tensor, device: torch.device) -> tuple[tuple[int, ...] | None, Tensor]:
-    """A tensor's strides, None if they are the usual ones, and its numbers as they lie in memory."""
+    """Return a tensor's strides (None if contiguous) and a contiguous tensor with its data."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         kind = full_name(type(tensor)) if type(tensor) is not Tensor else f"tensor of layout {tensor.layout}"
         raise PipelineError(f"a layer hands a {kind} on to another rank; only plain dense tensors travel")
@@ -189,49 +192,50 @@ def _dense(tensor: Tensor, device: torch.device) -> tuple[tuple[int, ...] | None
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return None, tensor
-    lying = as_it_lies(tensor)
-    if lying.is_contiguous():
-        return tensor.stride(), lying
+    contiguous = as_contiguous(tensor)
+    if contiguous.is_contiguous():
+        return tensor.stride(), contiguous
     return None, tensor.contiguous()
 
 
-def as_it_lies(tensor: Tensor) -> Tensor:
-    """A dense tensor as a contiguous one, of the same memory."""
+def as_contiguous(tensor: Tensor) -> Tensor:
+    """Return a view with dimensions ordered by stride, which is contiguous if the tensor is dense."""
     if tensor.is_contiguous():
         return tensor
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-_MOVED_AS_THEY_ARE = frozenset(
+_NATIVE_DTYPES = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
 
 
 def moved_as(tensor: Tensor) -> Tensor:
-    """A dense tensor as any process group can move it: most know few types."""
-    lying = as_it_lies(tensor)
-    return lying if tensor.dtype in _MOVED_AS_THEY_ARE else lying.reshape(-1).view(torch.uint8)
+    """Return a dense tensor's memory in a dtype that every process group can transfer, as bytes if need be."""
+    contiguous = as_contiguous(tensor)
+    return contiguous if tensor.dtype in _NATIVE_DTYPES else contiguous.reshape(-1).view(torch.uint8)
 
 
 def look_of(values: Sequence[Any] | None) -> Hashable | None:
-    """All that a layer can see of some values without looking at a tensor's numbers, and which tensors share memory.
-    None if that cannot be told.
+    """Return a key of all that a layer can see of values without reading tensor data, including shared memory.
+
+    Return None if the values cannot be described.
     """
-    found: list[Hashable] = []
+    looks: list[Hashable] = []
     try:
         for value in values or ():
             leaves, spec = ([value], LEAF) if isinstance(value, Tensor) else pytree.tree_flatten(value)
-            found.append(None if spec is LEAF else _look_of_spec(spec))
-            first: dict[int, int] = {}  # by tensor and by storage, the first leaf that has it
+            looks.append(None if spec is LEAF else _look_of_spec(spec))
+            first: dict[int, int] = {}  # the first leaf with each tensor and each storage
             for place, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
                     same = first.setdefault(id(leaf), place), first.setdefault(storage_of(leaf), place)
-                    found.append((_look_of_tensor(leaf), same))
+                    looks.append((_look_of_tensor(leaf), same))
                 else:
-                    found.append(msgspec.msgpack.encode(_packed(leaf)))
+                    looks.append(msgspec.msgpack.encode(_packed(leaf)))
     except (PipelineError, RuntimeError, NotImplementedError):
         return None
-    return tuple(found)
+    return tuple(looks)
 
 
 def _look_of_spec(spec: pytree.TreeSpec) -> Hashable:
@@ -242,16 +246,16 @@ def _look_of_tensor(tensor: Tensor) -> Hashable:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _noded(spec: pytree.TreeSpec) -> _Node:
+def _node_of(spec: pytree.TreeSpec) -> _Node:
     if spec.type is None:
         return _Node()
     if spec.type is namedtuple:
-        return _Node("namedtuple", _packed(spec.context), tuple(map(_noded, _children(spec))))
-    return _Node(_importable(spec.type), _packed(spec.context), tuple(map(_noded, _children(spec))))
+        return _Node("namedtuple", _packed(spec.context), tuple(map(_node_of, _children(spec))))
+    return _Node(_importable(spec.type), _packed(spec.context), tuple(map(_node_of, _children(spec))))
 
 
 def _typed(spec: pytree.TreeSpec) -> Any:
-    """What makes two specs that are equal the same: 1 is equal to True. None if nothing does."""
+    """Return what `==` of specs does not compare: the types in their contexts, since 1 == True."""
     context = spec.context
     plain = context is None or (isinstance(context, list) and all(type(key) is str for key in context))
     own = None if plain else msgspec.msgpack.encode(_packed(context))
@@ -262,17 +266,17 @@ def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     return spec.children() if hasattr(spec, "children") else spec.children_specs
 
 
-def _specified(node: _Node) -> pytree.TreeSpec:
+def _spec_of(node: _Node) -> pytree.TreeSpec:
     if not node.type:
         return LEAF
     kind = namedtuple if node.type == "namedtuple" else _imported(node.type)
     if kind not in pytree.SUPPORTED_NODES:
         raise PipelineError(f"{node.type} is not registered with torch.utils._pytree in this process")
-    return pytree.TreeSpec(kind, _unpacked(node.context), [_specified(child) for child in node.children])
+    return pytree.TreeSpec(kind, _unpacked(node.context), [_spec_of(child) for child in node.children])
 
 
 def _packed(value: Any) -> Any:
-    """Plain values and what containers keep of themselves, so that msgpack gives back the same types."""
+    """Encode a plain value or a container's context so that msgpack restores the same types."""
     kind = type(value)
     if value is None or kind in (bool, float, str, bytes) or (kind is int and -(2**63) <= value < 2**63):
         return value
@@ -319,7 +323,7 @@ def _unpacked(packed: Any) -> Any:
 
 
 def _importable(thing: Any) -> str:
-    """The name of a class or function by which any process finds it."""
+    """Return the import path of a class or function; raise PipelineError if it cannot be imported by that path."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if module and name:
         path = f"{module}:{name}"

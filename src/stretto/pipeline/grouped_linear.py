@@ -1,4 +1,4 @@
-"""A linear layer for each group of rows: what the experts of a mixture share."""
+"""A linear layer with one weight matrix per group of rows, for the experts of a mixture."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class GroupedLinear(nn.Module):
-    """Rows come sorted by group, and each group is multiplied by its own matrix.
+    """Multiplies each group of rows by its own matrix. Rows must be sorted by group.
 
     >>> layer = GroupedLinear(groups=2, in_features=4, out_features=3)
     >>> layer(torch.ones(5, 4), torch.tensor([2, 3])).shape  # two rows for the first group, three for the second
@@ -24,12 +24,12 @@ class GroupedLinear(nn.Module):
         return grouped_linear(x, self.weight, counts)
 
     def extra_repr(self) -> str:
-        groups, out, given = self.weight.shape
-        return f"groups={groups}, in_features={given}, out_features={out}"
+        groups, out_features, in_features = self.weight.shape
+        return f"groups={groups}, in_features={in_features}, out_features={out_features}"
 
 
 def grouped_linear(x_TD: Tensor, weight_GED: Tensor, counts_G: Tensor) -> Tensor:
-    """Each group's rows by its matrix, transposed as in nn.Linear."""
+    """Multiply each group's rows by the transpose of its matrix, as nn.Linear does."""
     if _has_kernel(x_TD, weight_GED):
         return F.grouped_mm(x_TD.contiguous(), weight_GED.transpose(1, 2), offs=_ends(counts_G))
     parts = zip(torch.split(x_TD, counts_G.tolist()), weight_GED, strict=True)
@@ -37,7 +37,7 @@ def grouped_linear(x_TD: Tensor, weight_GED: Tensor, counts_G: Tensor) -> Tensor
 
 
 def grouped_outer(grad_TE: Tensor, x_TD: Tensor, counts_G: Tensor) -> Tensor:
-    """The gradient of the matrices: for each group, its rows' outer products, summed."""
+    """Return the gradient of the matrices: for each group, the sum of its rows' outer products."""
     if _has_kernel(x_TD, grad_TE):
         return F.grouped_mm(grad_TE.contiguous().T, x_TD.contiguous(), offs=_ends(counts_G))
     counts = counts_G.tolist()
@@ -46,7 +46,7 @@ def grouped_outer(grad_TE: Tensor, x_TD: Tensor, counts_G: Tensor) -> Tensor:
 
 
 def _has_kernel(x: Tensor, other: Tensor) -> bool:
-    """Whether PyTorch multiplies these in one kernel, which wants rows of whole 16 bytes."""
+    """Return whether PyTorch has one kernel for this product; it needs rows that are a multiple of 16 bytes."""
     aligned = all(size * x.element_size() % 16 == 0 for size in (x.shape[-1], *other.shape[-2:]))
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 

@@ -1,4 +1,4 @@
-"""The layers that a pipeline is given: lists of them or a function, what they share, their names and phases."""
+"""The layers of a pipeline: how they are built, validated and found by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
@@ -13,19 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stretto.costs import Costs, PhaseTimes
 from stretto.ir.errors import PipelineError, PlanError
-from stretto.program.phases import Layer
+from stretto.layers import Layer
 
 Layers: TypeAlias = Sequence[nn.Module] | nn.ModuleList | nn.Sequential
 
 
 def even_costs(stages: Sequence[Sequence[Layer]]) -> Costs:
-    """Times by which a pair is woven if nobody knows better."""
+    """Return default costs by which pairs are woven: compute phases take 1, communication phases 0.9."""
     phases = {phase for stage in stages for layer in stage for phase in layer.phases}
     times = {"compute": PhaseTimes(1, 1, 1), "comm": PhaseTimes(0.9, 0.9)}
     return Costs(phases={phase.name: times[phase.lane] for phase in phases})
 
 
 def builder(layers: Layers | Callable[[int], nn.Module], count: int | None) -> tuple[Callable[[int], nn.Module], int]:
+    """Return a function that builds the layer of a number, and the number of layers."""
     if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) and not isinstance(layers, str):
         for number, layer in enumerate(layers):
             if not isinstance(layer, nn.Module):
@@ -40,8 +41,8 @@ def builder(layers: Layers | Callable[[int], nn.Module], count: int | None) -> t
     return layers, count
 
 
-def demand_own_statistics(layers: Layers, shares: Sequence[Sequence[int]]) -> None:
-    """Refuse a norm with running statistics that layers of several stages share: each would keep its own."""
+def validate_own_statistics(layers: Layers, shares: Sequence[Sequence[int]]) -> None:
+    """Raise PipelineError if stages share a norm with running statistics: each stage would keep its own."""
     seen: dict[int, tuple[int, str]] = {}
     for stage, share in enumerate(shares):
         for number in share:
@@ -62,7 +63,7 @@ _SHARDED = {
 
 
 def unfit(layers: Mapping[int, nn.Module]) -> str | None:
-    """Why these layers cannot be trained by a pipeline."""
+    """Return why a pipeline cannot train these layers, or None."""
     for number, layer in layers.items():
         for name, module in layer.named_modules(prefix=str(number)):
             registry = _get_registry(module) or {}
@@ -79,7 +80,7 @@ def unfit(layers: Mapping[int, nn.Module]) -> str | None:
 
 
 def modules_named(layers: Mapping[int, nn.Module], patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules whose names match, under the names that `nn.Sequential` would give them."""
+    """Return the modules whose names match a pattern, by the names that `nn.Sequential` would give them."""
     if isinstance(patterns, str):
         raise PipelineError(f"recompute is a list of names or patterns (got {patterns!r:.60})")
     return {
@@ -91,12 +92,12 @@ def modules_named(layers: Mapping[int, nn.Module], patterns: Sequence[str]) -> d
 
 
 def outermost(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those that are not within another."""
+    """Return the modules that are not inside another of them."""
     return {
         name: module for name, module in modules.items() if not any(name.startswith(f"{other}.") for other in modules)
     }
 
 
 def is_sparse(module: nn.Module) -> bool:
-    """Whether a module's parameters get sparse gradients."""
+    """Return whether a module's parameters get sparse gradients."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse

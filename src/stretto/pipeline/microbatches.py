@@ -1,4 +1,4 @@
-"""A batch, cut into microbatches."""
+"""Cuts a batch into microbatches."""
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -12,10 +12,10 @@ from stretto.pipeline.pytree import Value, tensors_of, version_of
 
 
 def cut(batch: Value | Iterable[Value], count: int, name: str) -> tuple[list[Value], int]:
-    """The microbatches, and the rows of the whole batch, 0 if it was not given whole.
+    """Return the microbatches, and the number of rows of the batch (0 if the microbatches came as a list or iterator).
 
-    A tensor, or a container of tensors that is no list, is a whole batch and cut along its first dimension; a list or
-    iterator holds microbatches.
+    A tensor, or a container of tensors other than a list, is one batch and is cut along its first dimension. A list or
+    iterator holds the microbatches themselves.
     """
     if not _is_whole(batch):
         if isinstance(batch, str | bytes | Mapping | np.ndarray) or not isinstance(batch, Iterable):
@@ -50,7 +50,7 @@ def cut(batch: Value | Iterable[Value], count: int, name: str) -> tuple[list[Val
 
 
 def _rows(tensor: Tensor, first: int, count: int) -> Tensor:
-    """Some rows of a tensor; if they need no gradient, to be changed in place without others' noticing."""
+    """Return some rows. If they need no gradient, use `.data`: in-place changes then bump no other slice's version."""
     part = tensor[first : first + count]
     return part if part.requires_grad else part.data
 

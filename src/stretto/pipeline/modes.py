@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """All modules in evaluation mode within, and each in its own mode again after."""
+    """Put all modules into evaluation mode, and restore each module's own mode afterwards."""
     before = {layer: [(module, module.training) for module in layer.modules()] for layer in layers}
     training = {layer: modes for layer, modes in before.items() if any(mode for _, mode in modes)}
     try:

@@ -1,4 +1,4 @@
-"""Buffers that forwards change, such as running statistics: a recomputation finds them as they were."""
+"""Restores buffers that forwards change, such as running statistics, for a recomputation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +16,14 @@ _Parameters: TypeAlias = list[tuple[nn.Parameter, int]]
 
 @dataclass(slots=True)
 class Snapshot:
-    """What a module's tensors were before a run that may be repeated."""
+    """A module's buffers and tensor attributes before a run that may be repeated."""
 
     copies: dict[_Place, Tensor]
-    """Of buffers that forwards change."""
+    """Copies of the buffers that forwards change."""
     others: dict[_Place, tuple[Tensor, int]]
-    """Buffers that should stay as they are, with their versions."""
+    """Buffers that forwards do not change, with their versions."""
     attributes: dict[_Place, Tensor]
-    """Tensors that are plain attributes of modules, such as a weight that a hook computes."""
+    """Plain tensor attributes of modules, such as a weight that a hook computes."""
 
 
 class ModuleBuffers:
@@ -31,10 +31,10 @@ class ModuleBuffers:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._modules = name, list(module.modules())
-        self._changing: set[_Place] | None = None  # those that forwards change; unknown before the first
+        self._changing: set[_Place] | None = None  # buffers that forwards change; unknown before the first run
 
     def parameters(self) -> _Parameters:
-        """The parameters and their versions."""
+        """Return the parameters and their versions."""
         return [
             (parameter, parameter._version)
             for module in self._modules
@@ -42,13 +42,13 @@ class ModuleBuffers:
             if parameter is not None
         ]
 
-    def demand_parameters(self, before: _Parameters) -> None:
+    def validate_parameters(self, before: _Parameters) -> None:
         if any(parameter._version != version for parameter, version in before):
             raise PipelineError(f"a parameter of {self._name} was changed in place before its backward")
 
     @contextmanager
     def followed(self) -> Iterator[Snapshot]:
-        """A first run: the snapshot can be used at once, and is complete when it has ended."""
+        """Take a snapshot around the first run. It is usable at once, and complete when the run has ended."""
         before = {
             (module, key): (buffer, buffer._version)
             for module in self._modules
@@ -63,7 +63,9 @@ class ModuleBuffers:
         }
         first, known = self._changing is None, self._changing or set()
         copies = {place: buffer.clone() for place, (buffer, _) in before.items() if first or place in known}
-        snapshot = Snapshot(copies, {place: it for place, it in before.items() if place not in copies}, attributes)
+        snapshot = Snapshot(
+            copies, {place: entry for place, entry in before.items() if place not in copies}, attributes
+        )
         yield snapshot
         for place, (buffer, version) in before.items():
             module, key = place
@@ -84,7 +86,7 @@ class ModuleBuffers:
 
     @contextmanager
     def restored(self, snapshot: Snapshot) -> Iterator[None]:
-        """A second run: on the buffers as they were before the first; what it does to them is forgotten."""
+        """Run again on the buffers of the snapshot, and discard the changes that this run makes to them."""
         for (module, key), (buffer, version) in snapshot.others.items():
             if module._buffers.get(key) is not buffer or buffer._version != version:
                 raise PipelineError(f"the buffer {key!r} of {self._name} was changed before it could be recomputed")

@@ -1,4 +1,4 @@
-"""Forwards of modules, replaced while a step runs and put back after it: between steps modules are the user's own."""
+"""Replaces modules' forwards for the duration of a step."""
 
 from collections.abc import Callable
 from types import MethodType
@@ -7,17 +7,17 @@ from typing import Any
 from torch import nn
 
 Forward = Callable[..., Any]
-"""A forward as a function of the module and its arguments. It is called `forward`, by which pickle finds it."""
+"""A forward as a function of the module and its arguments. Its name must be `forward`, for pickle to find it."""
 
 Make = Callable[[Forward | None], Forward | None]
-"""The forward that replaces a module's, of one that was set on the module itself, if any; None leaves it alone."""
+"""Returns the replacement of a module's forward, or None to keep it. Takes the forward set on the instance, if any."""
 
 
 class Overrides:
-    """Opened around a step.
+    """A context that replaces forwards during a step and restores them afterwards.
 
-    A replacement is bound to its module like any method, so that a copy of the module that is made meanwhile has it
-    bound to the copy, where it runs the module's own forward.
+    A replacement is bound to its module like any method. A copy of the module made during the step gets it bound to
+    the copy, where it runs the module's original forward.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Overrides:
         while self._before:
             module, before, bound = self._before.pop()
             if vars(module).get("forward") is not bound:
-                continue  # somebody has replaced it since, and meant to
+                continue  # user code replaced it during the step; keep theirs
             if before is None:
                 vars(module).pop("forward", None)
             else:

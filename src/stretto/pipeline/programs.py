@@ -1,4 +1,4 @@
-"""The program that a pipeline runs: a plan's, lowered for its layers, or the one that it was given."""
+"""The program that a pipeline runs: its plan lowered for its layers, or the program passed to it."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,24 +8,27 @@ from stretto.check import demand_sound
 from stretto.costs import Costs
 from stretto.ir.errors import PipelineError, PlanError, ProgramError, StrettoError
 from stretto.ir.plan import Plan
+from stretto.layers import Layer
 from stretto.pipeline.layers import even_costs
+from stretto.program.anatomy import Anatomy
 from stretto.program.forwards import forwards_of
 from stretto.program.lower import lower
-from stretto.program.phases import Anatomy, Layer
 from stretto.program.program import Program
 from stretto.program.sums import Sums, reduces
 from stretto.program.task import COPIES, Kind
 
 
 def wrong_program(plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, ranks: int) -> StrettoError | None:
-    """What is wrong with what a pipeline is to run by, if anything is."""
+    """Return the error in a pipeline's plan or program arguments, or None."""
     if type(wgrad_microbatches) is not int or wgrad_microbatches < 1:
         return PipelineError(f"wgrad_microbatches is a whole number of at least 1 (got {wgrad_microbatches!r:.60})")
     if (plan is None) == (program is None):
         several = ", and not both" if plan is not None else ""
         return PlanError(f"give a pipeline a plan, or the program that it is to run{several}")
     if program is None and not isinstance(plan, Plan):
-        return PlanError(f"plan is a Plan, such as stretto.zb_v(devices=4, microbatches=8) (got {plan!r:.60})")
+        return PlanError(
+            f"plan is a Plan, such as stretto.schedules.zb_v(devices=4, microbatches=8) (got {plan!r:.60})"
+        )
     if plan is None and not isinstance(program, Program):
         return ProgramError(f"program is a Program, such as stretto.lower(plan) makes (got {program!r:.60})")
     if program is not None:
@@ -40,10 +43,10 @@ def wrong_program(plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, 
             return PipelineError("costs are what a plan is woven by; a program is woven already")
         if wgrad_microbatches != 1:
             return PipelineError("wgrad_microbatches goes with a plan; a program has it from lower()")
-    given = plan if program is None else program
-    if given.devices != ranks:
+    schedule = plan if program is None else program
+    if schedule.devices != ranks:
         what = "plan" if program is None else "program"
-        return PlanError(f"the {what} is for {given.devices} devices, but the mesh has {ranks} ranks")
+        return PlanError(f"the {what} is for {schedule.devices} devices, but the mesh has {ranks} ranks")
     return None
 
 
@@ -55,9 +58,9 @@ def program_for(
     costs: Costs | None,
     wgrad_microbatches: int,
 ) -> Program:
-    """What runs layers with these phases, if any, in stages that share weights so: a plan's program, or this one."""
+    """Lower the plan for layers with these phases and ties, or validate the given program against them."""
     if program is not None:
-        _demand_fits(program, phases, ties)
+        _validate_fits(program, phases, ties)
         return program
     assert plan is not None
     costs = costs if costs is not None or phases is None else even_costs(phases)
@@ -66,24 +69,24 @@ def program_for(
     return program
 
 
-def _demand_fits(program: Program, phases: Sequence[Sequence[Layer]] | None, ties: Sequence[Sequence[int]]) -> None:
-    """Refuse a program that is not for these layers, or not sound."""
+def _validate_fits(program: Program, phases: Sequence[Sequence[Layer]] | None, ties: Sequence[Sequence[int]]) -> None:
+    """Raise ProgramError if a program does not fit these layers, or is not sound."""
     demand_sound(program)
     anatomy = program.anatomy
     if not anatomy.is_whole:
         for stage, layers in enumerate(anatomy.layers):
-            wanted = [phase for layer in layers for phase in layer.phases]
-            there = [] if phases is None else [phase for layer in phases[stage] for phase in layer.phases]
-            if wanted != there:
+            expected = [phase for layer in layers for phase in layer.phases]
+            offered = [] if phases is None else [phase for layer in phases[stage] for phase in layer.phases]
+            if expected != offered:
                 raise ProgramError(
-                    f"the program runs stage {stage} in the phases {_listed(wanted)}, but its layers offer "
-                    f"{_listed(there) or 'none'}"
+                    f"the program runs stage {stage} in the phases {_listed(expected)}, but its layers offer "
+                    f"{_listed(offered) or 'none'}"
                 )
-    here = Anatomy.whole(program.placement.stages, ties=ties).ties
-    if here != anatomy.ties:
+    layer_ties = Anatomy.whole(program.placement.stages, ties=ties).ties
+    if layer_ties != anatomy.ties:
         raise ProgramError(
             f"the program is for stages that share weights as {list(anatomy.ties)} says, but these layers do as "
-            f"{list(here)}; give that to lower as ties"
+            f"{list(layer_ties)}; give that to lower as ties"
         )
     sums = Sums(program.placement, anatomy)
     if sums and not len(reduces(program.work)):
@@ -94,19 +97,19 @@ def _demand_fits(program: Program, phases: Sequence[Sequence[Layer]] | None, tie
 
 
 def evaluation_of(program: Program) -> Program:
-    """Its forwards, in the same order."""
+    """Return a program of only the forwards, in the same order."""
     layers = None if program.anatomy.is_whole else program.anatomy.layers
-    made = lower(forwards_of(program), layers=layers)
-    demand_sound(made)
-    return made
+    evaluation = lower(forwards_of(program), layers=layers)
+    demand_sound(evaluation)
+    return evaluation
 
 
 def digest_of(program: Program) -> str:
-    """What two programs have in common only if they are the same."""
-    made = hashlib.blake2b(f"{program} {program.placement} {program.lanes}".encode(), digest_size=16)
+    """Return a checksum of everything in a program."""
+    checksum = hashlib.blake2b(f"{program} {program.placement} {program.lanes}".encode(), digest_size=16)
     for column in (program.lane, *program.work.columns(), program.need_start, program.need, program.counterpart):
-        made.update(column.astype("<i8").tobytes())
-    return made.hexdigest()
+        checksum.update(column.astype("<i8").tobytes())
+    return checksum.hexdigest()
 
 
 def _listed(phases: Sequence[Any]) -> str:

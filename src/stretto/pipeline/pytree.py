@@ -1,4 +1,4 @@
-"""Values that layers hand on: tensors in containers that PyTorch's pytrees know, taken apart and put together."""
+"""Values passed between layers: flattens pytrees of tensors and rebuilds them."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,40 +15,40 @@ Value: TypeAlias = Any
 """A tensor, a plain value, or a container of values: tuple, list, dict, or any type registered with pytrees."""
 
 PLAIN = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device})
-"""What layers may hand on beside tensors."""
+"""The types that layers may return besides tensors."""
 
 LEAF: pytree.TreeSpec = pytree.tree_structure(0)
-"""The structure of a value that is no container."""
+"""The structure of a value that is not a container."""
 
 
 @dataclass(slots=True)
 class Tree:
-    """A value taken apart: its leaves, its containers, and which leaves need gradients.
+    """A flattened value: its leaves, its containers, and which leaves need gradients.
 
-    A tensor that the value holds twice is twice the same leaf.
+    A tensor that occurs twice in the value is the same object in both leaves.
     """
 
     leaves: list[Any]
     spec: pytree.TreeSpec
     needs: list[bool]
     shared: tuple[int, ...] = ()
-    """Leaves that share memory with another leaf without being the same tensor."""
+    """Indices of leaves that share memory with another leaf without being the same tensor."""
 
     @staticmethod
     def whole(value: Value) -> "Tree":
-        """A value that stays as it is, such as a user's own input."""
+        """Wrap a value as a single leaf, unflattened, such as a user's input."""
         return Tree([value], LEAF, [False])
 
     def versions(self) -> list[int]:
-        """Of the tensors; what was changed in place has another one."""
+        """Return the tensors' versions; an in-place change increments a version."""
         return [version_of(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def value(self) -> Value:
-        """The value again, in new containers: a layer may write into them without changing anybody else's."""
+        """Rebuild the value in new containers, so that a layer may modify them."""
         return self.leaves[0] if self.spec is LEAF else pytree.tree_unflatten(self.leaves, self.spec)
 
     def copied(self, where: Callable[[Tensor], bool]) -> "Tree":
-        """The same, with copies of some tensors."""
+        """Return the tree with the tensors for which `where` is true cloned."""
         copies = {id(leaf): leaf.clone() for leaf in self.leaves if isinstance(leaf, Tensor) and where(leaf)}
         if not copies:
             return self
@@ -56,8 +56,9 @@ class Tree:
 
 
 def entering(value: Value) -> tuple[Tree, list[Any]]:
-    """A user's own input or target, taken apart and cut off from its graph if some of it requires gradients; and its
-    leaves as they were, if so.
+    """Flatten a user's input or target, and detach the leaves that require gradients.
+
+    Also return the original leaves. If no leaf requires gradients, return the value as a single leaf and an empty list.
     """
     leaves, spec = ([value], LEAF) if isinstance(value, Tensor) else pytree.tree_flatten(value)
     needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
@@ -67,14 +68,14 @@ def entering(value: Value) -> tuple[Tree, list[Any]]:
     return Tree([cut.get(id(leaf), leaf) for leaf in leaves], LEAF if spec == LEAF else spec, needs), leaves
 
 
-def demand_unchanged(tree: Tree, versions: list[int]) -> None:
-    """Raise if a tensor that was handed on has other versions now."""
+def validate_unchanged(tree: Tree, versions: list[int]) -> None:
+    """Raise PipelineError if a tensor of the tree was changed in place since it had these versions."""
     if tree.versions() != versions:
         raise PipelineError("a layer changes in place a tensor that it has handed on before; let it hand on a copy")
 
 
-def take_apart(value: Value, who: str = "a layer", given: Tree | None = None) -> Tree:
-    """The tree of what a layer has returned for what it was given; raises if it holds what cannot be handed on."""
+def take_apart(value: Value, who: str = "a layer", inputs: Tree | None = None) -> Tree:
+    """Flatten the value that a layer returned for `inputs`. Raise PipelineError for unsupported leaves."""
     if isinstance(value, Tensor):
         return Tree([value], LEAF, [value.requires_grad])
     leaves, spec = flatten_once(value, who)
@@ -85,12 +86,12 @@ def take_apart(value: Value, who: str = "a layer", given: Tree | None = None) ->
                 "that torch.utils._pytree knows (tuple, list, dict, named tuples, registered classes)"
             )
     needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-    before = () if given is None else [storage_of(given.leaves[place]) for place in given.shared]
+    before = () if inputs is None else [storage_of(inputs.leaves[place]) for place in inputs.shared]
     return Tree(leaves, LEAF if spec == LEAF else spec, needs, _sharing(leaves, before))
 
 
 def flatten_once(value: Value, who: str) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and containers of a value, in which no container stands twice: it would be two containers afterwards."""
+    """Flatten a value. Raise PipelineError if a list or dict occurs twice: rebuilding would make two of it."""
     seen: set[int] = set()
 
     def repeats(part: Any) -> bool:
@@ -104,7 +105,7 @@ def flatten_once(value: Value, who: str) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was changed in place; 0 for those of inference mode, of which nobody knows."""
+    """Return how often a tensor was changed in place; 0 for inference tensors, which do not count changes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -113,14 +114,16 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _sharing(leaves: list[Any], before: Collection[int]) -> tuple[int, ...]:
-    """The places of tensors that share memory with another one, and are not the very same; those that are from before
-    share theirs since then, though they were copied.
+    """Return the indices of tensors that share memory with another tensor without being the same object.
+
+    Storages in `before` count as one: their tensors shared memory in the layer's input, though transfers may have
+    copied them since.
     """
     by_storage: dict[int, set[int]] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            place = storage_of(leaf)
-            by_storage.setdefault(-1 if place in before else place, set()).add(id(leaf))
+            storage = storage_of(leaf)
+            by_storage.setdefault(-1 if storage in before else storage, set()).add(id(leaf))
     if all(len(same) == 1 for same in by_storage.values()):
         return ()
     several = {one for same in by_storage.values() if len(same) > 1 for one in same}
@@ -132,5 +135,5 @@ def tensors_of(value: Value) -> list[Tensor]:
 
 
 def full_name(kind: Any) -> str:
-    """A class or function as another process would look it up."""
+    """Return the qualified name of a class or function, with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,4 +1,4 @@
-"""Recompute sites: modules that keep nothing for the backward, neither what they save nor what they return."""
+"""Recompute sites: modules that are run again in the backward instead of keeping their activations."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,17 +17,17 @@ from stretto.pipeline.overrides import Forward, Overrides
 from stretto.pipeline.rng import Generators
 
 Table = dict[int, tuple[Any, tuple[Any, ...], "_Run", int]]
-"""Runs of sites by the storages of their outputs, each with a weak reference to the storage, what the output is, and
-its number. While that reference is kept, no other storage can take the place in memory that it is found by.
+"""Maps the address of an output's storage to a weak reference to that storage, the output's version and dtype, the run
+that made it, and the output's index. While the weak reference lives, no other storage can reuse the address.
 """
 
 
 class Sites:
-    """Makes modules discard what their backward needs.
+    """Makes modules discard the tensors that their backward needs.
 
-    Whatever saves a tensor inside of a site, or saves its output, saves a handle instead. The first handle that is
-    asked runs the module again, once, and gives all handles their tensors; each is let go of with its handle. The graph
-    is that of the first run, so gradients flow as if nothing had been recomputed, those within a forward included.
+    An operation that saves a tensor inside a site, or saves the site's output, saves a handle instead. The first handle
+    that is unpacked runs the module again, once, and fills all handles; each tensor is freed with its handle. Gradients
+    flow through the graph of the first run, as if nothing were recomputed, including gradients taken inside a forward.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], generators: Generators) -> None:
@@ -35,11 +35,11 @@ class Sites:
         self._generators = generators
         self.overrides = Overrides()
         for name, module in modules.items():
-            self.overrides.add(module, self._maker(name, module))
+            self.overrides.add(module, self._override(name, module))
 
     @contextmanager
     def into(self, table: Table) -> Iterator[None]:
-        """Sites discard within, and are remembered in this table."""
+        """Make sites discard their tensors within this context, and record their runs in `table`."""
         before, self._table = self._table, table
         try:
             with saved_tensors_hooks(self._pack, _unpack):
@@ -47,37 +47,38 @@ class Sites:
         finally:
             self._table = before
 
-    def _maker(self, name: str, module: nn.Module) -> Callable[[Forward | None], Forward]:
+    def _override(self, name: str, module: nn.Module) -> Callable[[Forward | None], Forward]:
         buffers = ModuleBuffers(name, module)
 
         def make(before: Forward | None) -> Forward:
             def forward(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
-                usual = before if before is not None and layer is module else type(layer).forward.__get__(layer)
+                original = before if before is not None and layer is module else type(layer).forward.__get__(layer)
                 if layer is not module or self._table is None or not _can_hook():
-                    return usual(*arguments, **named)
-                return self._discarding(_Run(name, usual, buffers, self._generators), (arguments, named))
+                    return original(*arguments, **named)
+                return self._discarding(_Run(name, original, buffers, self._generators), (arguments, named))
 
             return forward
 
         return make
 
-    def _discarding(self, run: "_Run", given: tuple[Any, Any]) -> Any:
+    def _discarding(self, run: "_Run", inputs: tuple[Any, Any]) -> Any:
+        """Run a site for the first time, and record its outputs, except those that share memory with an input."""
         assert self._table is not None
-        out = run.first(given, self._pack)
-        inputs = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)}
+        out = run.first(inputs, self._pack)
+        storages = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)}
         for number, leaf in enumerate(pytree.tree_leaves(out)):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in inputs:
-                alive: Any = StorageWeakRef
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in storages:
+                weak_reference: Any = StorageWeakRef
                 storage = leaf.untyped_storage()
-                self._table[storage._cdata] = alive(storage), _kind(leaf), run, number
+                self._table[storage._cdata] = weak_reference(storage), _kind(leaf), run, number
         return out
 
     def _pack(self, saved: Tensor) -> Any:
-        found = None if self._table is None else self._table.get(saved.untyped_storage()._cdata)
-        if found is None:
+        entry = None if self._table is None else self._table.get(saved.untyped_storage()._cdata)
+        if entry is None:
             return _Kept(saved)
-        alive, kind, run, number = found
-        if alive.expired() or _kind(saved) != kind:  # another, written to since, or read in another way
+        reference, kind, run, number = entry
+        if reference.expired() or _kind(saved) != kind:  # another tensor, changed since, or viewed as another dtype
             return _Kept(saved)
         return run.handle_of_output(number, saved)
 
@@ -87,7 +88,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _can_hook() -> bool:
-    """Whether tensors that are saved now pass our hooks."""
+    """Return whether tensors saved now pass through saved-tensor hooks."""
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -96,7 +97,7 @@ def _can_hook() -> bool:
 
 
 class _Kept:
-    """A tensor that is saved itself."""
+    """A saved tensor that is kept, not recomputed."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -110,7 +111,7 @@ class _Kept:
 
 
 class _Handle:
-    """A tensor that can be had again. It has one from a recomputation until it is asked for it."""
+    """A saved tensor that can be recomputed. It holds a value from the recomputation until it is unpacked."""
 
     __slots__ = ("__weakref__", "_run", "value")
 
@@ -132,7 +133,7 @@ def _unpack(saved: Any) -> Any:
 
 
 class _Run:
-    """One run of a module: all that it takes to run it again, and the handles that wait for that."""
+    """One run of a module: everything needed to run it again, and the handles to fill then."""
 
     def __init__(self, name: str, function: Callable[..., Any], buffers: ModuleBuffers, generators: Generators) -> None:
         self.name, self._function, self._buffers, self._generators = name, function, buffers, generators
@@ -141,16 +142,17 @@ class _Run:
         self._outputs: list[tuple[weakref.ref[_Handle], int, tuple[Any, ...]]] = []
         self._snapshot: Snapshot | None = None
 
-    def first(self, given: tuple[Any, Any], pack: Callable[[Tensor], Any]) -> Any:
-        leaves, self._spec = pytree.tree_flatten(given)
+    def first(self, inputs: tuple[Any, Any], pack: Callable[[Tensor], Any]) -> Any:
+        """Run the module for the first time, saving handles instead of tensors."""
+        leaves, self._spec = pytree.tree_flatten(inputs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         device = next((leaf.device.type for leaf in tensors), "cpu")
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self._needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         packed = {id(leaf): pack(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves}
-        self._given = [packed[id(leaf)] for leaf in leaves]  # a tensor that is given twice is twice the same
+        self._inputs = [packed[id(leaf)] for leaf in leaves]  # a tensor passed twice is the same object twice
         versions = [leaf._version for leaf in tensors]
-        arguments, named = given
+        arguments, named = inputs
         self._states = self._generators.kept_states()
         with self._buffers.followed() as self._snapshot, saved_tensors_hooks(self._handle, _unpack):
             out = self._function(*arguments, **named)
@@ -165,19 +167,19 @@ class _Run:
 
     def handle_of_output(self, number: int, saved: Tensor) -> _Handle:
         handle = _Handle(self)
-        lies = saved.size(), saved.stride(), saved.storage_offset()
-        self._outputs.append((weakref.ref(handle), number, lies))
+        geometry = saved.size(), saved.stride(), saved.storage_offset()
+        self._outputs.append((weakref.ref(handle), number, geometry))
         return handle
 
     def again(self) -> None:
-        """Run the module once more, and give every handle its tensor."""
-        self._buffers.demand_parameters(self._parameters)
-        again: dict[int, Any] = {}
-        for packed, needs in zip(self._given, self._needs, strict=True):
-            if id(packed) not in again:
+        """Run the module again, and fill every handle."""
+        self._buffers.validate_parameters(self._parameters)
+        unpacked: dict[int, Any] = {}
+        for packed, needs in zip(self._inputs, self._needs, strict=True):
+            if id(packed) not in unpacked:
                 leaf = _unpack(packed)
-                again[id(packed)] = leaf.detach().requires_grad_(needs) if isinstance(leaf, Tensor) else leaf
-        leaves = [again[id(packed)] for packed in self._given]
+                unpacked[id(packed)] = leaf.detach().requires_grad_(needs) if isinstance(leaf, Tensor) else leaf
+        leaves = [unpacked[id(packed)] for packed in self._inputs]
         assert self._snapshot is not None
         arguments, named = pytree.tree_unflatten(leaves, self._spec)
         captured: list[tuple[Tensor, int]] = []
@@ -198,12 +200,14 @@ class _Run:
             out = self._function(*arguments, **named)
         if any(saved._version != version for saved, version in captured):
             raise PipelineError(f"{self.name} changes in place a tensor that its backward needs")
-        if [(saved.shape, saved.dtype) for saved, _ in captured][: len(self._saved)] != [of for _, of in self._saved]:
+        if [(saved.shape, saved.dtype) for saved, _ in captured][: len(self._saved)] != [
+            kind for _, kind in self._saved
+        ]:
             raise PipelineError(f"{self.name} did not save the same tensors when it was recomputed")
-        for (waiting, _), (saved, _) in zip(self._saved, captured, strict=False):  # the first run may not be over
-            if (handle := waiting()) is not None:
+        for (reference, _), (saved, _) in zip(self._saved, captured, strict=False):  # the first run may still be going
+            if (handle := reference()) is not None:
                 handle.value = saved
         outputs = pytree.tree_leaves(out)
-        for waiting, number, lies in self._outputs:
-            if (handle := waiting()) is not None:
-                handle.value = outputs[number].detach().as_strided(*lies)
+        for reference, number, geometry in self._outputs:
+            if (handle := reference()) is not None:
+                handle.value = outputs[number].detach().as_strided(*geometry)

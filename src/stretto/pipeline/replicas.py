@@ -1,4 +1,4 @@
-"""What lives on several devices: it starts equal, gradients are summed, and buffers must not drift apart."""
+"""Parameters and buffers that several ranks hold: they start equal, gradients are summed, buffers must not change."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -31,31 +31,31 @@ class Reduce(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Something that several ranks hold."""
+    """The ranks and stages that hold a parameter or buffer."""
 
     ranks: tuple[int, ...]
     source: int
-    """The rank whose values it starts from."""
+    """The rank whose values all others start with."""
     stages: tuple[int, ...]
-    """The stages that hold it: its gradient is summed together with those of the same stages."""
+    """The stages that hold it. Gradients of the same stages are summed in one all-reduce."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What a set of ranks holds together, in the same order on each."""
+    """The parameters and buffers that one set of ranks shares, in the same order on each rank."""
 
     ranks: tuple[int, ...]
     group: dist.ProcessGroup
     parameters: dict[str, nn.Parameter]
     places: dict[str, Place]
-    """Where the parameters are."""
+    """The module and attribute of each parameter."""
     buffers: dict[str, Place]
     sparse: set[str]
-    """Parameters whose gradient may be sparse, on any of the ranks."""
+    """Parameters whose gradient may be sparse on any of the ranks."""
 
 
 class Replicas:
-    """What this rank holds that others hold too, by the set of ranks that do."""
+    """The parameters and buffers that this rank shares with others, grouped by set of ranks."""
 
     def __init__(
         self,
@@ -69,42 +69,44 @@ class Replicas:
         stages: Collection[int],
         sparse: Callable[[nn.Parameter], bool],
     ) -> None:
-        """`held` says which ranks hold each parameter and buffer, by names that all ranks agree on, as they do on
-        the sets of ranks that hold anything together. `stages` are those that live on several ranks.
+        """Create the process groups. All ranks call this together.
+
+        `held` maps the name of each parameter and buffer to the ranks that hold it; names and `sets` (the sets of ranks
+        that share anything) are the same on all ranks. `stages` are the stages that live on several ranks.
         """
         self._shared: list[_Shared] = []
         self._team = team
         self._held, self._stages = held, stages
-        self._watched = False  # whether a step has shown which buffers change
+        self._watched = False  # whether the first step has checked which buffers change
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._sets = sorted(sets)
         self._agreement = Agreement(team, self._sets)
-        self._late: list[tuple[_Shared, Message]] = []  # what is to be summed once the step has run
+        self._late: list[tuple[_Shared, Message]] = []  # sums that must wait until the step has run
         self._begun: list[Block] = []
-        self._said: dict[tuple[int, ...], int] = {}
+        self._sent: dict[tuple[int, ...], int] = {}
         for ranks in self._sets:
-            made = team.make(ranks)
-            if made is not None:
-                here = sorted(name for name, of in held.items() if of.ranks == ranks)
-                mine = {name: parameters[name] for name in here if name in parameters}
-                maybe = {name for name, parameter in mine.items() if sparse(parameter)}
-                kept = {name: buffers[name] for name in here if name in buffers}
-                at = {name: places[name] for name in mine}
-                self._shared.append(_Shared(ranks, made, mine, at, kept, maybe))
+            group = team.make(ranks)
+            if group is not None:
+                names = sorted(name for name, holders in held.items() if holders.ranks == ranks)
+                own_parameters = {name: parameters[name] for name in names if name in parameters}
+                maybe_sparse = {name for name, parameter in own_parameters.items() if sparse(parameter)}
+                own_buffers = {name: buffers[name] for name in names if name in buffers}
+                own_places = {name: places[name] for name in own_parameters}
+                self._shared.append(_Shared(ranks, group, own_parameters, own_places, own_buffers, maybe_sparse))
         self._of_stages = {
             held[name].stages: shared for shared in self._shared for name in shared.parameters if name in held
         }
 
-    def demand(self, parameters: Iterable[Tensor]) -> None:
-        """Refuse to go on without a parameter that other ranks hold too."""
-        here = {id(parameter) for parameter in parameters}
+    def validate(self, parameters: Iterable[Tensor]) -> None:
+        """Raise PipelineError if a shared parameter is no longer among this rank's parameters."""
+        present = {id(parameter) for parameter in parameters}
         for shared in self._shared:
             for name, parameter in shared.parameters.items():
-                if id(parameter) not in here:
+                if id(parameter) not in present:
                     raise PipelineError(_REPLACED.format(name))
 
     def shared_as(self, parameter: Tensor, stage: int) -> tuple[Message, str] | None:
-        """The ranks and the name of the message that a parameter's gradient is summed by, and its own name."""
+        """Return the all-reduce that sums a parameter's gradient, and its name there; None if it is not shared."""
         name = self._names.get(id(parameter), "")
         held = self._held.get(name)
         if held is None and stage in self._stages:
@@ -115,10 +117,11 @@ class Replicas:
         return None if held is None or len(held.ranks) < 2 else ((held.ranks, held.stages), name)
 
     def is_sparse(self, parameter: Tensor) -> bool:
-        """Whether its gradient may be sparse on any rank that holds it."""
+        """Return whether the parameter's gradient may be sparse on any rank that holds it."""
         return any(self._names.get(id(parameter)) in shared.sparse for shared in self._shared)
 
     def start_equal(self, device: torch.device) -> None:
+        """Broadcast all shared parameters and buffers from their source ranks."""
         for shared in self._shared:
             flags = torch.tensor([name in shared.sparse for name in shared.parameters], device=device).int()
             if len(flags):
@@ -131,27 +134,27 @@ class Replicas:
                 assert buffer is not None
                 copy = buffer.clone(memory_format=torch.contiguous_format)
                 self._broadcast(copy, name, shared)
-                if not torch.equal(copy, buffer):  # which may be one number, expanded: then it is replaced
+                if not torch.equal(copy, buffer):  # replace it: an expanded buffer cannot be written to
                     module._buffers[key] = copy
 
     def wrong(self, device: torch.device) -> str | None:
-        """Why what is here cannot be held by several ranks; all of them ask together."""
-        found = self.statistics()
+        """Return why this rank's layers cannot be shared with other ranks, or None. All ranks call this together."""
+        problem = self.unsupported()
         for shared in self._shared:
             names = hashlib.blake2b(" ".join(shared.parameters).encode(), digest_size=7).digest()
             most, least = self._extremes(torch.tensor([int.from_bytes(names)], device=device), shared.group)
             if most != least:
                 others = "rank " + " and rank ".join(map(str, shared.ranks))
-                return found or f"{others} hold the same layers, which have other parameters on one than on the other"
+                return problem or f"{others} hold the same layers, which have other parameters on one than on the other"
             rows = torch.tensor([description(p) for p in shared.parameters.values()], device=device)
             if len(rows):
                 for name, one, other in zip(shared.parameters, *self._extremes(rows, shared.group), strict=True):
                     if (how := difference(one, other)) is not None:
-                        found = found or f"the copies of {name} on several ranks {how}"
-        return found
+                        problem = problem or f"the copies of {name} on several ranks {how}"
+        return problem
 
     def _broadcast(self, tensor: Tensor, name: str, shared: _Shared) -> None:
-        """Of any type, complex and bool too; of a DTensor this rank's part, which the others have at the same place."""
+        """Broadcast a tensor of any dtype, as bytes. Of a DTensor, broadcast the local shard."""
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
         if tensor.numel():
@@ -162,15 +165,16 @@ class Replicas:
                 tensor.copy_(whole)
 
     def _extremes(self, numbers: Tensor, group: dist.ProcessGroup) -> tuple[list[Any], list[Any]]:
-        """The largest and the smallest of all ranks' numbers."""
+        """Return the element-wise maximum and minimum over the ranks."""
         most, least = numbers.clone(), numbers.clone()
         self._team.all_reduce(most, group, dist.ReduceOp.MAX)
         self._team.all_reduce(least, group, dist.ReduceOp.MIN)
         return most.tolist(), least.tolist()
 
-    def statistics(self) -> str | None:
-        """What is wrong if a layer keeps running statistics: each copy of its stage would see half of the
-        microbatches.
+    def unsupported(self) -> str | None:
+        """Return why forwards would make the ranks' copies differ, or None.
+
+        Running statistics, for example: each copy of a stage sees only half of the microbatches.
         """
         for shared in self._shared:
             for name, parameter in shared.parameters.items():
@@ -188,8 +192,11 @@ class Replicas:
         return None
 
     def watch_buffers(self) -> Callable[[], None]:
-        """Refuse running statistics; the function that is returned raises if a forward has changed a buffer since."""
-        if (wrong := self.statistics()) is not None:
+        """Raise PipelineError for layers that several ranks cannot hold.
+
+        Return a function that raises PipelineError if a forward has changed a buffer since.
+        """
+        if (wrong := self.unsupported()) is not None:
             raise PipelineError(wrong)
         for shared in self._shared:
             for name, (module, key) in shared.places.items():
@@ -207,7 +214,7 @@ class Replicas:
         def check() -> None:
             for name, (module, key, buffer, version, copy) in before.items():
                 changed = module._buffers.get(key) is not buffer or buffer._version != version
-                if changed or (copy is not None and not torch.equal(copy, buffer)):  # without a new version, that is
+                if changed or (copy is not None and not torch.equal(copy, buffer)):  # changed without a new version
                     raise PipelineError(
                         f"the buffer {name} changed in a forward, and its stage lives on two devices, whose copies "
                         "would drift apart; use a plan that keeps one copy (dualpipev)"
@@ -216,30 +223,32 @@ class Replicas:
         return check
 
     def begin(self, gradients: Gradients, behind: Callable[[], Collection[int]]) -> None:
-        """A step begins: tell others what this rank will sum with them. `behind` gives the ids of the leaves that
-        inputs and targets depend on; their gradients are there when the step has run, and not before.
+        """Begin a step: send the other ranks a checksum of what this rank will sum with them.
+
+        `behind` returns the ids of the leaves on which inputs and targets depend. Their gradients are complete only
+        after the step has run, so their sums must wait for that.
         """
         self._late, self._begun = [], []
         if self._shared:
             later = behind()
             for shared in self._shared:
                 waits = any(id(parameter) in later for parameter in shared.parameters.values()) if later else False
-                self._said[shared.ranks] = 2 * gradients.digest(shared.ranks) + waits
-            self._agreement.send(self._said)
+                self._sent[shared.ranks] = 2 * gradients.digest(shared.ranks) + waits
+            self._agreement.send(self._sent)
 
     def sum_stages(self, stages: tuple[int, ...], gradients: Gradients) -> Work | None:
-        """Sum what these stages hold together with other ranks, which do so too. What was begun, if anything was."""
+        """Start to sum the gradients that these stages share with other ranks. Return the work, if any was started."""
         shared = self._of_stages.get(stages)
-        if shared is None:  # they have no parameters
+        if shared is None:  # the stages have no parameters
             return None
         message = (shared.ranks, stages)
         others = self._agreement.others(shared.ranks)
-        if any(number >> 1 != self._said[shared.ranks] >> 1 for number in others.values()):
+        if any(number >> 1 != self._sent[shared.ranks] >> 1 for number in others.values()):
             raise PipelineError(
                 f"ranks {', '.join(map(str, shared.ranks))} hold the same parameters, but not the same of them are "
                 "trained, or not in the same shapes and strides; change parameters alike on all ranks"
             )
-        if any(number & 1 for number in (self._said[shared.ranks], *others.values())):
+        if any(number & 1 for number in (self._sent[shared.ranks], *others.values())):
             self._late.append((shared, message))
             return None
         return self._begin(shared, message, gradients)
@@ -247,7 +256,7 @@ class Replicas:
     def _begin(self, shared: _Shared, message: Message, gradients: Gradients) -> "_Sums | None":
         begun: list[tuple[dist.Work, Tensor]] = []
         for block in gradients.blocks(message):
-            gradients.collect(sum_.parameter for sum_ in block.sums)  # what a layer's own backward() has left
+            gradients.collect(sum_.parameter for sum_ in block.sums)  # gradients left by a layer's own backward()
             flat = block.message()
             start = partial(all_reduce, shared.group, flat, dist.ReduceOp.SUM)
             begun.append((self._team.start(start), flat))
@@ -263,8 +272,9 @@ class Replicas:
         return _Sums(begun) if begun else None
 
     def end(self, gradients: Gradients) -> None:
-        """The step has run, and what is behind inputs and targets too: sum what waited for that, and see which
-        gradients there are.
+        """Sum the gradients that had to wait, and drop those of parameters that no rank used.
+
+        Call this after the step and the backward behind inputs and targets have run.
         """
         for shared, message in self._late:
             begun = self._begin(shared, message, gradients)
@@ -278,12 +288,12 @@ class Replicas:
                 block.settle()
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         self._agreement.close()
 
 
 class _Sums:
-    """Sums that were begun, on the host."""
+    """All-reduces that were started on the host."""
 
     def __init__(self, works: list[tuple[dist.Work, Tensor]]) -> None:
         self.works = works
@@ -297,24 +307,24 @@ _REPLACED = "the parameter {} was replaced after the pipeline was made, and othe
 
 
 def _sum_loose(sum_: Sum, group: dist.ProcessGroup, reduce: Reduce) -> None:
-    """Sum gradients that may be sparse on some ranks. As in autograd, the sum is sparse if all are."""
+    """Sum gradients that may be sparse on some ranks. As in autograd, the sum is sparse if all of them are."""
     parameter, grad = sum_.parameter, sum_.value
     some, dense = grad is not None, grad is not None and not grad.is_sparse
-    found = torch.tensor([some, dense], device=parameter.device).int()
-    reduce(found, group, dist.ReduceOp.MAX)
-    if not found[0]:
+    flags = torch.tensor([some, dense], device=parameter.device).int()
+    reduce(flags, group, dist.ReduceOp.MAX)
+    if not flags[0]:
         return
-    if found[1]:
+    if flags[1]:
         whole = torch.zeros_like(parameter, dtype=sum_.dtype) if grad is None else grad if dense else grad.to_dense()
         local = whole.to_local() if isinstance(whole, DTensor) else whole
-        flat = local.contiguous()  # ranks may have made theirs in other ways, and sums go by places in memory
+        flat = local.contiguous()  # strides may differ between ranks, and the sum goes by memory order
         reduce(_real(flat), group, dist.ReduceOp.SUM)
         if flat is not local:
             local.copy_(flat)
         sum_.value = whole
         return
-    mine = torch.zeros_like(parameter, dtype=sum_.dtype).to_sparse(1) if grad is None else grad.coalesce()
-    indices, values = mine.indices(), mine.values()
+    sparse = torch.zeros_like(parameter, dtype=sum_.dtype).to_sparse(1) if grad is None else grad.coalesce()
+    indices, values = sparse.indices(), sparse.values()
     counts = torch.zeros(group.size(), dtype=torch.int64, device=parameter.device)
     counts[group.rank()] = values.shape[0]
     reduce(counts, group, dist.ReduceOp.SUM)

@@ -1,4 +1,4 @@
-"""Random numbers of layers: they depend on seed, step, layer, phase and microbatch, never on the plan."""
+"""Random numbers of layers: they depend on the seed, step, layer, phase and microbatch, never on the plan."""
 
 import hashlib
 import struct
@@ -13,14 +13,14 @@ _SIX = struct.Struct("<6q").pack
 
 @dataclass(frozen=True, slots=True)
 class RngKey:
-    """What random numbers depend on, besides the layer, its phase and the microbatch."""
+    """The part of a random seed that does not depend on the layer, its phase or the microbatch."""
 
     seed: int = 0
     step: int = 0
     replica: int = 0
 
     def seed_of(self, layer: int, phase: int, microbatch: int) -> int:
-        """What the generators are seeded with for a layer's phase; a layer without phases is phase 0.
+        """Return the seed of the generators for a layer's phase; a layer without phases is phase 0.
 
         >>> RngKey(seed=1, step=2).seed_of(layer=3, phase=0, microbatch=4)
         20791468449800053
@@ -30,7 +30,7 @@ class RngKey:
 
 
 class Generators:
-    """The default generators that a layer on a device draws from: the host's, and the device's own."""
+    """The default generators of a device: the CPU's, and on CUDA also the device's own."""
 
     def __init__(self, device: torch.device) -> None:
         self._all: list[torch.Generator] = [torch.default_generator]
@@ -51,19 +51,19 @@ class Generators:
             generator.set_state(state)
 
     def kept_states(self) -> list[Tensor]:
-        """The states, for long: where they are those of the last time, the very same tensors."""
+        """Return the states for long-term storage: the same tensors as last time if nothing has changed."""
         states = self.states()
         if self._last is None or any(not torch.equal(*both) for both in zip(states, self._last, strict=True)):
             self._last = states
         return self._last
 
     def kept(self) -> "_Kept":
-        """After what is within, the generators are as if nothing had been drawn."""
+        """Return a context that restores the generators' states at its end."""
         return _Kept(self)
 
 
 class _Kept:
-    """What `kept` opens; a class because it is opened for every pass."""
+    """The context of `kept`. A class is cheaper than a generator, and every pass enters it."""
 
     __slots__ = ("_generators", "_states")
 

@@ -1,4 +1,4 @@
-"""A piece of a forward whose backward is run by itself."""
+"""Segments: parts of a forward whose backwards run separately."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -12,22 +12,23 @@ from stretto.ir.errors import PipelineError
 from stretto.pipeline.pytree import LEAF, Tree, Value, take_apart
 
 Grads = Sequence[Tensor | None]
-"""One for each leaf of a value, None for leaves without."""
+"""One gradient for each leaf of a value; None for leaves that have none."""
 
-# torch.autograd.backward without its checks in Python, which cost as much as the rest of a small backward; the engine
+# torch.autograd.backward without its Python checks, which take as long as the rest of a small backward. The engine
 # checks shapes itself.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
 
 def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without its preparations for functorch, which take as long as the rest. It is not for use under
-    transforms.
+    """Return `function.apply` without its functorch set-up, which takes as long as the rest.
+
+    Do not use it under functorch transforms.
     """
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 class _Arrived:
-    """The gradients of a segment's inputs, as they come. They come only while the segment's own backward runs."""
+    """Collects the gradients of a segment's inputs. They may arrive only while the segment's own backward runs."""
 
     __slots__ = ("expected", "grads")
 
@@ -46,10 +47,10 @@ class _Arrived:
 
 
 class Segment:
-    """The graph of one run of a function, from its inputs to its outputs.
+    """The autograd graph of one run of a function, from its inputs to its outputs.
 
-    Inputs enter through a function whose only differentiable input is a dummy scalar and which saves nothing, and
-    outputs are remembered as edges of the graph: a segment keeps no tensor alive that its operations did not save.
+    Inputs enter through an autograd function that saves nothing and whose only differentiable input is a dummy scalar.
+    Outputs are stored as graph edges. So a segment keeps no tensor alive that its operations did not save.
     """
 
     __slots__ = ("_arrived", "_edges")
@@ -58,30 +59,30 @@ class Segment:
         self._arrived, self._edges = arrived, edges
 
     def backward(self, grads: Grads, *, keep: bool = False) -> list[Tensor | None]:
-        """The gradients of the inputs' leaves, from those of the outputs' leaves; parameters get theirs. Only once.
+        """Run the backward, once: return the gradients of the inputs' leaves, and accumulate those of parameters.
 
-        With `keep`, what was saved is let go of only with the segment.
+        With `keep`, saved tensors live as long as the segment.
         """
         pairs = [
             (edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if edge is not None and grad is not None
         ]
         if pairs:
-            edges, given = zip(*pairs, strict=True)
+            edges, gradients = zip(*pairs, strict=True)
             self._arrived.expected = True
-            _run_backward(edges, given, keep, False, (), allow_unreachable=True, accumulate_grad=True)
+            _run_backward(edges, gradients, keep, False, (), allow_unreachable=True, accumulate_grad=True)
             self._arrived.expected = False
         if not keep:
             self._edges = []
         return self._arrived.grads
 
     def leaves(self) -> list[Tensor]:
-        """The leaves of the graph that get gradients by it."""
+        """Return the leaves of the graph, which its backward gives gradients."""
         return leaves_of([edge.node for edge in self._edges if edge is not None], ())
 
 
 def leaves_of(roots: Iterable[Node], ends: Collection[Node]) -> list[Tensor]:
-    """The leaves of a graph, from these nodes as far as some others."""
-    found: list[Tensor] = []
+    """Return the leaves that are reachable from `roots` without passing through `ends`."""
+    leaves: list[Tensor] = []
     seen, open_ = set(ends), list(roots)
     while open_:
         node = open_.pop()
@@ -89,33 +90,33 @@ def leaves_of(roots: Iterable[Node], ends: Collection[Node]) -> list[Tensor]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            leaves.append(node.variable)
         open_ += [following for following, _ in node.next_functions if following is not None]
-    return found
+    return leaves
 
 
 def run_segment(
-    function: Callable[[Value], Value], given: Tree, anchor: Tensor, who: str = "a layer"
+    function: Callable[[Value], Value], inputs: Tree, anchor: Tensor, who: str = "a layer"
 ) -> tuple[Tree, Segment]:
-    """The function's output, cut off from its graph, and the graph as a segment; `who` hands the output on."""
-    arrived = _Arrived(len(given.leaves))
-    if given.spec is LEAF:  # the usual case, taken by itself: this is hot
-        (leaf,) = given.leaves
-        return _cut(function(_enter(anchor, leaf, arrived, 0) if given.needs[0] else leaf), arrived, who)
+    """Run a function. Return its output, detached, and its graph as a segment. `who` names the layer in errors."""
+    arrived = _Arrived(len(inputs.leaves))
+    if inputs.spec is LEAF:  # fast path for the usual case; this is hot
+        (leaf,) = inputs.leaves
+        return _cut(function(_enter(anchor, leaf, arrived, 0) if inputs.needs[0] else leaf), arrived, who)
     entered: dict[int, Any] = {}
-    for place, (leaf, needs) in enumerate(zip(given.leaves, given.needs, strict=True)):
-        if needs and id(leaf) not in entered:  # a tensor that is there twice enters once
+    for place, (leaf, needs) in enumerate(zip(inputs.leaves, inputs.needs, strict=True)):
+        if needs and id(leaf) not in entered:  # a tensor that occurs twice enters once
             entered[id(leaf)] = _enter(anchor, leaf, arrived, place)
-    leaves = [entered.get(id(leaf), leaf) for leaf in given.leaves]
-    entered_tree = Tree(leaves, given.spec, given.needs, given.shared)
+    leaves = [entered.get(id(leaf), leaf) for leaf in inputs.leaves]
+    entered_tree = Tree(leaves, inputs.spec, inputs.needs, inputs.shared)
     return _cut(call(function, entered_tree), arrived, who, entered_tree)
 
 
-def call(function: Callable[[Value], Value], given: Tree) -> Value:
-    """What a function makes of a tree; it may not change in place what shares memory in it."""
-    versions = [given.leaves[place]._version for place in given.shared]
-    out = function(given.value())
-    if versions != [given.leaves[place]._version for place in given.shared]:
+def call(function: Callable[[Value], Value], inputs: Tree) -> Value:
+    """Apply a function to a tree's value. Raise PipelineError if it changes a memory-sharing tensor in place."""
+    versions = [inputs.leaves[place]._version for place in inputs.shared]
+    out = function(inputs.value())
+    if versions != [inputs.leaves[place]._version for place in inputs.shared]:
         raise PipelineError(
             "a layer changes in place a tensor that shares memory with another one it was handed; "
             "clone one of them in the layer that returns both"
@@ -123,11 +124,12 @@ def call(function: Callable[[Value], Value], given: Tree) -> Value:
     return out
 
 
-def _cut(value: Value, arrived: _Arrived, who: str, given: Tree | None = None) -> tuple[Tree, Segment]:
-    out = take_apart(value, who, given)
+def _cut(value: Value, arrived: _Arrived, who: str, inputs: Tree | None = None) -> tuple[Tree, Segment]:
+    out = take_apart(value, who, inputs)
     if out.spec is LEAF:
         (leaf,) = out.leaves
-        edges = [get_gradient_edge(leaf) if out.needs[0] else None]  # made by hand, it would not keep the graph
+        # get_gradient_edge, since a GradientEdge made by hand does not keep the graph alive
+        edges = [get_gradient_edge(leaf) if out.needs[0] else None]
         if isinstance(leaf, Tensor):
             out.leaves = [settled(leaf.detach())]
         return out, Segment(arrived, edges)
@@ -141,7 +143,7 @@ def _cut(value: Value, arrived: _Arrived, who: str, given: Tree | None = None) -
 
 
 def settled(leaf: Any) -> Any:
-    """The same; what a collective of tensor parallelism is still to give, waited for."""
+    """Return the leaf, after waiting if it is the pending result of a tensor-parallel collective."""
     return leaf.trigger_wait() if isinstance(leaf, AsyncCollectiveTensor) else leaf  # type: ignore[no-untyped-call]
 
 
@@ -149,7 +151,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, arrived: _Arrived, place: int) -> Tensor:  # noqa: ARG004
         ctx.arrived, ctx.place = arrived, place
-        return x.detach()  # no view, so that it may be changed in place; with the version of x, so that this is seen
+        return x.detach()  # not a view, so a layer may change it in place; shares x's version counter, so we notice
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""What the messages of a step look like, known from an earlier step that began alike: then no message has to say it."""
+"""Remembers the message shapes of earlier steps, so that a step that begins alike sends no descriptions."""
 
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -10,71 +10,71 @@ from stretto.pipeline.descriptions import Description, look_of
 from stretto.pipeline.gradients import shape_of
 from stretto.pipeline.pytree import Value
 
-_KEPT = 64  # steps that are remembered
+_CAPACITY = 64  # steps
 
 Messages = Mapping[int, Description]
-"""By the numbers of a rank's transfers."""
+"""The description of each message, by the number of the rank's transfer."""
 
 
 class ShapeCache:
-    """Steps of one program that have begun differently, and what their messages looked like.
+    """The message descriptions of one program's steps, by how each step began.
 
-    How a step begins on a rank (what its inputs look like, which parameters are trained, and so on) has a number there.
-    At a step's begin all ranks tell each other theirs. If they have been together before, all messages are taken to
-    look as they did then, and each sender sees to it that they do; otherwise every message is described.
+    Each rank numbers the ways in which its steps begin (shapes of inputs, which parameters are trained, and so on). At
+    the start of a step all ranks exchange these numbers. If the same combination occurred before, every message is
+    assumed to look as it did then, and each sender verifies that; otherwise every message carries its description.
     """
 
     def __init__(self, agreement: Agreement, ranks: int) -> None:
-        """The agreement is one of all ranks, of which there are so many."""
+        """`agreement` covers all ranks; `ranks` is their number."""
         self._agreement, self._ranks = agreement, tuple(range(ranks))
         self._numbers: dict[Hashable, int] = {}
         self._count = 0
-        self._steps: dict[tuple[int, ...], Messages] = {}  # by all ranks' numbers, this one's first
+        self._steps: dict[tuple[int, ...], Messages] = {}  # by the numbers of all ranks, this rank's first
         self._number = 0
         self._now: tuple[int, ...] = ()
 
     def begin(self, begin: Hashable | None) -> None:
-        """A step begins, with None like no other. All ranks say so together."""
+        """Send this step's number to the other ranks. With None, the step matches no other. All ranks call this."""
         number = self._numbers.get(begin) if begin is not None else None
         if number is None:
             number, self._count = self._count, self._count + 1
             if begin is not None:
                 self._numbers[begin] = number
-            if len(self._numbers) > _KEPT:
+            if len(self._numbers) > _CAPACITY:
                 del self._numbers[next(iter(self._numbers))]
         self._number = number
         self._agreement.send({self._ranks: number})
 
     def find(self) -> Messages | None:
-        """The messages of a step that began like this one on all ranks, if there was one."""
+        """Return the messages of an earlier step that began like this one on all ranks, or None."""
         self._now = (self._number, *self._agreement.others(self._ranks).values())
         return self._steps.get(self._now)
 
     def learn(self, messages: Messages) -> None:
-        """What the messages of this step looked like."""
+        """Store the descriptions of this step's messages."""
         self._steps[self._now] = messages
-        if len(self._steps) > _KEPT:  # on all ranks the same
+        if len(self._steps) > _CAPACITY:  # evicts the same step on all ranks
             del self._steps[next(iter(self._steps))]
 
 
 def begin_of(
-    given: tuple[Sequence[Value] | None, Sequence[Value] | None, int],
+    batch: tuple[Sequence[Value] | None, Sequence[Value] | None, int],
     module: nn.Module,
     loss: object,
     device: torch.device,
     layout: int | None = None,
 ) -> Hashable | None:
-    """All that decides on this rank, as far as can be seen, what a step's messages look like; None if too little can.
+    """Return a key of everything visible on this rank that decides the shapes of a step's messages.
 
-    `given` are inputs, targets and the rows of the batch. Parameters that are trained are known by their `layout`; in
-    evaluation there is none, and all are looked at.
+    Return None if inputs or targets cannot be described. `batch` holds the inputs, the targets and the number of rows.
+    `layout` identifies the trained parameters; in evaluation it is None, and the key covers every parameter.
     """
-    inputs, targets, rows = given
+    inputs, targets, rows = batch
     looks = look_of(inputs), look_of(targets)
     if None in looks:
         return None
-    own = loss.modules() if isinstance(loss, nn.Module) else ()
-    modes = tuple(part.training for part in (*module.modules(), *own))
+    loss_modules = loss.modules() if isinstance(loss, nn.Module) else ()
+    modes = tuple(part.training for part in (*module.modules(), *loss_modules))
     others = [parameter for parameter in module.parameters() if layout is None or not parameter.requires_grad]
     tensors = tuple((tensor.dtype, shape_of(tensor)) for tensor in (*others, *module.buffers()))
     kind = device.type

@@ -1,4 +1,4 @@
-"""What several ranks hold, found when a pipeline is made: stages on two devices, and parameters that are tied."""
+"""Finds what several ranks hold: the layers of stages that live on two devices, and tied parameters."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,10 +19,10 @@ def find_shared(
     *,
     sparse: Collection[int],
 ) -> Replicas:
-    """What of this rank's module other ranks hold too. Parameters that several stages hold are tied.
+    """Return the parameters and buffers of this rank's module that other ranks hold too.
 
-    `homes` are the devices and stages of the placement, `shares` the layers of each stage, `together` the names that
-    are tied, `sparse` the ids of parameters whose gradients may be sparse.
+    `homes` are the (device, stage) pairs of the placement, `shares` the layers of each stage, `together` the names tied
+    to each tied name, `sparse` the ids of parameters whose gradients may be sparse. All ranks call this together.
     """
     ranks: dict[int, set[int]] = defaultdict(set)
     for device, stage in homes:
@@ -30,28 +30,28 @@ def find_shared(
             ranks[number].add(device)
     stage_of = {number: stage for stage, share in enumerate(shares) for number in share}
 
-    def held(names: Sequence[str]) -> Held:
-        every = tuple(sorted(set().union(*(ranks[layer_of(name)] for name in names))))
+    def holders(names: Sequence[str]) -> Held:
+        devices = tuple(sorted(set().union(*(ranks[layer_of(name)] for name in names))))
         stages = tuple(sorted({stage_of[layer_of(name)] for name in names}))
-        return Held(every, min(ranks[layer_of(names[0])]), stages)
+        return Held(devices, min(ranks[layer_of(names[0])]), stages)
 
-    of, parameters = dict[str, Held](), dict[str, nn.Parameter]()
+    held, parameters = dict[str, Held](), dict[str, nn.Parameter]()
     buffers, places = dict[str, Place](), places_of(module)
-    for every in names_of(places).values():
-        first = next((together[name] for name in every if name in together), every)[0]
-        where, key = places[every[0]]
-        parameter = where._parameters[key]
+    for names in names_of(places).values():
+        first = next((together[name] for name in names if name in together), names)[0]
+        owner, key = places[names[0]]
+        parameter = owner._parameters[key]
         assert parameter is not None
-        of[first], parameters[first], places[first] = held(together.get(first, (first,))), parameter, (where, key)
-    for prefix, where in module.named_modules():
-        for key, buffer in where._buffers.items():
+        held[first], parameters[first], places[first] = holders(together.get(first, (first,))), parameter, (owner, key)
+    for prefix, owner in module.named_modules():
+        for key, buffer in owner._buffers.items():
             if buffer is not None:
                 name = f"{prefix}.{key}"
-                of[name], buffers[name] = held([name]), (where, key)
-    sets = {*(held(same).ranks for same in together.values()), *(tuple(sorted(some)) for some in ranks.values())}
+                held[name], buffers[name] = holders([name]), (owner, key)
+    sets = {*(holders(names).ranks for names in together.values()), *(tuple(sorted(some)) for some in ranks.values())}
     return Replicas(
         team,
-        of,
+        held,
         parameters,
         places,
         buffers,

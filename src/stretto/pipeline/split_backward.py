@@ -1,4 +1,4 @@
-"""Weight gradients put off: a backward yields input gradients, and leaves what yields the weights' later."""
+"""Splits the backward: it computes input gradients at once, and defers weight gradients."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,17 +28,17 @@ from stretto.pipeline.weight_gradients import (
 
 
 class Deferral:
-    """Makes the layers of a module put their weight gradients off, into the list that `into` names. Run from there,
-    they are added to `gradients`.
+    """Makes a module's layers defer their weight gradients to the list passed to `into`. Running these adds them to
+    `gradients`.
 
-    While `overrides` are in place, each layer that is known runs through a function of ours, which is a usual one of
-    its input and its parameters: differentiated in any way it yields all gradients. Only the backward within `into`
-    that gives every parameter its gradient puts the weights' off, so that `torch.autograd.grad` in a layer does not.
+    While `overrides` is entered, each supported layer runs through an autograd function of its input and parameters. In
+    general that function computes all gradients. Only a backward inside `into` that accumulates every parameter's
+    gradient defers the weight gradients; `torch.autograd.grad` in a layer does not.
     """
 
     def __init__(self, module: nn.Module, gradients: Gradients) -> None:
         self._gradients = gradients
-        self._owed: list[WeightGradient] | None = None
+        self._deferred: list[WeightGradient] | None = None
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._anchored = get_gradient_edge(self.anchor).node
         self.overrides = Overrides()
@@ -54,36 +54,37 @@ class Deferral:
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Those that put their weight gradients off."""
-        compiled = _compiled(self._module)  # since then, perhaps
+        """The layers that defer their weight gradients."""
+        compiled = _compiled(self._module)  # some may have been compiled since
         return [layer for layer in self._known.values() if id(layer) not in compiled]
 
-    def into(self, owed: list[WeightGradient] | None) -> "_Into":
-        """Put the weight gradients of a backward within off into this list; with None, put none off."""
-        return _Into(self, owed)
+    def into(self, deferred: list[WeightGradient] | None) -> "_Into":
+        """Return a context in which a backward appends its weight gradients to this list; with None, it defers none."""
+        return _Into(self, deferred)
 
-    def put_off(self, add: Callable[..., None], given: Tensor, grad: Tensor, more: tuple[Any, ...]) -> None:
-        """Leave a weight gradient, of a layer's input and its output's gradient, for later. `add` adds it to sums."""
-        assert self._owed is not None
+    def defer(self, add: Callable[..., None], given: Tensor, grad: Tensor, more: tuple[Any, ...]) -> None:
+        """Defer a weight gradient. `add` computes it from the layer's input and output gradient, and adds it."""
+        assert self._deferred is not None
         versions = given._version, grad._version
-        self._owed.append(WeightGradient(add, self._gradients.of, given, grad, more, versions))
+        self._deferred.append(WeightGradient(add, self._gradients.of, given, grad, more, versions))
 
     @property
-    def puts_off(self) -> bool:
-        """Asked in a backward: whether weight gradients are for later.
+    def defers(self) -> bool:
+        """Whether the running backward defers weight gradients.
 
-        Not those of a backward for a few inputs (`torch.autograd.grad`): our anchor, which leads to every node, is none
-        of them. Nor those of a backward that is itself to be differentiated.
+        A backward for chosen inputs (`torch.autograd.grad`) does not: it never executes the node of the anchor, which
+        every layer's node leads to. Nor does a backward that is itself differentiated.
         """
         return (
-            self._owed is not None
+            self._deferred is not None
             and not torch.is_grad_enabled()
             and bool(torch._C._will_engine_execute_node(self._anchored))
         )
 
     def _runs(self, layer: nn.Module, x: Tensor) -> bool:
-        """Whether a layer runs through a function of ours: not a copy, not where nobody wants gradients, and not under
-        transforms that would have to know it.
+        """Return whether a layer may run through the deferring function.
+
+        Not if it is a copy of a known layer, if gradients are off, or under transforms that do not support it.
         """
         return (
             torch.is_grad_enabled()
@@ -94,12 +95,12 @@ class Deferral:
             and not torch.compiler.is_compiling()
             and not torch._C._are_functorch_transforms_active()
             and forward_ad._current_level < 0
-            and F.linear is _LINEAR  # nobody has patched it, nor does a mode see to it
+            and F.linear is _LINEAR  # neither patched nor intercepted by a mode
             and (not torch._C._len_torch_function_stack() or _only_default_devices())
         )
 
     def _forward(self, layer: nn.Module) -> Forward | None:
-        """How a layer is to run instead, None for one that we do not know."""
+        """Return the deferring forward of a layer, None if its type is not supported."""
         known = getattr(type(layer), "forward", None)  # a scripted module's class has none
         makers = {
             _FORWARDS[nn.Linear]: self._linear,
@@ -110,7 +111,7 @@ class Deferral:
         return makers[known]() if known in makers and known.__module__ in _MODULES else None
 
     def linear(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, rows: slice | None = None) -> Tensor:
-        """x Wᵀ + b with these rows of W and b, their gradients put off."""
+        """Compute x Wᵀ + b with these rows of W and b, deferring their gradients."""
         w: Tensor = weight if rows is None else weight[rows]
         b: Tensor | None = bias if rows is None or bias is None else bias[rows]
         if torch.is_autocast_enabled(x.device.type):
@@ -177,10 +178,10 @@ class Deferral:
         value: Tensor,
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,  # noqa: ARG002  (of weights that are not asked for)
+        average_attn_weights: bool = True,  # noqa: ARG002  (no attention weights are returned)
         is_causal: bool = False,
     ) -> Tensor:
-        """What nn.MultiheadAttention computes, its projections through `linear`. N batch, T and S tokens, H heads."""
+        """Compute nn.MultiheadAttention, with projections through `linear`. N batch, T and S tokens, H heads."""
         width, heads = layer.embed_dim, layer.num_heads
         weight, bias, out_proj = layer.in_proj_weight, layer.in_proj_bias, layer.out_proj
         assert _own(weight) and _own(out_proj.weight)  # noqa: PT018
@@ -192,7 +193,7 @@ class Deferral:
         if not layer.batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         q_NHTd, k_NHSd, v_NHSd = (x.reshape(*x.shape[:-1], heads, -1).transpose(1, 2) for x in (q, k, v))
-        causal = is_causal and key_padding_mask is None  # then the mask is a hint, and not used
+        causal = is_causal and key_padding_mask is None  # the mask is then redundant
         mask = None if causal else _attention_mask(attn_mask, key_padding_mask, q_NHTd, k_NHSd)
         dropout = layer.dropout if layer.training else 0.0
         out = F.scaled_dot_product_attention(q_NHTd, k_NHSd, v_NHSd, mask, dropout, causal)
@@ -205,22 +206,22 @@ _ATTENTION_OPTIONS = ("key_padding_mask", "need_weights", "attn_mask", "average_
 
 
 class _Into:
-    """What `into` opens; a class because it is opened for every pass."""
+    """The context of `into`. A class is cheaper than a generator, and every pass enters it."""
 
-    __slots__ = ("_before", "_deferral", "_owed")
+    __slots__ = ("_before", "_deferral", "_deferred")
 
-    def __init__(self, deferral: Deferral, owed: list[WeightGradient] | None) -> None:
-        self._deferral, self._owed = deferral, owed
+    def __init__(self, deferral: Deferral, deferred: list[WeightGradient] | None) -> None:
+        self._deferral, self._deferred = deferral, deferred
 
     def __enter__(self) -> None:
-        self._before, self._deferral._owed = self._deferral._owed, self._owed
+        self._before, self._deferral._deferred = self._deferral._deferred, self._deferred
 
     def __exit__(self, *error: object) -> None:
-        self._deferral._owed = self._before
+        self._deferral._deferred = self._before
 
 
-# The outputs of the functions below are detached: they would otherwise be views that were made inside a function, which
-# autograd does not let anybody change in place. What is put off holds detached inputs: a saved input has its graph.
+# The functions below detach their outputs: autograd forbids in-place changes to views made inside a custom function.
+# Deferred gradients hold detached inputs, since a saved input would keep its graph alive.
 
 
 class _Linear(torch.autograd.Function):
@@ -231,25 +232,25 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        owed: tuple[Deferral, nn.Parameter, nn.Parameter | None, slice | None],
+        target: tuple[Deferral, nn.Parameter, nn.Parameter | None, slice | None],
     ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
-        ctx.owed = owed
+        ctx.target = target
         return F.linear(x, weight, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         _, x_needs, weight_needs, bias_needs, _ = ctx.needs_input_grad
-        back = grad @ weight if x_needs else None
-        deferral, *owed = ctx.owed
-        if deferral.puts_off:
+        x_grad = grad @ weight if x_needs else None
+        deferral, *target = ctx.target
+        if deferral.defers:
             needs = weight_needs, bias_needs
-            deferral.put_off(add_linear, grad if x is None else x.detach(), grad, (*owed, *needs))
-            return None, back, None, None, None
+            deferral.defer(add_linear, grad if x is None else x.detach(), grad, (*target, *needs))
+            return None, x_grad, None, None, None
         flat = flattened(grad)
-        of_weight = flat.T @ flattened(x) if weight_needs else None
-        return None, back, of_weight, flat.sum(0) if bias_needs else None, None
+        weight_grad = flat.T @ flattened(x) if weight_needs else None
+        return None, x_grad, weight_grad, flat.sum(0) if bias_needs else None, None
 
 
 class _Grouped(torch.autograd.Function):
@@ -261,21 +262,21 @@ class _Grouped(torch.autograd.Function):
         weight: Tensor,
         counts: Tensor,
         deferral: Deferral,
-        owed: nn.Parameter,
+        parameter: nn.Parameter,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        ctx.deferral, ctx.owed = deferral, owed
+        ctx.deferral, ctx.parameter = deferral, parameter
         return grouped_linear(x, weight, counts).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, counts = ctx.saved_tensors
         _, x_needs, weight_needs, *_ = ctx.needs_input_grad
-        back = grouped_linear(grad, weight.transpose(1, 2), counts) if x_needs else None
-        if ctx.deferral.puts_off:
-            ctx.deferral.put_off(add_grouped, x.detach(), grad, (ctx.owed, counts))
-            return None, back, None, None, None, None
-        return None, back, grouped_outer(grad, x, counts) if weight_needs else None, None, None, None
+        x_grad = grouped_linear(grad, weight.transpose(1, 2), counts) if x_needs else None
+        if ctx.deferral.defers:
+            ctx.deferral.defer(add_grouped, x.detach(), grad, (ctx.parameter, counts))
+            return None, x_grad, None, None, None, None
+        return None, x_grad, grouped_outer(grad, x, counts) if weight_needs else None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -288,28 +289,30 @@ class _Embedding(torch.autograd.Function):
         padding: int,
         deferral: Deferral,
     ) -> Tensor:
-        ctx.save_for_backward(rows)  # by which autograd sees it if they are changed in place
+        ctx.save_for_backward(rows)  # so that autograd notices in-place changes
         ctx.weight, ctx.padding, ctx.deferral = weight, padding, deferral
         return F.embedding(rows, weight).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (rows,) = ctx.saved_tensors
-        if ctx.deferral.puts_off:
-            ctx.deferral.put_off(add_embedding, rows, grad, (ctx.weight, ctx.padding))
+        if ctx.deferral.defers:
+            ctx.deferral.defer(add_embedding, rows, grad, (ctx.weight, ctx.padding))
             return None, None, None, None, None
         return None, None, embedding_backward(grad, rows, ctx.weight.shape[0], ctx.padding, False), None, None
 
 
 def _compiled(module: nn.Module) -> set[int]:
-    """The ids of all modules within those that `torch.compile` has compiled, or that have compiled themselves."""
-    # By the name that torch.compile keeps a module under: importing its class takes as long as all of torch.
-    whole = (it for it in module.modules() if "_orig_mod" in it._modules or it._compiled_call_impl is not None)
-    return {id(part) for it in whole for part in it.modules()}
+    """Return the ids of all modules inside compiled ones, by `torch.compile` or `Module.compile`."""
+    # Recognise the name under which torch.compile stores a module: importing its class takes as long as all of torch.
+    compiled = (
+        part for part in module.modules() if "_orig_mod" in part._modules or part._compiled_call_impl is not None
+    )
+    return {id(inner) for part in compiled for inner in part.modules()}
 
 
 def _unless_changed(layer: nn.Module, usual: Forward, forward: Forward, before: Forward | None) -> Forward | None:
-    """A layer that was given a forward of its own, or whose class was, runs that."""
+    """Return the replacement forward, or None if the user has set a forward on the layer or patched its class."""
     return forward if before is None and type(layer).forward is usual else None
 
 
@@ -319,12 +322,12 @@ _MODULES = frozenset(kind.__module__ for kind in _FORWARDS)
 
 
 def _only_default_devices() -> bool:
-    """Whether modes that see functions do nothing but give new tensors a device."""
+    """Return whether all active function modes only set the default device of new tensors."""
     return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """As PyTorch does it: float64 stays."""
+    """Cast a tensor as PyTorch's autocast does: float64 stays."""
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
@@ -336,7 +339,7 @@ _embedding: Callable[..., Tensor] = direct(_Embedding)
 
 
 def _own(parameter: Tensor | None) -> TypeGuard[nn.Parameter]:
-    """Whether this is a parameter, and neither made from others nor of a kind with rules of its own."""
+    """Return whether this is a plain leaf parameter, neither computed from others nor of a special subclass."""
     plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
     return plain and parameter is not None and parameter.is_leaf and not parameter.is_complex()
 
@@ -346,7 +349,7 @@ def _own_or_none(parameter: Tensor | None) -> TypeGuard[nn.Parameter | None]:
 
 
 def _is_plain(layer: nn.MultiheadAttention) -> bool:
-    """Whether attention is one matrix in, one out, all of them its own parameters."""
+    """Return whether attention has one input and one output projection, all plain parameters of its own."""
     if layer.bias_k is not None or layer.bias_v is not None or layer.add_zero_attn:
         return False
     into, out = layer._parameters, layer.out_proj._parameters
@@ -360,7 +363,7 @@ def _is_plain(layer: nn.MultiheadAttention) -> bool:
 
 
 def _attention_mask(mask: Tensor | None, padding: Tensor | None, q_NHTd: Tensor, k_NHSd: Tensor) -> Tensor | None:
-    """One additive mask of both; True in either means: do not look."""
+    """Merge both masks into one additive mask. True in a boolean mask means: do not attend."""
     total: Tensor | None = None
     batch, heads = q_NHTd.shape[:2]
     for part in (mask, padding):

@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from stretto.ir.errors import PipelineError
+from stretto.layers import Layer, Phase
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.losses import OneLoss
 from stretto.pipeline.module_buffers import ModuleBuffers, Snapshot
@@ -22,16 +23,16 @@ from stretto.pipeline.rng import Generators, RngKey
 from stretto.pipeline.segments import Grads, Segment, call, leaves_of, run_segment, settled
 from stretto.pipeline.split_backward import Deferral
 from stretto.pipeline.weight_gradients import WeightGradient, add_together
-from stretto.program.phases import Anatomy, Layer, Phase
+from stretto.program.anatomy import Anatomy
 
 CPU = torch.device("cpu")
 Function = Callable[[Value, int], Value]
-"""A part of the forward, of a value and a microbatch."""
+"""A part of the forward, as a function of a value and a microbatch."""
 
 
 @runtime_checkable
 class Phased(Protocol):
-    """A layer that offers its phases. Run one after the other, each on what the one before returned, they are it."""
+    """A layer split into phases. Running them in order, each on the result of the previous one, equals its forward."""
 
     def phases(self) -> Sequence[tuple[Phase, Callable[[Value], Value]]]: ...
 
@@ -41,7 +42,7 @@ def is_phased(layer: nn.Module) -> TypeGuard[Phased]:
 
 
 def anatomy_of(layers: Sequence[nn.Module]) -> list[Layer]:
-    """The phases of each layer; one that offers none is one phase."""
+    """Return the phases of each layer; a layer without phases counts as one phase."""
     return [
         Layer(type(layer).__name__, tuple(phase for phase, _ in layer.phases()))
         if is_phased(layer)
@@ -52,16 +53,17 @@ def anatomy_of(layers: Sequence[nn.Module]) -> list[Layer]:
 
 @dataclass(slots=True)
 class _Pass:
-    """What a microbatch leaves in a stage between its forward and its weight gradients."""
+    """The state of a microbatch in a stage between its forward and its weight gradients."""
 
     segments: list[Segment | None]
-    owed: list[list[WeightGradient]]
-    """Weight gradients of each part."""
+    deferred: list[list[WeightGradient]]
+    """The deferred weight gradients of each part."""
     sites: Table
+    """Runs of recompute sites in the current forward or backward, by their outputs."""
 
 
 class Stage:
-    """Its layers, and what of each microbatch is under way. Parts are those of the program's anatomy."""
+    """A stage's layers, and the state of the microbatches in flight. Parts are those of the program's anatomy."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class Stage:
         elsewhere: Callable[[Tensor], str | None] = lambda _: None,
         replicated: bool = False,
     ) -> None:
-        """`elsewhere` gives the name of a parameter that another rank trains, if a tensor is one; `replicated` says
+        """`elsewhere` returns the name of a tensor that is a parameter of another rank, else None. `replicated` tells
         whether the stage lives on several devices.
         """
         self.index = index
@@ -90,33 +92,36 @@ class Stage:
         self._device = device
         self._sites = Sites(recomputed, self._generators) if recomputed else None
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
-        """The scalar that all segments hang on."""
-        self._last_layers: list[str] = []  # of each part, in words
+        """The dummy scalar through which inputs enter every segment's graph."""
+        self._last_layers: list[str] = []  # the last layer of each part, for error messages
         self._in_phases = not anatomy.is_whole
         self._functions = self._parts(anatomy)
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
         self._passes: dict[int, _Pass] = {}
-        self._joining: list[list[list[WeightGradient]]] = [[] for _ in self._weight_of]  # of earlier microbatches
+        self._joining: list[list[list[WeightGradient]]] = [
+            [] for _ in self._weight_of
+        ]  # of earlier microbatches, by part
         self.used: list[object] | None = None
-        """If given, what backwards and weight gradients have used is put there, and not let go of."""
+        """If set, backwards and weight gradients append the objects they used to it, to keep them alive."""
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
-        self._searching = True  # whether all graphs are looked at for what is no layer's parameter
-        self._searched_microbatch, self._microbatches = 0, 0  # the one whose graph is looked at in any case, of so many
-        self._others: list[weakref.ref[Tensor]] = []  # leaves that are no parameters
+        self._searching = True  # whether to search every graph for unregistered leaves
+        self._searched_microbatch = 0  # the microbatch whose graph is searched in every step
+        self._microbatches = 0  # how many there are
+        self._others: list[weakref.ref[Tensor]] = []  # leaves that are not parameters
         self._elsewhere, self._replicated = elsewhere, replicated
         gradients.ignore(self.anchor)
         gradients.ignore(self.deferral.anchor)
         self._key = RngKey()
 
     def parameters(self) -> list[nn.Parameter]:
-        """All of its layers' parameters, as they are now."""
-        found = (p for module in self._module.modules() for p in module._parameters.values() if p is not None)
-        return list(dict.fromkeys(found))
+        """Return the current parameters of all layers, without duplicates."""
+        parameters = (p for module in self._module.modules() for p in module._parameters.values() if p is not None)
+        return list(dict.fromkeys(parameters))
 
     @contextmanager
     def running(self, key: RngKey, *, training: bool) -> Iterator[None]:
-        """A step, with these random numbers. Within, layers that train run as the split backward needs it."""
+        """Run a step within this context. In training, it replaces the layers' forwards for the split backward."""
         self._key = key
         self._buffered = [module for module in self._module.modules() if module._buffers]
         for number, layer in self.layers.items():
@@ -139,97 +144,97 @@ class Stage:
         with self._generators.kept(), self.deferral.overrides, sites:
             try:
                 yield
-                self._gradients.collect(self._parameters)  # what a layer's own backward() has left
+                self._gradients.collect(self._parameters)  # gradients left by a layer's own backward()
                 self._searching = False
                 self._searched_microbatch = key.step % max(1, self._microbatches)
             finally:
                 self._passes.clear()
-                for waiting in self._joining:
-                    waiting.clear()
+                for deferred in self._joining:
+                    deferred.clear()
 
-    def forward(self, microbatch: int, part: int, given: Tree, loss: OneLoss | None = None) -> Tree:
-        """A part of the forward: of what the part or stage before it returned, what the next one takes.
+    def forward(self, microbatch: int, part: int, inputs: Tree, loss: OneLoss | None = None) -> Tree:
+        """Run a part of the forward on the output of the previous part or stage, and return its output.
 
-        The last one of all goes on to the loss.
+        With `loss`, which only the last part of the last stage gets, return the loss instead.
         """
         if part == 0:
             self._microbatches = max(self._microbatches, microbatch + 1)
-            owed: list[list[WeightGradient]] = [[] for _ in self._weight_of]
-            self._passes[microbatch] = _Pass([None] * len(self._functions), owed, {})
-        going = self._passes[microbatch]
-        with self._discarding(going):
+            deferred: list[list[WeightGradient]] = [[] for _ in self._weight_of]
+            self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, {})
+        state = self._passes[microbatch]
+        with self._discarding(state):
             out, segment = run_segment(
-                self._function(part, microbatch, loss), given, self.anchor, self._last_layers[part]
+                self._function(part, microbatch, loss), inputs, self.anchor, self._last_layers[part]
             )
-        going.segments[part] = segment
+        state.segments[part] = segment
         if self._searching or microbatch == self._searched_microbatch:
             self._find_others(segment.leaves(), self._last_layers[part], loss)
         if part == len(self._functions) - 1:
-            going.sites.clear()
+            state.sites.clear()
         return self._own(out)
 
-    def evaluate(self, microbatch: int, part: int, given: Tree, loss: OneLoss | None = None) -> Tree:
-        """The same, and nothing is kept for a backward."""
-        out = call(self._function(part, microbatch, loss), given)
-        made = take_apart(out, self._last_layers[part], given)
-        made.leaves = [settled(leaf) for leaf in made.leaves]
-        return self._own(made)
+    def evaluate(self, microbatch: int, part: int, inputs: Tree, loss: OneLoss | None = None) -> Tree:
+        """Run a part of the forward, keeping nothing for a backward."""
+        out = call(self._function(part, microbatch, loss), inputs)
+        tree = take_apart(out, self._last_layers[part], inputs)
+        tree.leaves = [settled(leaf) for leaf in tree.leaves]
+        return self._own(tree)
 
     def backward(self, microbatch: int, part: int, grads: Grads) -> list[Tensor | None]:
-        """A part of the backward, counted from the stage's end: gradients of its inputs' leaves, None where there are
-        none.
+        """Run a part of the backward, counted from the stage's end. Return the gradients of its inputs' leaves, None
+        for leaves without one.
         """
-        going = self._passes[microbatch]
+        state = self._passes[microbatch]
         at = len(self._functions) - 1 - part
-        segment = going.segments[at]
-        assert segment is not None, "a backward that was run before"
-        going.segments[at] = None
-        owed = going.owed[self._weight_of[part]] if part in self._weight_of else None
-        with self.deferral.into(owed), self._discarding(going), self._as_computed():
+        segment = state.segments[at]
+        assert segment is not None, "this backward has run already"
+        state.segments[at] = None
+        deferred = state.deferred[self._weight_of[part]] if part in self._weight_of else None
+        with self.deferral.into(deferred), self._discarding(state), self._as_computed():
             out = segment.backward(grads, keep=self.used is not None)
-        going.sites.clear()
+        state.sites.clear()
         if self.used is not None:
             self.used.append(segment)
         self._gradients.collect(self._parameters)
         return out
 
     def weight(self, microbatch: int, part: int, *, joins: bool = False) -> None:
-        """The weight gradients that a part of the backward put off; with `joins`, to be added with the next one's."""
-        going, waiting = self._passes[microbatch], self._joining[part]
-        waiting.append(going.owed[part])
-        going.owed[part] = []
-        if part == len(going.owed) - 1 and all(segment is None for segment in going.segments):
+        """Add the weight gradients that a part of the backward deferred; with `joins`, leave them for the next call."""
+        state, waiting = self._passes[microbatch], self._joining[part]
+        waiting.append(state.deferred[part])
+        state.deferred[part] = []
+        if part == len(state.deferred) - 1 and all(segment is None for segment in state.segments):
             del self._passes[microbatch]
         if joins:
             return
         if self.used is not None:
-            self.used.append([owed.copy() for owed in waiting])
+            self.used.append([deferred.copy() for deferred in waiting])
         with self._as_computed(), torch.no_grad():
             add_together(waiting)
 
-    def _discarding(self, going: _Pass) -> Any:
-        return _NOTHING if self._sites is None else self._sites.into(going.sites)
+    def _discarding(self, state: _Pass) -> Any:
+        return _NOTHING if self._sites is None else self._sites.into(state.sites)
 
     def _as_computed(self) -> Any:
-        """Gradients are computed in the types of the forward, though a step may be called under autocast."""
+        """Return a context without autocast: gradients are computed in the dtypes of the forward."""
         kind = self._device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
     def _own(self, out: Tree) -> Tree:
-        """The same; what of it is a buffer of ours, copied: the next microbatch may change that."""
+        """Return the output with module buffers copied, since the next microbatch may change them."""
         if not self._buffered:
             return out
-        mine = {
+        storages = {
             buffer.untyped_storage()._cdata
             for module in self._buffered
             for buffer in module._buffers.values()
             if buffer is not None
         }
-        return out.copied(lambda tensor: tensor.untyped_storage()._cdata in mine)
+        return out.copied(lambda tensor: tensor.untyped_storage()._cdata in storages)
 
-    def take_behind(self, given: Sequence[Tensor], own: Collection[int]) -> None:
-        """Take in what the graphs behind inputs or targets lead to; `own` are the tensors that the user gave."""
-        for leaf in leaves_of([get_gradient_edge(tensor).node for tensor in given], ()):
+    def adopt_behind(self, tensors: Sequence[Tensor], own: Collection[int]) -> None:
+        """Adopt the leaves of the graphs behind inputs or targets. `own` holds the ids of the user's own tensors."""
+        for leaf in leaves_of([get_gradient_edge(tensor).node for tensor in tensors], ()):
             if self._gradients.knows(leaf):
                 continue
             if (name := self._elsewhere(leaf)) is not None:
@@ -241,8 +246,8 @@ class Stage:
                 )
             self._gradients.adopt(leaf)
 
-    def demand_as_before(self) -> None:
-        """Refuse what a step cannot know of before: that a forward adds or replaces parameters, or freezes them."""
+    def validate_parameters(self) -> None:
+        """Raise PipelineError if a forward has added, replaced, frozen or unfrozen parameters during the step."""
         now = self.parameters()
         if list(map(id, now)) != list(map(id, self._parameters)):
             raise PipelineError(f"a layer of stage {self.index} has other parameters than before the step; {_BEFORE}")
@@ -251,12 +256,12 @@ class Stage:
                 f"a layer of stage {self.index} froze or unfroze a parameter while a step ran; {_BEFORE}"
             )
 
-    def _adopt(self, loss: Tensor, outputs: Sequence[Tensor], of: OneLoss) -> None:
-        """Take in what the loss has of its own that gets gradients."""
+    def _adopt(self, loss: Tensor, outputs: Sequence[Tensor], function: OneLoss) -> None:
+        """Adopt the leaves that the loss function itself uses."""
         assert loss.grad_fn is not None
         ends = [output.grad_fn for output in outputs if output.grad_fn is not None]
         for leaf in leaves_of([loss.grad_fn], ends):
-            if self._gradients.knows(leaf) or of.gave(leaf):
+            if self._gradients.knows(leaf) or function.is_target(leaf):
                 continue
             if (name := self._elsewhere(leaf)) is not None:
                 raise PipelineError(f"the loss uses {name}, {_ELSEWHERE}")
@@ -268,11 +273,13 @@ class Stage:
             self._gradients.adopt(leaf)
 
     def _find_others(self, leaves: Sequence[Tensor], last: str, loss: OneLoss | None) -> None:
-        """Look at what a part differentiates: a parameter must be some layer's; other leaves are taken in, where only
-        one device has them. (A leaf that a forward makes is another one for every microbatch.)
+        """Check the leaves of a part's graph: a parameter must be registered with a layer; other leaves are adopted.
+
+        A replicated stage refuses a leaf that occurs again, since its gradient could not be summed over ranks. (A leaf
+        that a forward creates is a new one for every microbatch.)
         """
         for leaf in leaves:
-            known = self._gradients.knows(leaf) or (loss is not None and loss.gave(leaf))
+            known = self._gradients.knows(leaf) or (loss is not None and loss.is_target(leaf))
             again = any(other() is leaf for other in self._others)
             if known and not (again and self._replicated):
                 continue
@@ -292,17 +299,18 @@ class Stage:
         if loss is None:
             return lambda value: function(value, microbatch)
 
-        def and_loss(value: Value) -> Value:
+        def with_loss(value: Value) -> Value:
             out = function(value, microbatch)
             self._generators.seed(self._key.seed_of(_LOSS, 0, microbatch))
-            made = loss(out)
-            if made.grad_fn is not None:
-                self._adopt(made, tensors_of(out), loss)
-            return made
+            result = loss(out)
+            if result.grad_fn is not None:
+                self._adopt(result, tensors_of(out), loss)
+            return result
 
-        return and_loss
+        return with_loss
 
     def _parts(self, anatomy: Anatomy) -> list[Function]:
+        """Return the functions of all parts: the whole stage, or one per phase."""
         if anatomy.is_whole:
             self._last_layers.append(f"layer {max(self.layers)}")
             parts = [self._part(number, 0, layer) for number, layer in self.layers.items()]
@@ -323,7 +331,7 @@ class Stage:
         return functions
 
     def _part(self, number: int, phase: int, function: Callable[[Value], Value]) -> Function:
-        """A layer, or a phase of it, with its random numbers, and recomputed if it is to be."""
+        """Return a function that seeds and runs a layer or phase, recomputing it in the backward if checkpointed."""
         buffers = ModuleBuffers(f"layer {number}", self.layers[number])
 
         def run(value: Value, microbatch: int) -> Value:
@@ -344,11 +352,11 @@ def _has_hooks(layer: object) -> bool:
 _BEFORE = "do that before the step"
 _ELSEWHERE = "which another rank trains; let layers use it, and tie them"
 _NOTHING = nullcontext()
-_LOSS = -1  # the number that the loss has among layers
+_LOSS = -1  # stands for the loss in place of a layer number
 
 
 class _Checkpointed:
-    """One run of a layer that is recomputed whole, on what it was given and with what it drew the first time."""
+    """One run of a layer that is recomputed whole, on the same input and with the same random numbers."""
 
     def __init__(
         self, number: int, function: Callable[[Value], Value], buffers: ModuleBuffers, generators: Generators, seed: int
@@ -364,9 +372,9 @@ class _Checkpointed:
         return checkpoint(self._once, *leaves, use_reentrant=False, preserve_rng_state=False)
 
     def _once(self, *leaves: Any) -> Value:
-        """The first time, and again: in new containers, since a layer may write into those it is given."""
+        """Run the layer, for the first time or again, on new containers, since it may modify those it gets."""
         if self._snapshot is not None:
-            self._buffers.demand_parameters(self._parameters)
+            self._buffers.validate_parameters(self._parameters)
         if self._versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]:
             raise PipelineError(
                 f"layer {self._number} was given what was changed in place afterwards, so it cannot be checkpointed"
@@ -374,7 +382,7 @@ class _Checkpointed:
         value = pytree.tree_unflatten(leaves, self._spec)
         if self._snapshot is None:
             self._generators.seed(self._seed)
-            with self._buffers.followed() as self._snapshot:  # complete at once: a layer may ask for gradients within
+            with self._buffers.followed() as self._snapshot:  # usable at once: a layer may differentiate inside
                 return self._function(value)
         with self._generators.kept(), self._buffers.restored(self._snapshot):
             self._generators.seed(self._seed)

@@ -1,4 +1,4 @@
-"""Parameters that are one, though several layers hold them."""
+"""Tied parameters: one parameter that several layers hold."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,14 +12,14 @@ from stretto.ir.errors import PipelineError
 from stretto.pipeline.layers import Layers
 
 Place = tuple[nn.Module, str]
-"""A module, and the name of a parameter or buffer in it."""
+"""A module, and the name of one of its parameters or buffers."""
 
-_DTYPES = sorted((it for it in vars(torch).values() if isinstance(it, torch.dtype)), key=str)
-_SIZES = 8  # of a shape, that are compared
+_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
+_SIZES = 8  # dimensions of a shape that are compared
 
 
 def ties_of(layers: Layers) -> list[list[str]]:
-    """The names of parameters that several layers share."""
+    """Return the names of each parameter that has several."""
     names: dict[int, list[str]] = defaultdict(list)
     for number, layer in enumerate(layers):
         for name, parameter in layer.named_parameters(prefix=str(number), remove_duplicate=False):
@@ -28,18 +28,18 @@ def ties_of(layers: Layers) -> list[list[str]]:
 
 
 def tied_stages(together: Mapping[str, tuple[str, ...]], shares: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The stages that hold the same parameters: those of each tie that is of several."""
+    """Return the stages of each tie that spans several stages."""
     stage_of = {number: stage for stage, share in enumerate(shares) for number in share}
-    found = {tuple(sorted({stage_of[layer_of(name)] for name in every})) for every in together.values()}
-    return sorted(stages for stages in found if len(stages) > 1)
+    tied = {tuple(sorted({stage_of[layer_of(name)] for name in names})) for names in together.values()}
+    return sorted(stages for stages in tied if len(stages) > 1)
 
 
 def layer_of(name: str) -> int:
     return int(name.split(".")[0])
 
 
-def demand_names(tied: Any, layer_count: int) -> None:
-    """Refuse what cannot be names of parameters to tie."""
+def validate_names(tied: Any, layer_count: int) -> None:
+    """Raise PipelineError if `tied` is not a list of groups of parameter names."""
     for names in (tied,) if isinstance(tied, str) else tied:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise PipelineError(
@@ -56,16 +56,18 @@ def demand_names(tied: Any, layer_count: int) -> None:
 
 
 def joined(ties: Iterable[Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """For each name, all that it is tied to, itself included, the earliest layer's first."""
+    """Return for each tied name all names of its tie, including itself, the earliest layer's first."""
     together: dict[str, set[str]] = {}
     for names in ties:
-        every = set(names).union(*(together.get(name, set()) for name in names))
-        together.update(dict.fromkeys(every, every))
-    return {name: tuple(sorted(every, key=lambda it: (layer_of(it), it))) for name, every in together.items()}
+        merged = set(names).union(*(together.get(name, set()) for name in names))
+        together.update(dict.fromkeys(merged, merged))
+    return {
+        name: tuple(sorted(merged, key=lambda other: (layer_of(other), other))) for name, merged in together.items()
+    }
 
 
 def description(parameter: nn.Parameter) -> list[int]:
-    """What must be the same of parameters that are one, as numbers."""
+    """Return as numbers the properties that tied parameters must have in common."""
     if isinstance(parameter, UninitializedParameter):
         return [1, int(parameter.requires_grad), _DTYPES.index(parameter.dtype), -1] + [0] * 2 * _SIZES
     shape, strides = ([*sizes, *[0] * _SIZES][:_SIZES] for sizes in (parameter.shape, parameter.stride()))
@@ -73,63 +75,63 @@ def description(parameter: nn.Parameter) -> list[int]:
 
 
 def difference(one: Sequence[int], other: Sequence[int]) -> str | None:
-    """How two described parameters differ, in words."""
+    """Return in words how two described parameters differ, or None."""
     if one[2:-_SIZES] != other[2:-_SIZES]:
-        return f"have {_said(one)} and {_said(other)}"
+        return f"have {_in_words(one)} and {_in_words(other)}"
     if one[1] != other[1]:
         return "are frozen in one place, and trained in the other"
     return None if one == other else "lie in memory in other ways (their strides differ)"
 
 
-def _said(described: Sequence[int]) -> str:
+def _in_words(described: Sequence[int]) -> str:
     _, _, dtype, dimensions, *sizes = described[:-_SIZES]
     shape = "no shape yet" if dimensions < 0 else f"shape {tuple(sizes[:dimensions])}"
     return f"{shape} ({str(_DTYPES[dtype]).removeprefix('torch.')})"
 
 
 def wrong_ties(
-    together: Mapping[str, tuple[str, ...]], mine: Mapping[str, nn.Parameter], most: Callable[[Tensor], Tensor]
+    together: Mapping[str, tuple[str, ...]], parameters: Mapping[str, nn.Parameter], most: Callable[[Tensor], Tensor]
 ) -> str | None:
-    """What is wrong with ties, the same on all ranks; `most` gives the largest of all ranks' numbers."""
+    """Return what is wrong with the ties, the same on all ranks, or None. `most` is an all-reduce by maximum."""
     names = sorted(together)
     if not names:
         return None
-    nobody = [-1] * (4 + 2 * _SIZES)
-    mine_of = [description(mine[name]) if name in mine else nobody for name in names]
-    rows = dict(zip(names, most(torch.tensor(mine_of, device="cpu")).tolist(), strict=True))
+    absent = [-1] * (4 + 2 * _SIZES)
+    descriptions = [description(parameters[name]) if name in parameters else absent for name in names]
+    rows = dict(zip(names, most(torch.tensor(descriptions, device="cpu")).tolist(), strict=True))
     for name in names:
         if rows[name][0] < 0:
             return f"{name!r:.60} is no parameter to tie: layer {layer_of(name)} has none of that name"
-    for name, every in together.items():
-        if (how := difference(rows[every[0]], rows[name])) is not None:
-            return f"{every[0]} and {name} cannot be tied: they {how}"
+    for name, same in together.items():
+        if (how := difference(rows[same[0]], rows[name])) is not None:
+            return f"{same[0]} and {name} cannot be tied: they {how}"
     return None
 
 
 def tie(together: Mapping[str, tuple[str, ...]], places: Mapping[str, Place]) -> None:
-    """Make parameters of these names one, where several are here: the earliest layer's."""
-    for every in set(together.values()):
-        here = [places[name] for name in every if name in places]
-        for module, key in here[1:]:
-            first, other = here[0][0]._parameters[here[0][1]], module._parameters[key]
+    """Replace this rank's parameters of each tie by the earliest layer's."""
+    for names in set(together.values()):
+        local = [places[name] for name in names if name in places]
+        for module, key in local[1:]:
+            first, other = local[0][0]._parameters[local[0][1]], module._parameters[key]
             if first is not other:
-                for at, name in places.values():
-                    if at._parameters.get(name) is other:
-                        setattr(at, name, first)
+                for owner, name in places.values():
+                    if owner._parameters.get(name) is other:
+                        setattr(owner, name, first)
 
 
 def places_of(module: nn.Module) -> dict[str, Place]:
-    """Where a module's parameters are, by all their names."""
+    """Return the place of each parameter of a module, by each of its names."""
     return {
-        f"{prefix}.{key}": (where, key)
-        for prefix, where in module.named_modules(remove_duplicate=False)
-        for key, parameter in where._parameters.items()
+        f"{prefix}.{key}": (owner, key)
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for key, parameter in owner._parameters.items()
         if parameter is not None
     }
 
 
 def names_of(places: Mapping[str, Place]) -> dict[int, list[str]]:
-    """All names of each parameter, by its id."""
+    """Return all names of each parameter, by its id."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, (module, key) in places.items():
         names[id(module._parameters[key])].append(name)
@@ -137,8 +139,8 @@ def names_of(places: Mapping[str, Place]) -> dict[int, list[str]]:
 
 
 def conflicting(together: Mapping[str, tuple[str, ...]], places: Mapping[str, Place]) -> str | None:
-    """What is wrong if names of one parameter are in several ties."""
-    for every in names_of(places).values():
-        if len({together[name] for name in every if name in together}) > 1:
-            return f"{' and '.join(every)} are one parameter; give them in one tie"
+    """Return an error text if names of one parameter are in several ties, else None."""
+    for names in names_of(places).values():
+        if len({together[name] for name in names if name in together}) > 1:
+            return f"{' and '.join(names)} are one parameter; give them in one tie"
     return None

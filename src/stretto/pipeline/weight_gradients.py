@@ -1,4 +1,4 @@
-"""Weight gradients that were put off: what each needs, and how it is added, alone or with other microbatches'."""
+"""Deferred weight gradients: what each needs, and how it is added, alone or with those of other microbatches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,37 +14,42 @@ from stretto.pipeline.grouped_linear import grouped_outer
 
 embedding_backward = torch.ops.aten.embedding_dense_backward
 SumOf = Callable[[nn.Parameter], Sum]
-"""Where a parameter's gradient is added."""
+"""Returns the sum to which a parameter's gradient is added."""
 Bias = tuple[Sum, Tensor]
-"""Where a bias's gradient is to be added, and the gradient."""
+"""A bias's gradient, and the sum to which it must still be added."""
 
 
 @dataclass(slots=True, eq=False)
 class WeightGradient:
-    """One that was put off, of a layer's input and its output's gradient. Called, it is added, but for a bias's that it
-    returns, to be added with others.
+    """A deferred weight gradient. Calling it computes and adds it.
+
+    The call returns the bias's gradient instead of adding it, so that the caller can add many with one kernel.
     """
 
     add: Callable[..., Bias | None]
     sum_of: SumOf
     given: Tensor
+    """The layer's input."""
     grad: Tensor
+    """The gradient of the layer's output."""
     more: tuple[Any, ...]
+    """Further arguments of `add`."""
     versions: tuple[int, int]
+    """The versions of `given` and `grad` when the gradient was deferred."""
 
     def __call__(self) -> Bias | None:
-        self.demand_unchanged()
+        self.validate_unchanged()
         return self.add(self.sum_of, self.given, self.grad, *self.more)
 
-    def demand_unchanged(self) -> None:
-        if (self.given._version, self.grad._version) != self.versions:  # autograd looks only until the backward
+    def validate_unchanged(self) -> None:
+        if (self.given._version, self.grad._version) != self.versions:  # autograd checks only until the backward
             raise PipelineError("a tensor was changed in place before the weight gradient that it is needed for")
 
     @property
     def key(self) -> Any:
-        """Those of one layer that have the same can be added by one product; None for one that is added by itself.
+        """Weight gradients with equal keys can be added with one matrix product; None if this one cannot be joined.
 
-        float16 is not joined: what each microbatch adds may be small enough for it, and their sum too large.
+        float16 is not joined: each microbatch's gradient may fit its range while their sum overflows.
         """
         plain = type(self.given) is Tensor and type(self.grad) is Tensor and self.grad.dtype is not torch.float16
         if self.add is not add_linear or not plain:
@@ -54,42 +59,43 @@ class WeightGradient:
         return id(weight), id(bias), which, *needs, self.given.dtype, self.grad.dtype
 
 
-def add_together(owed: list[list[WeightGradient]]) -> None:
-    """Add what several microbatches owe, the like of it in one product. Each is dropped, with what it holds, once it is
-    added.
+def add_together(deferred: list[list[WeightGradient]]) -> None:
+    """Add the deferred weight gradients of several microbatches, joining those with equal keys in one product.
+
+    Each one is freed, with its tensors, as soon as it is added.
     """
-    alike = _alike(owed)
-    owed.clear()
+    alike = _alike(deferred)
+    deferred.clear()
     biases: dict[Sum, Tensor] = {}
     while alike:
-        them = alike.pop()
-        one = them[0] if len(them) == 1 else _joined(them)
-        del them
-        bias = one()
-        del one
+        group = alike.pop()
+        gradient = group[0] if len(group) == 1 else _joined(group)
+        del group
+        bias = gradient()
+        del gradient
         if bias is None:
             continue
-        if bias[0] in biases:  # of a layer that was used twice
+        if bias[0] in biases:  # the layer ran twice
             add_all(biases.items())
             biases.clear()
         biases[bias[0]] = bias[1]
     add_all(biases.items())
 
 
-def _alike(owed: list[list[WeightGradient]]) -> list[list[WeightGradient]]:
-    """Those that can be added by one product, the first ones last."""
-    found: dict[Any, list[WeightGradient]] = {}
-    for it in chain(*owed):
-        found.setdefault((it.key if len(owed) > 1 else None) or id(it), []).append(it)
-    return list(found.values())[::-1]
+def _alike(deferred: list[list[WeightGradient]]) -> list[list[WeightGradient]]:
+    """Group weight gradients that one product can add. Return the groups in reverse order, for `pop`."""
+    groups: dict[Any, list[WeightGradient]] = {}
+    for gradient in chain(*deferred):
+        groups.setdefault((gradient.key if len(deferred) > 1 else None) or id(gradient), []).append(gradient)
+    return list(groups.values())[::-1]
 
 
-def _joined(them: list[WeightGradient]) -> WeightGradient:
-    """One weight gradient of the rows of several."""
-    for it in them:
-        it.demand_unchanged()
-    given, grad = torch.cat([flattened(it.given) for it in them]), torch.cat([flattened(it.grad) for it in them])
-    first = them[0]
+def _joined(group: list[WeightGradient]) -> WeightGradient:
+    """Concatenate the rows of several weight gradients into one."""
+    for one in group:
+        one.validate_unchanged()
+    given, grad = torch.cat([flattened(one.given) for one in group]), torch.cat([flattened(one.grad) for one in group])
+    first = group[0]
     return WeightGradient(first.add, first.sum_of, given, grad, first.more, (given._version, grad._version))
 
 
@@ -109,10 +115,10 @@ def add_linear(
     if bias is None or not bias_needs:
         return None
     into = sum_of(bias)
-    of_bias = flat.sum(0, dtype=into.dtype)
+    bias_grad = flat.sum(0, dtype=into.dtype)
     if rows is None:
-        return into, of_bias
-    into.add(of_bias, rows)
+        return into, bias_grad
+    into.add(bias_grad, rows)
     return None
 
 
@@ -125,5 +131,5 @@ def add_grouped(sum_of: SumOf, x: Tensor, grad: Tensor, weight: nn.Parameter, co
 
 
 def add_embedding(sum_of: SumOf, rows: Tensor, grad: Tensor, weight: nn.Parameter, padding: int) -> None:
-    # autograd's own: the same bits every time, which index_add_ on CUDA does not give
+    # autograd's own kernel: deterministic, unlike index_add_ on CUDA
     sum_of(weight).add(embedding_backward(grad, rows, weight.shape[0], padding, False))

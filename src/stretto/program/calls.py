@@ -8,9 +8,9 @@ import numpy as np
 
 from stretto.ir.errors import ProgramError
 from stretto.ir.placement import Placement
+from stretto.program.anatomy import Anatomy
 from stretto.program.columns import TaskColumns
 from stretto.program.needs import lanes_of
-from stretto.program.phases import Anatomy
 from stretto.program.program import Program
 from stretto.program.task import Kind, Lane, Task
 

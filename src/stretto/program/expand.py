@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from stretto.costs import Costs
+from stretto.program.anatomy import Anatomy
 from stretto.program.columns import Bools, Ints, TaskColumns, grouped
-from stretto.program.phases import Anatomy
 from stretto.program.task import BACKWARDS, Kind
 from stretto.program.timing import Times, part_times
 from stretto.program.weave import Passes, Step, Token, Weight, weave

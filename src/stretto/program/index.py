@@ -6,8 +6,8 @@ from functools import cached_property
 import numpy as np
 
 from stretto.ir.placement import Placement
+from stretto.program.anatomy import Anatomy
 from stretto.program.columns import Ints, TaskColumns
-from stretto.program.phases import Anatomy
 from stretto.program.task import BACKWARDS, FORWARDS, WEIGHTS, Kind
 
 

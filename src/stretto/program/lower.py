@@ -1,9 +1,10 @@
 """Plan → program: every action a task or its phases, every hand-over a transfer, all in one global order."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,24 +12,91 @@ from stretto.costs import Costs
 from stretto.ir.action import Op, Pair
 from stretto.ir.errors import PlanError
 from stretto.ir.plan import Plan, Slot
-from stretto.program.columns import Ints, TaskColumns
+from stretto.layers import Layer
+from stretto.program.anatomy import Anatomy
+from stretto.program.columns import Bools, Ints, TaskColumns
 from stretto.program.expand import Expansion, expand
 from stretto.program.index import TaskIndex
 from stretto.program.memory import Copies, no_copies, plan_copies
 from stretto.program.needs import link
 from stretto.program.order import FREE, RESULT, start_ticks
-from stretto.program.phases import Anatomy, Layer
 from stretto.program.program import Program
 from stretto.program.sums import Sums, sum_rings
 from stretto.program.task import GRADIENTS, Kind, Lane
 from stretto.program.wgrads import apart, side_by_side
 
 _OWN_LANES = ("compute", "comm", "d2h", "h2d", "reduce")
+"""The lanes of a device, before those of its links: one to each device, then one from each."""
 _KIND = {op: int(Kind[op.name]) for op in Op}
 
 
+@dataclass(frozen=True)
+class _Actions:
+    """A plan's actions, device by device: what each one is, where it runs, and at which tick it starts."""
+
+    columns: TaskColumns
+    device: Ints
+    start: Ints
+    forward: Ints
+    """Of each stage and microbatch, the action that runs its forward; −1 if there is none."""
+    backward: Ints
+
+    @cached_property
+    def result(self) -> Ints:
+        """The tick at which each action's result is there."""
+        result: Ints = self.start + RESULT[self.columns.kind]
+        return result
+
+    @cached_property
+    def follows(self) -> Ints:
+        """The tick at which each action's device starts its next one, or is free if there is none."""
+        follows = np.append(self.start[1:], 0)
+        last = np.append(self.device[1:] != self.device[:-1], True)
+        follows[last] = (self.start + FREE[self.columns.kind])[last]
+        return follows
+
+
+@dataclass(frozen=True, slots=True)
+class _SortKey:
+    """Puts tasks into the program's order: by half tick, then by transfer, then by place within an action.
+
+    What a tick's results set moving, in its first half, comes before its actions, in its second. Transfers are numbered
+    so that both ends of one stand side by side. The three are packed into one number, by which sorting is faster.
+    """
+
+    actions: _Actions
+    transfers: int
+    places: int
+
+    def of(self, half_tick: Ints, transfer: Ints | int = 0, place: Ints | int = 0) -> Ints:
+        key: Ints = (half_tick * (2 * self.transfers + 2) + transfer) * self.places + place
+        return key
+
+    def late(self, action: Ints, place: Ints | int = 0) -> Ints:
+        """Right before the next action of an action's device, behind what leaves the device after this one."""
+        return self.of(2 * self.actions.follows[action] + 1, 0, place)
+
+    def beside(self, action: Ints, place: Ints | int = 0) -> Ints:
+        """Where an action itself stands."""
+        return self.of(2 * self.actions.start[action] + 1, 1, place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tasks:
+    """Tasks of one sort: what they do, on which lane of which device, and where they stand in the order."""
+
+    columns: TaskColumns
+    device: Ints
+    lane: Ints | Bools | int
+    """Counted within the device."""
+    key: Ints
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+
 def lowered(program: Plan | Program) -> Program:
-    """A program as it is, a plan lowered."""
+    """Return a program as it is, and a plan lowered."""
     return program if isinstance(program, Program) else lower(program)
 
 
@@ -67,6 +135,36 @@ def lower(
 
     An unsound plan is lowered too, as far as it goes: `check` says what is wrong with it.
     """
+    _validate(plan, layers, offload, wgrad_microbatches)
+    joined = min(wgrad_microbatches, plan.microbatches)
+    make = partial(Anatomy.whole, plan.stages) if layers is None else partial(Anatomy, layers)
+    anatomy = make(ties=ties, wgrad_microbatches=joined)
+    actions = _actions(plan)
+    count = len(actions.columns)
+    copies = (
+        plan_copies(actions.device, actions.columns, actions.backward, min(offload, count))
+        if offload
+        else no_copies(count)
+    )
+    parts = expand(replace(actions.columns, slot=copies.forward_slot), anatomy, costs, recompute=recompute)
+    if joined > 1:
+        parts = replace(parts, work=replace(parts.work, kind=apart(parts.work, actions.columns.kind[parts.action])))
+
+    hand_overs = _hand_overs(actions)
+    key = _SortKey(actions, transfers=len(hand_overs.source), places=int(parts.place.max()) + 1)
+    computed = _computed(actions, parts, key)
+    groups = [computed, *_transfers(actions, hand_overs, plan.devices, key), *_copied(actions, copies, key)]
+    sums = Sums(plan.placement, anatomy)
+    if len(sums) and parts.work.among(GRADIENTS).any():
+        latest = sums.latest(computed.key, parts.work)
+        groups.append(_Tasks(sums.work, sums.device, _OWN_LANES.index("reduce"), latest))
+    order = np.argsort(np.concatenate([group.key for group in groups]), kind="stable")
+    if joined > 1:
+        order = side_by_side(order, parts.work, actions.device[parts.action], joined)
+    return _linked(groups, order, plan, anatomy)
+
+
+def _validate(plan: Plan, layers: Sequence[Sequence[Layer]] | None, offload: int, wgrad_microbatches: int) -> None:
     if not isinstance(plan, Plan):
         raise PlanError(
             f"a plan is wanted, and a {type(plan).__name__} is none; parse_plan() reads one from its text, "
@@ -78,106 +176,25 @@ def lower(
         raise PlanError(f"offload is a number of actions of at least 0 (got {offload!r:.40})")
     if type(wgrad_microbatches) is not int or wgrad_microbatches < 1:
         raise PlanError(f"wgrad_microbatches is a whole number of at least 1 (got {wgrad_microbatches!r:.40})")
-    wgrad_microbatches = min(wgrad_microbatches, plan.microbatches)
-    device, actions = _actions(plan)
-    actions.demand(plan.placement)
-    whole = Anatomy.whole(plan.stages)
-    tables = TaskIndex(actions, whole, plan.placement)
-    forward, backward = tables.first(tables.forward), tables.first(tables.backward)
-    start = start_ticks(device, actions, forward, backward)
-    result = start + RESULT[actions.kind]
-    source, target, gradient = _transfers(device, forward[:-1], backward[:-1])
-    make = partial(Anatomy.whole, plan.stages) if layers is None else partial(Anatomy, layers)
-    anatomy = make(ties=ties, wgrad_microbatches=wgrad_microbatches)
-    copies = plan_copies(device, actions, backward, min(offload, len(actions))) if offload else no_copies(len(actions))
-    actions = replace(actions, slot=copies.forward_slot)
-    parts = expand(actions, anatomy, costs, recompute=recompute)
-    if wgrad_microbatches > 1:
-        parts = replace(parts, work=replace(parts.work, kind=apart(parts.work, actions.kind[parts.action])))
-
-    keys = _keys(parts, copies, device, actions, start, result, source)
-    sums = Sums(plan.placement, anatomy) if parts.work.among(GRADIENTS).any() else None
-    if sums:
-        keys.append(sums.latest(keys[0], parts.work))
-    order = np.argsort(np.concatenate(keys), kind="stable")
-    if wgrad_microbatches > 1:
-        order = side_by_side(order, parts.work, device[parts.action], wgrad_microbatches)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    sends_at, receives_at = len(parts.work), len(parts.work) + len(source)
-    send, receive = place[sends_at:receives_at], place[receives_at : receives_at + len(source)]
-    counterpart = np.full(len(order), -1)
-    counterpart[send], counterpart[receive] = receive, send
-
-    stages, microbatches = actions.backward
-    stage = np.where(gradient, stages[source], actions.stage[source])
-    microbatch = np.where(gradient, microbatches[source], actions.microbatch[source])
-    sends = TaskColumns.simple(np.where(gradient, Kind.SEND_B, Kind.SEND_F), stage, microbatch)
-    receives = TaskColumns.simple(
-        np.where(gradient, Kind.RECV_B, Kind.RECV_F), stage + np.where(gradient, -1, 1), microbatch
-    )
-    leaves, comes = (
-        TaskColumns.simple(
-            np.full(len(slot), kind), actions.stage[copies.forward], actions.microbatch[copies.forward], slot=slot
-        )
-        for kind, slot in ((Kind.OFFLOAD, np.full_like(copies.slot, -1)), (Kind.ONLOAD, copies.slot))
-    )
-    own, possible = len(_OWN_LANES), len(_OWN_LANES) + 2 * plan.devices  # lanes that a device could have
-    lane = [
-        device[parts.action] * possible + parts.comm,
-        device[source] * possible + own + device[target],
-        device[target] * possible + own + plan.devices + device[source],
-        device[copies.forward] * possible + _OWN_LANES.index("d2h"),
-        device[copies.forward] * possible + _OWN_LANES.index("h2d"),
-        *([sums.device * possible + _OWN_LANES.index("reduce")] if sums else []),
-    ]
-    lanes, at = _used_lanes(np.concatenate(lane)[order], plan.devices)
-    every = [parts.work, sends, receives, leaves, comes, *([sums.work] if sums else [])]
-    work = TaskColumns.joined(every, order)
-    sum_rings(work, counterpart)
-    return link(lanes, at, work, counterpart, plan.placement, anatomy)
 
 
-def _keys(
-    parts: Expansion,
-    copies: Copies,
-    device: Ints,
-    actions: TaskColumns,
-    start: Ints,
-    result: Ints,
-    source: Ints,
-) -> list[Ints]:
-    """Numbers that put parts, sends, receives and copies into order: by (2 × tick, number of a transfer, place within
-    an action).
-
-    What a tick's results set moving comes before its actions. What comes late, such as WGRADs, stands
-    right before its device's next action, behind what leaves the device after this one. What comes back
-    stands before the action beside which it does.
-    """
-    follows = np.append(start[1:], 0)
-    last = np.append(device[1:] != device[:-1], True)
-    follows[last] = (start + FREE[actions.kind])[last]
-    number = 2 * np.arange(len(source))
-    numbers, places = 2 * len(source) + 2, int(parts.place.max()) + 1
-    main = (2 * start + 1) * numbers + 1
-    late = (2 * follows + 1) * numbers
-    return [
-        np.where(parts.late, late[parts.action], main[parts.action]) * places + parts.place,
-        (2 * result[source] * numbers + number) * places,
-        (2 * result[source] * numbers + number + 1) * places,
-        late[copies.forward] * places,
-        main[copies.beside] * places,
-    ]
+def _actions(plan: Plan) -> _Actions:
+    """Read a plan's actions, and when each would start."""
+    device, columns = _columns(plan)
+    columns.demand(plan.placement)
+    index = TaskIndex(columns, Anatomy.whole(plan.stages), plan.placement)
+    forward, backward = index.first(index.forward), index.first(index.backward)
+    return _Actions(columns, device, start_ticks(device, columns, forward, backward), forward, backward)
 
 
-def _actions(plan: Plan) -> tuple[Ints, TaskColumns]:
-    """The plan's slots, device by device: where, and what."""
+def _columns(plan: Plan) -> tuple[Ints, TaskColumns]:
+    """Return the device of each action of a plan, and what the action is."""
     slots = [slot for row in plan.rows for slot in row]
     pairs = [(at, slot) for at, slot in enumerate(slots) if isinstance(slot, Pair)]
     first: list[Slot] = slots.copy()
     for at, pair in pairs:
         first[at] = pair.forward
-    work = TaskColumns(
+    columns = TaskColumns(
         np.array([_KIND[op] for op in map(attrgetter("op"), first)]),
         np.array(list(map(attrgetter("stage"), first))),
         np.array(list(map(attrgetter("microbatch"), first))),
@@ -187,19 +204,86 @@ def _actions(plan: Plan) -> tuple[Ints, TaskColumns]:
         np.full(len(slots), -1),
     )
     paired = [at for at, _ in pairs]
-    work.kind[paired] = Kind.PAIR
-    work.stage_b[paired] = [pair.backward.stage for _, pair in pairs]
-    work.microbatch_b[paired] = [pair.backward.microbatch for _, pair in pairs]
-    return np.repeat(np.arange(plan.devices), [len(row) for row in plan.rows]), work
+    columns.kind[paired] = Kind.PAIR
+    columns.stage_b[paired] = [pair.backward.stage for _, pair in pairs]
+    columns.microbatch_b[paired] = [pair.backward.microbatch for _, pair in pairs]
+    return np.repeat(np.arange(plan.devices), [len(row) for row in plan.rows]), columns
 
 
-def _transfers(device: Ints, forward: Ints, backward: Ints) -> tuple[Ints, Ints, Ints]:
-    """Every hand-over between two devices: the action it comes from, the one it goes to, is it a gradient."""
+def _computed(actions: _Actions, parts: Expansion, key: _SortKey) -> _Tasks:
+    """What the actions become, on the lanes compute and comm. What is late, such as a WGRAD, waits for the device's
+    next action.
+    """
+    late, beside = key.late(parts.action, parts.place), key.beside(parts.action, parts.place)
+    return _Tasks(parts.work, actions.device[parts.action], parts.comm, np.where(parts.late, late, beside))
+
+
+class _HandOvers(NamedTuple):
+    """What one device's action hands to another's: both actions, and whether it is a gradient."""
+
+    source: Ints
+    target: Ints
+    gradient: Ints
+
+
+def _hand_overs(actions: _Actions) -> _HandOvers:
+    forward, backward, device = actions.forward[:-1], actions.backward[:-1], actions.device
     source = np.concatenate((forward[:-1].ravel(), backward[1:].ravel()))
     target = np.concatenate((forward[1:].ravel(), backward[:-1].ravel()))
     gradient = np.repeat([0, 1], len(source) // 2)
     crosses = (source >= 0) & (target >= 0) & (device[source] != device[target])
-    return source[crosses], target[crosses], gradient[crosses]
+    return _HandOvers(source[crosses], target[crosses], gradient[crosses])
+
+
+def _transfers(actions: _Actions, hand_overs: _HandOvers, devices: int, key: _SortKey) -> tuple[_Tasks, _Tasks]:
+    """Both ends of every hand-over, in the tick in which its result is there."""
+    (source, target, gradient), device = hand_overs, actions.device
+    columns = actions.columns
+    stages, microbatches = columns.backward
+    stage = np.where(gradient, stages[source], columns.stage[source])
+    microbatch = np.where(gradient, microbatches[source], columns.microbatch[source])
+    sends = TaskColumns.simple(np.where(gradient, Kind.SEND_B, Kind.SEND_F), stage, microbatch)
+    receives = TaskColumns.simple(
+        np.where(gradient, Kind.RECV_B, Kind.RECV_F), stage + np.where(gradient, -1, 1), microbatch
+    )
+    half_tick, number, own = 2 * actions.result[source], 2 * np.arange(len(source)), len(_OWN_LANES)
+    return (
+        _Tasks(sends, device[source], own + device[target], key.of(half_tick, number)),
+        _Tasks(receives, device[target], own + devices + device[source], key.of(half_tick, number + 1)),
+    )
+
+
+def _copied(actions: _Actions, copies: Copies, key: _SortKey) -> tuple[_Tasks, _Tasks]:
+    """Copies of activations to host memory, and back."""
+    forward = copies.forward
+    device, stage, microbatch = (
+        column[forward] for column in (actions.device, actions.columns.stage, actions.columns.microbatch)
+    )
+
+    def of(kind: Kind, slot: Ints) -> TaskColumns:
+        return TaskColumns.simple(np.full(len(slot), kind), stage, microbatch, slot=slot)
+
+    out, back = of(Kind.OFFLOAD, np.full_like(copies.slot, -1)), of(Kind.ONLOAD, copies.slot)
+    return (
+        _Tasks(out, device, _OWN_LANES.index("d2h"), key.late(forward)),
+        _Tasks(back, device, _OWN_LANES.index("h2d"), key.beside(copies.beside)),
+    )
+
+
+def _linked(groups: Sequence[_Tasks], order: Ints, plan: Plan, anatomy: Anatomy) -> Program:
+    """Put all tasks into their order, join the ends of transfers, and give each task its needs."""
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    first = len(groups[0])
+    sends, receives = np.split(place[first : first + 2 * len(groups[1])], 2)
+    counterpart = np.full(len(order), -1)
+    counterpart[sends], counterpart[receives] = receives, sends
+    possible = len(_OWN_LANES) + 2 * plan.devices  # lanes that a device could have
+    lane = np.concatenate([group.device * possible + group.lane for group in groups])
+    lanes, at = _used_lanes(lane[order], plan.devices)
+    columns = TaskColumns.joined([group.columns for group in groups], order)
+    sum_rings(columns, counterpart)
+    return link(lanes, at, columns, counterpart, plan.placement, anatomy)
 
 
 def _used_lanes(code: Ints, devices: int) -> tuple[tuple[Lane, ...], Ints]:

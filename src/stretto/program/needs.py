@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from stretto.ir.placement import Placement
+from stretto.program.anatomy import Anatomy
 from stretto.program.buffers import refills
 from stretto.program.columns import Ints, TaskColumns, last_before
 from stretto.program.index import TaskIndex
-from stretto.program.phases import Anatomy
 from stretto.program.program import Program
 from stretto.program.sums import sum_needs, sum_rings
 from stretto.program.task import COMPUTE, COPIES, RECEIVES, SENDS, Kind, Lane, Task

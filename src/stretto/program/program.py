@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from stretto.ir.placement import Placement
+from stretto.program.anatomy import Anatomy
 from stretto.program.columns import Bools, Ints, TaskColumns, grouped
 from stretto.program.index import TaskIndex
-from stretto.program.phases import Anatomy
 from stretto.program.task import RECEIVES, SENDS, UPDATES, Kind, Lane, Task
 
 _KINDS = tuple(Kind)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from stretto.ir.placement import Placement
+from stretto.program.anatomy import Anatomy
 from stretto.program.columns import Ints, TaskColumns, grouped
-from stretto.program.phases import Anatomy
 from stretto.program.task import GRADIENTS, Kind
 
 

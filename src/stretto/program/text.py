@@ -7,9 +7,9 @@ from stretto.ir.errors import TextError
 from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan, infer_placement
 from stretto.ir.text import Item, parse_rows
+from stretto.program.anatomy import Anatomy
 from stretto.program.lower import lower
 from stretto.program.needs import link_tasks
-from stretto.program.phases import Anatomy
 from stretto.program.program import Program
 from stretto.program.sums import Sums
 from stretto.program.task import Kind, Lane, Task

@@ -2,7 +2,7 @@
 
 from stretto.costs import Costs, PhaseTimes
 from stretto.ir.errors import CostError
-from stretto.program.phases import Anatomy, Part
+from stretto.program.anatomy import Anatomy, Part
 from stretto.program.task import Kind
 
 Times = dict[Kind, list[list[float]]]

@@ -7,10 +7,10 @@ import numpy as np
 
 from stretto.ir.errors import PlanError
 from stretto.ir.placement import Placement
+from stretto.program.anatomy import Anatomy
 from stretto.program.buffers import by_bucket, refills
 from stretto.program.columns import Ints, TaskColumns
 from stretto.program.index import TaskIndex
-from stretto.program.phases import Anatomy
 from stretto.program.program import Program
 from stretto.program.task import UPDATES, Kind, Lane
 

@@ -3,10 +3,20 @@
 from stretto.ir.errors import PlanError
 from stretto.ir.placement import folded, opposed
 from stretto.ir.plan import Plan, Slot
+from stretto.schedules.registry import register
 from stretto.schedules.row import Row
-from stretto.schedules.sizes import demand
+from stretto.schedules.sizes import validate_sizes
 
 
+@register(
+    published="2024-12",
+    meaning="DeepSeek-V3's: two opposite pipelines over the same devices, woven; parameters twice",
+    limits="p even, m even, m ≥ 2p; bubble at F=I=W, F&B=3F",
+    bubble="(p/2−1)(F&B+B−3W)",
+    memory="p+1",
+    even=True,
+    rounds=2,
+)
 def dualpipe(*, devices: int, microbatches: int) -> Plan:
     """Two opposite pipelines over the same devices (DeepSeek-V3).
 
@@ -16,7 +26,7 @@ def dualpipe(*, devices: int, microbatches: int) -> Plan:
     >>> print(str(dualpipe(devices=2, microbatches=4)).split()[0])
     0F0,1F2,0F1,1B2,(1F3;0B0)OVERLAP_F_B,1B3,0I1,0W1
     """
-    demand("dualpipe", devices=devices, microbatches=microbatches)
+    validate_sizes("dualpipe", devices=devices, microbatches=microbatches)
     if devices % 2:
         near = f"{devices - 1} or {devices + 1}" if devices > 1 else "2"
         raise PlanError(
@@ -48,13 +58,22 @@ def dualpipe(*, devices: int, microbatches: int) -> Plan:
     return Plan(tuple(rows), opposed(devices=devices, microbatches=microbatches))
 
 
+@register(
+    published="2025-03",
+    meaning="DualPipe cut in half: one copy of the model",
+    limits="m ≥ 2p; bubble at F=I=W, F&B=3F",
+    bubble="(p−1)(F&B+B−3W)/2",
+    memory="p+½",
+    stages_per_device=2,
+    rounds=2,
+)
 def dualpipev(*, devices: int, microbatches: int) -> Plan:
     """DualPipe cut in half: each device holds stages k and 2P−1−k of one copy of the model.
 
     >>> print(dualpipev(devices=1, microbatches=2))
     0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1
     """
-    demand("dualpipev", devices=devices, microbatches=microbatches)
+    validate_sizes("dualpipev", devices=devices, microbatches=microbatches)
     if microbatches < 2 * devices:
         raise PlanError(
             f"dualpipev on {devices} devices needs at least {2 * devices} microbatches "

@@ -6,11 +6,21 @@ from itertools import chain, pairwise, repeat
 from stretto.ir.action import Action, Op, Pair
 from stretto.ir.placement import looped
 from stretto.ir.plan import Plan, Slot
-from stretto.schedules.sizes import demand
+from stretto.schedules.registry import register
+from stretto.schedules.sizes import validate_sizes
 
 
-def interleaved(*, devices: int, microbatches: int, virtual: int = 2, overlap: bool = False) -> Plan:
-    """1F1B over `virtual` stages per device, stage s on device s mod devices (Megatron-LM).
+@register(
+    published="2021-04",
+    meaning="1F1B over v stages per device; with overlap, Kimi K2's: one more warm-up forward, steady state in pairs",
+    limits="any; bubble for m ≥ p, memory and overlap for p∣m",
+    bubble="(p−1)(F+B)/v; overlap: (2(p−r−1)F&B−(p−2r−1)(F+B))/v",
+    memory="(pv+p−1−2r)/v; overlap: ((v+1)p−2r)/v",
+    stages_per_device=2,
+    variable=True,
+)
+def interleaved(*, devices: int, microbatches: int, stages_per_device: int = 2, overlap: bool = False) -> Plan:
+    """1F1B over several stages per device, stage s on device s mod devices (Megatron-LM).
 
     Microbatches go round in groups: a group passes a device's first stage, then its second, and so
     on. `overlap=True` is Kimi K2's form: one more forward before the first backward, which makes
@@ -19,18 +29,18 @@ def interleaved(*, devices: int, microbatches: int, virtual: int = 2, overlap: b
     A group is `devices` microbatches where that divides them; otherwise the groups are the fewest
     of at least `devices` whose sizes differ by at most one.
 
-    >>> print(interleaved(devices=1, microbatches=2, virtual=1, overlap=True))
+    >>> print(interleaved(devices=1, microbatches=2, stages_per_device=1, overlap=True))
     0F0,(0F1;0B0)OVERLAP_F_B,0B1
     """
-    demand("interleaved", devices=devices, microbatches=microbatches, virtual=virtual)
+    validate_sizes("interleaved", devices=devices, microbatches=microbatches, stages_per_device=stages_per_device)
     groups = _groups(devices=devices, microbatches=microbatches)
     rows: list[tuple[Slot, ...]] = []
     for device in range(devices):
-        stages = [device + devices * chunk for chunk in range(virtual)]
+        stages = [device + devices * chunk for chunk in range(stages_per_device)]
         forwards = list(_visits(Op.F, stages, groups))
         backwards = list(_visits(Op.B, stages[::-1], groups))
         # The last device needs its last stage's first forward; each hop adds one way there and back.
-        warmup = (virtual - 1) * max(map(len, groups)) + 2 * (devices - device - 1) + overlap
+        warmup = (stages_per_device - 1) * max(map(len, groups)) + 2 * (devices - device - 1) + overlap
         warmup = min(warmup, len(forwards))
         slots: list[Slot] = list(forwards[:warmup])
         steady = zip(forwards[warmup:], backwards, strict=False)
@@ -40,7 +50,7 @@ def interleaved(*, devices: int, microbatches: int, virtual: int = 2, overlap: b
             slots += (action for both in steady for action in both)
         slots += backwards[len(forwards) - warmup :]
         rows.append(tuple(slots))
-    return Plan(tuple(rows), looped(devices=devices, virtual=virtual, microbatches=microbatches))
+    return Plan(tuple(rows), looped(devices=devices, stages_per_device=stages_per_device, microbatches=microbatches))
 
 
 def _groups(*, devices: int, microbatches: int) -> list[range]:

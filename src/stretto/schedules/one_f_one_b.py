@@ -2,10 +2,19 @@
 
 from stretto.ir.placement import looped
 from stretto.ir.plan import Plan
+from stretto.schedules.registry import register
 from stretto.schedules.row import Row
-from stretto.schedules.sizes import demand
+from stretto.schedules.sizes import validate_sizes
 
 
+@register(
+    published="2020-06",
+    meaning="1F1B: each backward as soon as it can run",
+    limits="any",
+    bubble="(p−1)(F+B)",
+    memory="min(p−r, m)",
+    aliases=("1f1b",),
+)
 def one_f_one_b(*, devices: int, microbatches: int) -> Plan:
     """Just enough forwards to fill the pipe, then one forward, one backward (PipeDream-Flush).
 
@@ -15,7 +24,7 @@ def one_f_one_b(*, devices: int, microbatches: int) -> Plan:
     >>> str(one_f_one_b(devices=2, microbatches=2))
     '0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1'
     """
-    demand("one_f_one_b", devices=devices, microbatches=microbatches)
+    validate_sizes("one_f_one_b", devices=devices, microbatches=microbatches)
     rows = []
     for device in range(devices):
         row = Row()
@@ -28,4 +37,4 @@ def one_f_one_b(*, devices: int, microbatches: int) -> Plan:
         for _ in range(warmup):
             row.backward(device)
         rows.append(tuple(row.slots))
-    return Plan(tuple(rows), looped(devices=devices, virtual=1, microbatches=microbatches))
+    return Plan(tuple(rows), looped(devices=devices, stages_per_device=1, microbatches=microbatches))

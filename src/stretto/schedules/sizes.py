@@ -1,10 +1,10 @@
-"""What every schedule demands of its sizes, said in one way."""
+"""Checks the sizes that a schedule is asked for."""
 
 from stretto.ir.errors import PlanError
 
 
-def demand(schedule: str, **sizes: int) -> None:
-    """Every size is a whole number of at least 1."""
+def validate_sizes(schedule: str, **sizes: int) -> None:
+    """Raise PlanError unless every size is a whole number of at least 1."""
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise PlanError(f"{schedule} needs {name} to be a whole number of at least 1 (got {value!r})")

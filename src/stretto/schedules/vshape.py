@@ -7,18 +7,28 @@ from itertools import pairwise
 from stretto.ir.action import Action, Op
 from stretto.ir.placement import folded
 from stretto.ir.plan import Plan, Slot, actions_of
+from stretto.schedules.registry import register
 from stretto.schedules.row import Row
-from stretto.schedules.sizes import demand
+from stretto.schedules.sizes import validate_sizes
 
 _PERIOD = 6  # F, I and W of two stages: a device's work for one microbatch, each taken as one tick
 
 
+@register(
+    published="2024-01",
+    meaning="stages in a \"V\": no bubble within a device's span at 1F1B's memory",
+    limits="any; formulas for m ≥ 2p−1, F=I=W",
+    bubble="0 of its span",
+    memory="p",
+    stages_per_device=2,
+    aliases=("zbv",),
+)
 def zb_v(*, devices: int, microbatches: int) -> Plan:
     """1F1B's memory and, at F = I = W, no bubble within a device's span (Qi et al. 2023).
 
     Fewer than 2P−1 microbatches are legal: the rows for 2P−1 are made and the missing ones left out.
     """
-    demand("zb_v", devices=devices, microbatches=microbatches)
+    validate_sizes("zb_v", devices=devices, microbatches=microbatches)
     total = max(microbatches, 2 * devices - 1)
     rows = []
     for device in range(devices):
@@ -55,9 +65,17 @@ def zb_v(*, devices: int, microbatches: int) -> Plan:
     return Plan(tuple(rows), folded(devices=devices, microbatches=microbatches))
 
 
+@register(
+    published="2024-05",
+    meaning='the "V" at about half of 1F1B\'s memory',
+    limits="any; formulas for p ≥ 3, m ≥ p, F=I=W",
+    bubble="(3p−7)/2 for even p, (3p−4)/2 for odd",
+    memory="p/2+1 for even p, (p+1)/2 for odd",
+    stages_per_device=2,
+)
 def v_half(*, devices: int, microbatches: int) -> Plan:
     """About half of 1F1B's memory (Qi et al. 2024)."""
-    demand("v_half", devices=devices, microbatches=microbatches)
+    validate_sizes("v_half", devices=devices, microbatches=microbatches)
     turn = 0 if devices % 2 else 3  # the wait that keeps the four passes in different ticks
     blocks = [
         _Block(
@@ -71,9 +89,17 @@ def v_half(*, devices: int, microbatches: int) -> Plan:
     return Plan(_squeezed(blocks, microbatches), folded(devices=devices, microbatches=microbatches))
 
 
+@register(
+    published="2024-05",
+    meaning='the "V" at about a third of 1F1B\'s memory',
+    limits="any; formulas for p ≥ 3, m ≥ p, F=I=W",
+    bubble="(6p−1)/2−3k, k = ⌈(p+2)/3⌉",
+    memory="k = ⌈(p+2)/3⌉",
+    stages_per_device=2,
+)
 def v_min(*, devices: int, microbatches: int) -> Plan:
     """About a third of 1F1B's memory, the least there is (Qi et al. 2024)."""
-    demand("v_min", devices=devices, microbatches=microbatches)
+    validate_sizes("v_min", devices=devices, microbatches=microbatches)
     turn = (2 - 2 * devices) % _PERIOD
     blocks = [
         _Block(

@@ -20,7 +20,8 @@ def fit(timeline: Timeline) -> Costs:
     Transfers get one latency, the median of all: their time from when both ends were ready. Sums over devices are
     timed so too. Of a user's own program: how long calls took that differ by a number only.
 
-    >>> from stretto import one_f_one_b, simulate
+    >>> from stretto import simulate
+    >>> from stretto.schedules import one_f_one_b
     >>> fit(simulate(one_f_one_b(devices=2, microbatches=4), Costs(F=(1, 2), I=3, W=1))).F
     (1.0, 2.0)
     """

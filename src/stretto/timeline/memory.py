@@ -1,7 +1,6 @@
 """What each device holds, from a stage's forward to its weight part."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,43 +50,19 @@ class DeviceMemory:
         return None if self.bytes is None else float(self.bytes.max(initial=0.0))
 
 
-def memory_in_order(
-    program: Program, costs: Costs, start: Floats | None = None, end: Floats | None = None
-) -> list[DeviceMemory]:
-    """What every device holds. Without times, a bound of it, from what waits for what; times are then all 0."""
-    events = _Events.of(program, costs)
-    fixed = _parameters(program, costs)
-    counts_bytes = costs.activation_bytes is not None or bool(costs.pending_bytes) or bool(fixed.any())
-    if start is None or end is None:
-        when = np.zeros(len(events.task))
-        late = costs.per_stage("BW", stages=program.placement.stages)
-        instant = late[program.work.stage[events.task]] == 0
-        order = np.lexsort((_known(program, costs, events), events.device))
-    else:
-        when = np.where(np.arange(len(events.task)) % 2, end[events.task], start[events.task])
-        instant = start[events.task] == end[events.task]
-        order = np.lexsort((when, events.device))
-    kept = events.change & ~_fused(program, events, instant)
-    devices = []
-    bounds = np.searchsorted(events.device[order], np.arange(program.devices + 1))
-    for device_bytes, a, b in zip(fixed, bounds[:-1], bounds[1:], strict=True):
-        here = order[a:b]
-        shown = kept[here]
-        devices.append(
-            DeviceMemory(
-                time=when[here][shown],
-                activations=np.cumsum(events.held[here])[shown],
-                pending=np.cumsum(events.owed[here])[shown],
-                bytes=device_bytes + np.cumsum(events.size[here])[shown] if counts_bytes else None,
-                task=events.task[here][shown],
-            )
-        )
-    return devices
+def memory_over_time(program: Program, costs: Costs, start: Floats, end: Floats) -> list[DeviceMemory]:
+    """Return what every device holds, given when each task starts and ends."""
+    changes = Changes.of(program, costs)
+    when = np.where(changes.is_end, end[changes.task], start[changes.task])
+    instant = start[changes.task] == end[changes.task]
+    return changes.summed(program, costs, when=when, order=when, instant=instant)
 
 
 @dataclass(slots=True, eq=False)
-class _Events:
-    """Two for each task that is no transfer, its start and its end, in issue order."""
+class Changes:
+    """What tasks change in a device's holdings: two changes for each task that is no transfer, at its start and at its
+    end, in issue order.
+    """
 
     task: Ints
     device: Ints
@@ -99,14 +74,14 @@ class _Events:
     """Whether there is any."""
 
     @staticmethod
-    def of(program: Program, costs: Costs) -> "_Events":
+    def of(program: Program, costs: Costs) -> "Changes":
         """A forward's first part takes memory, a backward's last part gives it back; what is then owed, the last
         weight part settles. When no backward will come, a forward keeps nothing beyond its own last part.
         """
         work = program.work
         task = np.flatnonzero(~program.moving)
         count = len(task)
-        events = _Events(
+        changes = Changes(
             task=np.repeat(task, 2),
             device=np.repeat(program.device[task], 2),
             held=np.zeros(2 * count, dtype=np.int64),
@@ -124,15 +99,46 @@ class _Events:
         size, size_owed = (
             costs.per_stage(name, stages=program.placement.stages) for name in ("activation_bytes", "pending_bytes")
         )
-        events.add(2 * takes, held=1, size=size[stage[takes]])
-        events.add(2 * ends + 1, held=-1, size=-size[back_stage[ends]])
-        events.add(2 * gives + 1, owed=1, size=size_owed[back_stage[gives]])
-        events.add(2 * settles + 1, owed=-1, size=-size_owed[stage[settles]])
+        changes.add(2 * takes, held=1, size=size[stage[takes]])
+        changes.add(2 * ends + 1, held=-1, size=-size[back_stage[ends]])
+        changes.add(2 * gives + 1, owed=1, size=size_owed[back_stage[gives]])
+        changes.add(2 * settles + 1, owed=-1, size=-size_owed[stage[settles]])
         if work.among(COPIES).any():
-            events.add_copies(program, costs)
+            changes.add_copies(program, costs)
         if program.recomputes:
-            events.add_recomputing(program, costs)
-        return events
+            changes.add_recomputing(program, costs)
+        return changes
+
+    @property
+    def is_end(self) -> Bools:
+        is_end: Bools = np.arange(len(self.task)) % 2 == 1
+        return is_end
+
+    def summed(
+        self, program: Program, costs: Costs, *, when: Floats, order: Ints | Floats, instant: Bools
+    ) -> list[DeviceMemory]:
+        """Add the changes up, device by device, in an order. `when` is the time that each is shown at, and `instant`
+        says which tasks take no time.
+        """
+        fixed = _parameters(program, costs)
+        counts_bytes = costs.activation_bytes is not None or bool(costs.pending_bytes) or bool(fixed.any())
+        kept = self.change & ~_fused(program, self, instant)
+        by_device = np.lexsort((order, self.device))
+        bounds = np.searchsorted(self.device[by_device], np.arange(program.devices + 1))
+        devices = []
+        for device_bytes, first, end in zip(fixed, bounds[:-1], bounds[1:], strict=True):
+            at = by_device[first:end]
+            shown = kept[at]
+            devices.append(
+                DeviceMemory(
+                    time=when[at][shown],
+                    activations=np.cumsum(self.held[at])[shown],
+                    pending=np.cumsum(self.owed[at])[shown],
+                    bytes=device_bytes + np.cumsum(self.size[at])[shown] if counts_bytes else None,
+                    task=self.task[at][shown],
+                )
+            )
+        return devices
 
     def add(self, event: Ints, *, held: int = 0, owed: int = 0, size: Floats) -> None:
         self.held[event] += held
@@ -144,8 +150,8 @@ class _Events:
         """What is copied out is held until it is out; what comes back is held from when it begins to."""
         size = costs.leaving_bytes(stages=program.placement.stages, recompute=program.recomputes)
         kind, stage = program.work.kind[self.task], program.work.stage[self.task]
-        ends = np.arange(len(self.task)) % 2 == 1
-        out, back = np.flatnonzero((kind == Kind.OFFLOAD) & ends), np.flatnonzero((kind == Kind.ONLOAD) & ~ends)
+        out = np.flatnonzero((kind == Kind.OFFLOAD) & self.is_end)
+        back = np.flatnonzero((kind == Kind.ONLOAD) & ~self.is_end)
         self.add(out, held=-1, size=-size[stage[out]])
         self.add(back, held=1, size=size[stage[back]])
 
@@ -169,63 +175,23 @@ class _Events:
             self.add(at[task] + 1, size=sign * size[stage])
 
 
-def _fused(program: Program, events: _Events, instant: Bools) -> Bools:
+def _fused(program: Program, changes: Changes, instant: Bools) -> Bools:
     """The end of a full backward whose WGRAD comes next and takes no time: both end at once, with nothing held
     between.
     """
-    fused = np.zeros(len(events.task), dtype=np.bool_)
+    fused = np.zeros(len(changes.task), dtype=np.bool_)
     if program.anatomy.is_whole:
         whole = program.work.among((Kind.B, Kind.PAIR))
         backward = program.tables.first(program.tables.backward)
-        begins = np.arange(len(events.task)) % 2 == 0
-        weight = events.task[begins & instant & (program.work.kind[events.task] == Kind.WGRAD)]
+        weight = changes.task[~changes.is_end & instant & (program.work.kind[changes.task] == Kind.WGRAD)]
         before = backward[program.work.stage[weight], program.work.microbatch[weight]]
         by_lane, _ = grouped(program.lane, len(program.lanes))
         next_ = np.full(len(program), -1)
         next_[by_lane[:-1]] = by_lane[1:]
         before = before[(before >= 0) & whole[before] & (next_[before] == weight)]
-        at = np.searchsorted(events.task, before)
+        at = np.searchsorted(changes.task, before)
         fused[at + 1] = True
     return fused
-
-
-def _known(program: Program, costs: Costs, events: _Events) -> Ints:
-    """When each event is taken to happen if only the order of compute is known: never too soon for what is given
-    back, never too late for what is taken.
-
-    The compute task t starts at 4t and ends at 4t + 1. What another lane takes, it may take once the compute that
-    it waits for has ended; what it gives back is gone when compute starts that waits for it, or for what comes
-    later on that lane.
-    """
-    compute = program.compute
-    need, task, index = program.need, program.needing, np.arange(len(program))
-    after = np.full(len(program), len(program))
-    np.minimum.at(after, need[compute[task]], task[compute[task]])
-    before, known = np.where(compute, index, -1), np.empty(0)
-    order, bounds = grouped(program.lane, len(program.lanes))
-    lanes = [
-        order[a:b]
-        for lane, (a, b) in zip(program.lanes, pairwise(bounds.tolist()), strict=True)
-        if lane.name != "compute"
-    ]
-    for lane in lanes:
-        after[lane] = np.minimum.accumulate(after[lane][::-1])[::-1]
-    others = ~compute[task]
-    while not np.array_equal(before, known):  # waits lead from lane to lane; a few turns find them all
-        known = before.copy()
-        np.maximum.at(before, task[others], known[need[others]])
-        for lane in lanes:
-            before[lane] = np.maximum.accumulate(before[lane])
-    starts, ends = np.where(compute, 4 * index, 4 * before + 3), np.where(compute, 4 * index + 1, 4 * after - 1)
-    # What leaves makes room for what comes into its buffer; if that is no smaller, the one is gone as the other begins.
-    size = costs.leaving_bytes(stages=program.placement.stages, recompute=program.recomputes)[program.work.stage]
-    swaps = (
-        (program.work.kind[need] == Kind.OFFLOAD)
-        & (program.work.kind[task] == Kind.ONLOAD)
-        & (size[need] <= size[task])
-    )
-    np.minimum.at(ends, need[swaps], 4 * before[task[swaps]] + 2)
-    return np.where(np.arange(len(events.task)) % 2, ends[events.task], starts[events.task])
 
 
 def _parameters(program: Program, costs: Costs) -> Floats:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from stretto.program.graph import queue_edges
 from stretto.program.program import Program
 from stretto.program.task import COPIES, Task
 from stretto.timeline import idle
-from stretto.timeline.memory import DeviceMemory, Floats, memory_in_order
+from stretto.timeline.memory import DeviceMemory, Floats, memory_over_time
 
 _LATEST = 1e150  # so that no sum or product of two times is too large
 
@@ -87,13 +88,23 @@ class Timeline:
         for task, start, end in zip(self.program.tasks(), self.start.tolist(), self.end.tolist(), strict=True):
             yield Span(task, start, end)
 
+    def save(self, path: str | Path, *, costs: Costs | None = None, lanes: bool = False) -> None:
+        """Write a figure (.svg, .png), or a trace for Perfetto (.trace.json) that `load_timeline` reads back.
+
+        A figure has a row for each device, or with `lanes` one for each kind of lane. A trace counts the bytes that
+        the costs name.
+        """
+        from stretto.timeline.files import save_timeline  # which needs this file
+
+        save_timeline(self, path, costs=costs, lanes=lanes)
+
     @property
     def makespan(self) -> float:
         return float(self.end.max() - self.start.min())
 
     def memory(self, costs: Costs | None = None) -> list[DeviceMemory]:
         """What each device holds over time."""
-        return memory_in_order(self.program, costs or Costs(), self.start, self.end)
+        return memory_over_time(self.program, costs or Costs(), self.start, self.end)
 
     def summary(self, costs: Costs | None = None) -> Summary:
         """The figures that matter; pass costs with bytes in them to have peak bytes."""

@@ -34,7 +34,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Most need PyTorch, and are imported when they are asked for."""
+    """Import a public name when it is first used: most of them need PyTorch."""
     if name == "WeightsError":
         return import_module("stretto.ir.errors").WeightsError
     if name in _MODULES:

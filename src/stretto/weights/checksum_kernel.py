@@ -1,4 +1,4 @@
-"""The products of rows with the matrix of checksums on a GPU, each row read where it lies. Needs Triton."""
+"""A Triton kernel that multiplies rows by the checksum matrix, reading each row in place."""
 
 import triton
 import triton.language as tl
@@ -6,20 +6,20 @@ from torch import Tensor
 
 from stretto.weights.checksums import COLUMNS, ROW
 
-ROWS = 64  # that are multiplied together
-_PART = 16384  # of a row's bytes, which are multiplied by others than the rest
-_STEP = 256
+ROWS = 64  # rows per program
+_PART = 16384  # bytes of a row per program
+_STEP = 256  # bytes of a row per `tl.dot`
 
 
-@triton.jit(do_not_specialize=["count", "whole"])  # type: ignore[untyped-decorator]  # or it is compiled several times
+@triton.jit(do_not_specialize=["count", "whole"])  # type: ignore[untyped-decorator]  # specialising would compile it several times
 def _multiply(  # type: ignore[no-untyped-def]
-    places, lengths, matrix, found, count, whole,
+    places, lengths, matrix, sums, count, whole,
     ROWS: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
-    is_there = row < count
-    start = tl.load(places + row, mask=is_there, other=0).to(tl.pointer_type(tl.int8))
+    in_range = row < count
+    start = tl.load(places + row, mask=in_range, other=0).to(tl.pointer_type(tl.int8))
     total = tl.zeros((ROWS, COLUMNS), tl.int32)
     begin = tl.program_id(1) * PART
     if (tl.program_id(0) + 1) * ROWS <= whole:
@@ -29,18 +29,20 @@ def _multiply(  # type: ignore[no-untyped-def]
             rows = tl.load(start[:, None] + byte[None, :])
             total += tl.dot(rows, tl.load(matrix + byte[:, None] * COLUMNS + column[None, :]), out_dtype=tl.int32)
     else:
-        length = tl.load(lengths + row, mask=is_there, other=0)
+        length = tl.load(lengths + row, mask=in_range, other=0)
         for at in range(begin, tl.minimum(begin + PART, tl.max(length)), STEP):
             byte = at + tl.arange(0, STEP)
             rows = tl.load(start[:, None] + byte[None, :], mask=byte[None, :] < length[:, None], other=0)
             total += tl.dot(rows, tl.load(matrix + byte[:, None] * COLUMNS + column[None, :]), out_dtype=tl.int32)
-    tl.atomic_add(found + row[:, None] * COLUMNS + column[None, :], total, mask=is_there[:, None])
+    tl.atomic_add(sums + row[:, None] * COLUMNS + column[None, :], total, mask=in_range[:, None])
 
 
 def multiply(places: Tensor, lengths: Tensor, whole: int, matrix: Tensor) -> Tensor:
-    """The products of rows at these addresses, which have so many bytes; the first `whole` ones have all of them, and
-    begin at a multiple of 16."""
-    found = matrix.new_zeros((len(places), COLUMNS), dtype=lengths.dtype)
+    """Multiply the rows at the addresses `places`, each of `lengths` bytes, by the matrix.
+
+    The first `whole` rows are complete and start at a multiple of 16 bytes.
+    """
+    sums = matrix.new_zeros((len(places), COLUMNS), dtype=lengths.dtype)
     grid = -(-len(places) // ROWS), ROW // _PART
-    _multiply[grid](places, lengths, matrix, found, len(places), whole, ROWS, _PART, _STEP, COLUMNS, num_stages=4)
-    return found
+    _multiply[grid](places, lengths, matrix, sums, len(places), whole, ROWS, _PART, _STEP, COLUMNS, num_stages=4)
+    return sums

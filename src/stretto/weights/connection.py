@@ -1,4 +1,4 @@
-"""A conversation between a sender and a receiver, and what ends it."""
+"""The connection between a sender and a receiver, and the errors that end it."""
 
 import logging
 import socket
@@ -10,20 +10,20 @@ from stretto.wire import connection
 PROTOCOL = 4
 
 
-class PeerClosed(connection.PeerClosed, WeightsError):  # noqa: N818 (a state of the other side)
-    """The other side has closed the connection, is silent, or talks nonsense."""
+class PeerClosed(connection.PeerClosed, WeightsError):  # noqa: N818 (a state of the peer)
+    """The peer has closed the connection, is silent, or violates the protocol."""
 
 
 class PeerTimeout(connection.PeerTimeout, PeerClosed):
-    """The other side is there, but does not answer."""
+    """The peer is connected but does not answer in time."""
 
 
 class ProtocolError(connection.ProtocolError, PeerClosed):
-    """The other side says what nobody of ours would say."""
+    """The peer sent a message that violates the protocol."""
 
 
 class Connection(connection.Connection[Message]):
-    """One side of it."""
+    """One end of a connection that carries weight-push messages."""
 
     gone, late, odd = PeerClosed, PeerTimeout, ProtocolError
 
@@ -31,12 +31,15 @@ class Connection(connection.Connection[Message]):
         super().__init__(stream, DECODER)
 
     def meet(self, secret: bytes | None, *, serves: bool) -> None:
-        """Know that the other side is of ours: over TCP by the secret, over a Unix socket its user tells."""
+        """Exchange greetings; over TCP, also verify that the peer knows the secret.
+
+        A Unix socket needs no secret: its caller checks the peer's user.
+        """
         if not self.local and not secret:
             raise WeightsError("tcp needs a secret, which both sides read from a file")
         self.greet(PROTOCOL, None if self.local else secret, serves=serves)
 
 
 def log_level(error: Exception) -> int:
-    """Whoever does not keep to the protocol is worth a warning; whoever leaves is not."""
+    """Return the level to log an error at: a closed connection is normal, a protocol violation is a warning."""
     return logging.DEBUG if isinstance(error, PeerClosed) and not isinstance(error, ProtocolError) else logging.WARNING

@@ -1,4 +1,4 @@
-"""Host memory that versions are kept in: pinned once, and used again for the next version."""
+"""Host memory for versions, pinned once and reused, and parallel copies into it."""
 
 import gc
 import mmap
@@ -17,23 +17,23 @@ from stretto.ir.errors import WeightsError
 from stretto.weights.sources.shard import Stored, view_of
 
 Copy = tuple[Tensor, Tensor | Stored]
-"""Into the first, from the second."""
+"""A (destination, source) pair."""
 _PAGE = mmap.PAGESIZE
-_PART = 8 << 20  # bytes that a thread copies at a time
+_PART = 8 << 20  # bytes a thread copies at a time
 _THREADS = min(16, os.cpu_count() or 1)
 
 
 class Arena:
-    """A piece of host memory, from where copies to a device are fast."""
+    """A block of host memory, pinned on request so that copies to a device are fast."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self._map = mmap.mmap(-1, max(nbytes, _PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # not every kernel has them
+        with suppress(OSError):  # not every kernel supports huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pinned: Pinned | None = None
         if pinned:
-            # Pages that are there already are pinned quickly, and several threads can make them at a time.
+            # Pinning is faster once the pages exist, and several threads can fault them in.
             in_parallel(lambda part: part[::_PAGE].zero_(), _parts(self.memory))
             self._pinned = Pinned(self.memory)
 
@@ -44,7 +44,7 @@ class Arena:
 
 
 class Pinned:
-    """Host memory, wherever it came from, as long as it is pinned."""
+    """Pins host memory, however it was allocated, until `close`."""
 
     def __init__(self, memory: Tensor) -> None:
         begin = memory.data_ptr() // _PAGE * _PAGE
@@ -64,7 +64,7 @@ def _parts(memory: Tensor) -> Iterator[Tensor]:
 
 
 def threads() -> ThreadPoolExecutor:
-    """As many as help; torch and numpy let others run while they copy."""
+    """Return a thread pool for copies and checksums; torch and numpy release the GIL during both."""
     return ThreadPoolExecutor(_THREADS, "stretto copies")
 
 
@@ -75,9 +75,10 @@ def in_parallel(act: Callable[[Tensor], object], parts: Iterable[Tensor]) -> Non
 
 
 def copy_in_parallel(copies: Iterable[Copy], pool: ThreadPoolExecutor) -> None:
-    """From the second of each pair into the first, which is on the host; large ones in parts, small ones together.
+    """Copy the source of each pair into its destination, which is in host memory.
 
-    PyTorch would use several threads for each copy; numpy uses one.
+    Large copies are split and small ones are batched. Bytes are copied with numpy, which uses one thread for each copy;
+    PyTorch would use several.
     """
 
     def copy(batch: list[Copy]) -> None:
@@ -85,7 +86,7 @@ def copy_in_parallel(copies: Iterable[Copy], pool: ThreadPoolExecutor) -> None:
             if not isinstance(source, Tensor):
                 source.read_into(into)
             elif source.dtype == torch.uint8:
-                np.copyto(_seen(into), _seen(source))
+                np.copyto(_as_numpy(into), _as_numpy(source))
             else:
                 into.copy_(source)
 
@@ -93,49 +94,49 @@ def copy_in_parallel(copies: Iterable[Copy], pool: ThreadPoolExecutor) -> None:
 
     def on_host() -> Iterator[Copy]:
         for into, source in copies:
-            if isinstance(source, Tensor) and source.is_cuda:  # from the caller's stream, in order with what is there
+            if isinstance(source, Tensor) and source.is_cuda:  # on the caller's stream, in order with its work
                 into.copy_(source, non_blocking=True)
                 devices.add(source.device)
             else:
                 yield into, source
 
-    batches = list(_batches(on_host()))  # all first: a thread that prepares would hold up those that copy
+    batches = list(_batches(on_host()))  # before any copy starts: preparing at the same time would slow the copies down
     for _ in pool.map(copy, batches):
         pass
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _seen(tensor: Tensor) -> NDArray[np.uint8]:
+def _as_numpy(tensor: Tensor) -> NDArray[np.uint8]:
     return np.frombuffer(view_of(tensor), np.uint8)
 
 
 def _batches(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
     batch: list[Copy] = []
-    held = 0
+    batch_bytes = 0
     for into, source in copies:
-        whole = not isinstance(source, Tensor) or (source.dtype == torch.uint8 and source.dim() == 1)
-        if into.nbytes > _PART and whole:
+        splittable = not isinstance(source, Tensor) or (source.dtype == torch.uint8 and source.dim() == 1)
+        if into.nbytes > _PART and splittable:
             yield from ([pair] for pair in zip(torch.split(into, _PART), source.split(_PART), strict=True))
             continue
         batch.append((into, source))
-        held += into.nbytes
-        if held > _PART:
+        batch_bytes += into.nbytes
+        if batch_bytes > _PART:
             yield batch
-            batch, held = [], 0
+            batch, batch_bytes = [], 0
     yield batch
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without looking for garbage, in this whole process: there can be hundreds of thousands of small objects, and
-    going through them takes longer than a push of several GB."""
-    before = gc.isenabled()
+    """Disable garbage collection in this process: there can be hundreds of thousands of small objects, and traversing
+    them takes longer than a push of several GB."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if before:
+        if was_enabled:
             gc.enable()
 
 
@@ -144,7 +145,7 @@ def _machine_bytes() -> int:
 
 
 class Arenas:
-    """Arenas by use: what no version needs any more is taken for the next one."""
+    """A pool of arenas: the next version reuses an arena that no version needs any more."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned, self._free = pinned, list[Arena]()
@@ -155,9 +156,9 @@ class Arenas:
             best = min(fits, key=lambda arena: arena.memory.numel())
             self._free.remove(best)
             return best
-        self.close()  # too small for what versions have become
-        if nbytes > (there := _machine_bytes()):
-            raise WeightsError(f"a version needs {nbytes:,} bytes here, and this machine has {there:,}")
+        self.close()  # the free arenas have become too small
+        if nbytes > (available := _machine_bytes()):
+            raise WeightsError(f"a version needs {nbytes:,} bytes here, and this machine has {available:,}")
         return Arena(nbytes, pinned=self._pinned)
 
     def give(self, arena: Arena) -> None:

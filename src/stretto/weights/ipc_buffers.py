@@ -1,4 +1,4 @@
-"""Buffers that a sender fills and a receiver reads: memory of a device, or files without a name."""
+"""Buffers that a sender fills and a receiver reads: device memory or anonymous files."""
 
 import mmap
 import os
@@ -20,7 +20,7 @@ _ONE_MACHINE = "sender and receiver must be on one machine"
 
 
 class SharedBuffers:
-    """A sender's: one piece of memory in equal parts. Nothing of it outlives the processes that use it."""
+    """The sender's end: one allocation, split into equal buffers. No part of it outlives the processes that use it."""
 
     def __init__(self, nbytes: int, device: torch.device, *, buffers: int = 2) -> None:
         self.nbytes = nbytes
@@ -28,7 +28,7 @@ class SharedBuffers:
         self._file = -1
         if device.type == "cuda":
             self.whole = torch.empty(buffers * nbytes, dtype=torch.uint8, device=device)
-            self._handle, self._offset = cuda.share(self.whole.data_ptr())  # here, where the device is known
+            self._handle, self._offset = cuda.share(self.whole.data_ptr())  # in this thread, which has a CUDA context
         else:
             self._file = sealed_file("stretto weights", buffers * nbytes)
             try:
@@ -40,15 +40,18 @@ class SharedBuffers:
         self.tensors = torch.split(self.whole, nbytes)
 
     def described(self, *, local: bool) -> tuple[Buffers, tuple[int, ...]]:
-        """What a receiver needs to open them, and the file to attach if it is on the other end of a Unix socket."""
-        made = Buffers(self._number, self.nbytes)
+        """Return the message a receiver opens the buffers from, and the file to attach to it.
+
+        `local` says that the receiver is connected by a Unix socket, which can carry a file.
+        """
+        message = Buffers(self._number, self.nbytes)
         if self._file < 0:
-            made.handle, made.offset = self._handle, self._offset
+            message.handle, message.offset = self._handle, self._offset
         elif local:
-            return made, (self._file,)
+            return message, (self._file,)
         else:
-            made.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        return made, ()
+            message.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        return message, ()
 
     def close(self) -> None:
         self.tensors = ()
@@ -59,7 +62,7 @@ class SharedBuffers:
 
 
 class OpenedBuffers:
-    """A receiver's side of them."""
+    """The receiver's end of a sender's buffers."""
 
     def __init__(self, buffers: Buffers, files: list[int], device: torch.device) -> None:
         self.number, self._address, self.tensors = buffers.number, 0, tuple[Tensor, ...]()
@@ -71,7 +74,7 @@ class OpenedBuffers:
         self._device = device
         if buffers.handle:
             with torch.cuda.device(device):
-                torch.zeros((), device=device)  # which makes the device this thread's
+                torch.zeros((), device=device)  # creates the device's CUDA context in this thread
                 try:
                     self._address = cuda.open_shared(buffers.handle)
                 except (cuda.DriverError, ValueError) as error:
@@ -82,14 +85,14 @@ class OpenedBuffers:
         self.tensors = torch.split(whole, buffers.nbytes)
 
     def _within(self, buffers: Buffers, device: torch.device) -> Tensor:
-        """The part of the sender's allocation that is for us, if it is within it."""
-        there, needed = cuda.extent(self._address)[1], 2 * buffers.nbytes
-        if not 0 <= buffers.offset <= there - needed or needed < 0:
+        """Return the buffers as a part of the sender's allocation; raise WeightsError if they do not lie inside it."""
+        size, needed = cuda.extent(self._address)[1], 2 * buffers.nbytes
+        if not 0 <= buffers.offset <= size - needed or needed < 0:
             self.close()
             raise WeightsError(
-                f"the sender's buffers are said to be bytes {buffers.offset} to {buffers.offset + needed} of {there}"
+                f"the sender's buffers are said to be bytes {buffers.offset} to {buffers.offset + needed} of {size}"
             )
-        return _at(self._address + buffers.offset, needed, device)
+        return _tensor_at(self._address + buffers.offset, needed, device)
 
     def _mapped(self, buffers: Buffers, files: list[int]) -> Tensor:
         file = -1
@@ -109,13 +112,13 @@ class OpenedBuffers:
         self.tensors = ()
         if self._address:
             with torch.cuda.device(self._device):
-                torch.cuda.current_stream().synchronize()  # an update that failed may still read
+                torch.cuda.current_stream().synchronize()  # a failed update may still be reading
                 cuda.close_shared(self._address)
             self._address = 0
 
 
-def _at(address: int, nbytes: int, device: torch.device) -> Tensor:
-    """Memory of a device as a tensor."""
+def _tensor_at(address: int, nbytes: int, device: torch.device) -> Tensor:
+    """Return device memory as a tensor."""
 
     class Memory:
         __cuda_array_interface__: Any = {  # noqa: RUF012
@@ -129,20 +132,22 @@ def _at(address: int, nbytes: int, device: torch.device) -> Tensor:
 
 
 def device_name(device: torch.device) -> str:
-    """By which sender and receiver know that they are on the same device."""
+    """Return the name by which a sender and a receiver know that they share a device."""
     if device.type != "cuda":
         return "cpu"
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def resolved(device: torch.device | str | None) -> torch.device:
-    """A device with its number; without one given, the GPU if there is one."""
+    """Return a device with its index; by default the current GPU, or the CPU if there is none."""
     try:
-        made = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     except (RuntimeError, TypeError):
-        made = torch.device("meta")  # no device at all
-    if made.type not in ("cpu", "cuda"):
+        chosen = torch.device("meta")  # not a device; rejected below
+    if chosen.type not in ("cpu", "cuda"):
         raise WeightsError(f"weights are pushed on cpu or cuda (got {device!s:.40})")
-    if made.type == "cuda" and not torch.cuda.is_available():
-        raise WeightsError(f"no GPU is found for {made}")
-    return torch.device("cuda", torch.cuda.current_device()) if made.type == "cuda" and made.index is None else made
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise WeightsError(f"no GPU is found for {chosen}")
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen

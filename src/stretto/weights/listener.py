@@ -1,4 +1,4 @@
-"""Where receivers listen, and who is let in."""
+"""Addresses, and how receivers listen and senders connect securely."""
 
 import contextlib
 import fcntl
@@ -18,12 +18,12 @@ from stretto.wire.forks import keep_from_children
 from stretto.wire.peers import is_trusted, peer_user
 
 _BACKLOG = 64
-_LOCKING = 5.0  # seconds
+_LOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a receiver listens: unix:///path or tcp://host:port."""
+    """The address of a receiver: unix:///path or tcp://host:port."""
 
     text: str
 
@@ -46,11 +46,11 @@ class Address:
 
 
 def connect(address: str, secret: bytes | None = None, *, seconds: float = GREETING) -> Connection:
-    """Reach a receiver."""
-    where = Address(address)
-    path = where.path
+    """Connect to a receiver and exchange greetings."""
+    parsed = Address(address)
+    path = parsed.path
     if path is None and not secret:
-        _ = where.host
+        _ = parsed.host  # raises if this is not an address at all
         raise WeightsError(f"{address} needs a secret: both sides read one (secret_file=, --secret-file)")
     stream: socket.socket | None = None
     try:
@@ -61,7 +61,7 @@ def connect(address: str, secret: bytes | None = None, *, seconds: float = GREET
             if not is_trusted(user := peer_user(stream)):
                 raise WeightsError(f"{address} belongs to user {user}, and this process to user {os.geteuid()}")
         else:
-            stream = socket.create_connection(where.host, timeout=seconds)
+            stream = socket.create_connection(parsed.host, timeout=seconds)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(stream)
         connection.meet(secret, serves=False)
@@ -77,7 +77,7 @@ def connect(address: str, secret: bytes | None = None, *, seconds: float = GREET
 
 
 def _connect(stream: socket.socket, path: str, seconds: float) -> None:
-    """A door that many wait at says so at once; it is asked again."""
+    """Connect a Unix socket, and retry while the listener's backlog is full: the kernel then refuses immediately."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -91,18 +91,18 @@ def _connect(stream: socket.socket, path: str, seconds: float) -> None:
 
 
 class Listener:
-    """Where a receiver listens: a socket that only its user can enter, or one that asks for the secret.
+    """A receiver's listening socket: a Unix socket that only its user can reach, or TCP with a secret.
 
-    Doors in one directory are opened and closed one at a time, which a lock on the directory sees to: exactly one
-    process listens at a path, and nobody removes what is another's.
+    A lock on the directory makes Unix listeners in it open and close one at a time: exactly one process listens at a
+    path, and no process removes another's socket.
     """
 
     def __init__(self, address: str, secret: bytes | None = None) -> None:
-        where = Address(address)
-        self._path, self._file = where.path, (0, 0)
+        parsed = Address(address)
+        self._path, self._file = parsed.path, (0, 0)
         try:
             if self._path is None:
-                self._server = _tcp(where, secret)
+                self._server = _tcp(parsed, secret)
             else:
                 _make_private(self._path.parent)
                 with _locked(self._path.parent):
@@ -116,9 +116,10 @@ class Listener:
         return self._server.accept()[0]
 
     def close(self) -> None:
-        """Take it away, and wake who waits at it."""
+        """Remove the socket and wake the thread that accepts."""
         if self._path is not None:
-            with contextlib.suppress(OSError, WeightsError), _locked(self._path.parent):  # else a next one removes it
+            # If this fails, the next listener removes the stale socket.
+            with contextlib.suppress(OSError, WeightsError), _locked(self._path.parent):
                 if _identity(self._path) == self._file:
                     self._path.unlink()
         with contextlib.suppress(OSError):
@@ -126,49 +127,54 @@ class Listener:
         self._server.close()
 
 
-def _tcp(where: Address, secret: bytes | None) -> socket.socket:
-    host = where.host
+def _tcp(address: Address, secret: bytes | None) -> socket.socket:
+    host = address.host
     if not secret:
-        raise WeightsError(f"{where} needs a secret: both sides read one (secret_file=, --secret-file)")
+        raise WeightsError(f"{address} needs a secret: both sides read one (secret_file=, --secret-file)")
     family = socket.AF_INET6 if ":" in host[0] else socket.AF_INET
     return socket.create_server(host, family=family, backlog=_BACKLOG)
 
 
-def _make_private(room: Path) -> None:
-    """All directories that are missing are made for this user alone."""
-    for missing in reversed([it for it in (room, *room.parents) if not it.exists()]):
+def _make_private(directory: Path) -> None:
+    """Create missing directories with mode 700; raise WeightsError if other users can access the directory."""
+    for missing in reversed([path for path in (directory, *directory.parents) if not path.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
-    found = room.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise WeightsError(f"{room} is open to others; put the socket into a directory that is yours alone (mode 700)")
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise WeightsError(
+            f"{directory} is open to others; put the socket into a directory that is yours alone (mode 700)"
+        )
 
 
 @contextlib.contextmanager
-def _locked(room: Path) -> Iterator[None]:
-    """Nobody else opens or closes a door in this directory."""
-    file = os.open(room, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock under which listeners in this directory open and close."""
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + _LOCKING
+        deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise WeightsError(f"another process has held a lock on {room} for {_LOCKING:g} s") from None
+                    raise WeightsError(
+                        f"another process has held a lock on {directory} for {_LOCK_SECONDS:g} s"
+                    ) from None
                 time.sleep(0.01)
         yield
     finally:
-        os.close(file)  # and with it the lock
+        os.close(file)  # releases the lock
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    found = path.lstat()
-    return found.st_dev, found.st_ino
+    """Return the numbers that identify a file on this machine."""
+    status = path.lstat()
+    return status.st_dev, status.st_ino
 
 
 def _unix(path: Path) -> socket.socket:
-    """A socket that listens, where there is none."""
+    """Listen at a path, replacing a stale socket there."""
     if os.path.lexists(path):
         _remove_stale(path)
     server = socket.socket(socket.AF_UNIX)
@@ -183,7 +189,7 @@ def _unix(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """What a process that was killed has left."""
+    """Remove the socket of a killed process; raise WeightsError if it is in use or not a socket."""
     if not stat.S_ISSOCK(path.lstat().st_mode):
         raise WeightsError(f"{path} is there, and is no socket")
     with socket.socket(socket.AF_UNIX) as probe:
@@ -199,15 +205,15 @@ def _remove_stale(path: Path) -> None:
 
 
 def read_secret(path: str | Path | None) -> bytes | None:
-    """A secret from a file that nobody else can read."""
+    """Read a secret; raise WeightsError if other users can read the file or the secret is too short."""
     if path is None:
         return None
     try:
-        found = Path(path).stat()
+        status = Path(path).stat()
         text = Path(path).read_bytes().strip()
     except OSError as error:
         raise WeightsError(f"cannot read the secret {path}: {error.strerror}") from None
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         raise WeightsError(f"others can read {path}: chmod 600 {path}")
     if len(text) < 16:
         raise WeightsError(f"the secret in {path} has {len(text)} bytes; make one with: openssl rand -hex 32 > {path}")

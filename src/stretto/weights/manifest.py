@@ -1,4 +1,4 @@
-"""What a version of a model consists of: tensors by name, in model order."""
+"""The manifest of a version: the names, types and shapes of its tensors, in model order."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -29,12 +29,12 @@ ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
-"""The types a tensor can have, under PyTorch's names, and the bytes of one element."""
-_LARGEST = 1 << 48  # bytes of a tensor
+"""The supported dtypes, by PyTorch's names, and the bytes of one element."""
+_MAX_BYTES = 1 << 48  # of one tensor
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor: its name, type and shape."""
+    """The name, dtype and shape of a tensor."""
 
     name: str
     dtype: str
@@ -46,7 +46,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, dict=True):
-    """All tensors of a version, in model order. Its digest says to all who take part in a push what is to come.
+    """All tensors of a version, in model order.
 
     >>> manifest = Manifest("step-100", (TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "float32", ())))
     >>> manifest.nbytes, manifest.sizes, manifest.digest[:8]
@@ -67,11 +67,11 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def digest(self) -> str:
-        """Of the tensors, so that versions which differ only in what is in them share it."""
+        """A digest of names, dtypes and shapes; versions that differ only in their values share it."""
         return hashlib.blake2b(msgspec.msgpack.encode(self.entries), digest_size=16).hexdigest()
 
     def check(self) -> None:
-        """Raise if this cannot be pushed."""
+        """Raise WeightsError if these tensors cannot be pushed."""
         if not self.entries:
             raise WeightsError(f"{self.version} has no tensors")
         for entry in self.entries:
@@ -79,16 +79,16 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
                 raise WeightsError(f"{entry.name} has type {entry.dtype!r:.40}, which cannot be pushed")
             if not is_possible(entry.shape):
                 raise WeightsError(f"{entry.name} has shape {entry.shape}, which no tensor can have")
-        if max(self.sizes) > _LARGEST:
+        if max(self.sizes) > _MAX_BYTES:
             raise WeightsError(f"{self.entries[self.sizes.index(max(self.sizes))].name} is larger than any memory")
         if len({entry.name for entry in self.entries}) < len(self.entries):
             seen: set[str] = set()
-            twice = next(it.name for it in self.entries if it.name in seen or seen.add(it.name))  # type: ignore[func-returns-value]
+            twice = next(entry.name for entry in self.entries if entry.name in seen or seen.add(entry.name))  # type: ignore[func-returns-value]
             raise WeightsError(f"{twice} is there twice")
 
 
 def is_text(name: object) -> bool:
-    """Whether it can be sent: Python lets text have halves of characters, which nobody else knows."""
+    """Return whether a name can be sent: it must be a non-empty string without lone surrogates, which UTF-8 lacks."""
     try:
         return isinstance(name, str) and bool(name.encode())
     except UnicodeEncodeError:
@@ -96,21 +96,21 @@ def is_text(name: object) -> bool:
 
 
 def is_possible(shape: Sequence[int]) -> bool:
-    """Whether a tensor can have it: PyTorch counts strides in 64 bits, also of one that has no elements."""
+    """Return whether a tensor can have this shape: PyTorch's strides are 64-bit, even for tensors without elements."""
     return all(size >= 0 for size in shape) and prod(max(1, size) for size in shape) < 1 << 63
 
 
-def differences(wanted: Iterable[TensorSpec], manifest: Manifest) -> list[str]:
-    """What is wrong with a manifest for somebody who wants these, in words; other tensors in it do not matter."""
-    given = {entry.name: entry for entry in manifest.entries}
-    found = []
-    for entry in wanted:
-        there = given.get(entry.name)
-        if there is None:
-            found.append(f"{entry.name} is not in what is pushed")
-        elif (there.dtype, there.shape) != (entry.dtype, entry.shape):
-            found.append(f"{entry.name} is pushed as {_typed(there)}, and {_typed(entry)} is expected")
-    return found
+def differences(expected: Iterable[TensorSpec], manifest: Manifest) -> list[str]:
+    """Describe each expected tensor that a manifest lacks or has with another dtype or shape; it may have others."""
+    by_name = {entry.name: entry for entry in manifest.entries}
+    problems = []
+    for entry in expected:
+        pushed = by_name.get(entry.name)
+        if pushed is None:
+            problems.append(f"{entry.name} is not in what is pushed")
+        elif (pushed.dtype, pushed.shape) != (entry.dtype, entry.shape):
+            problems.append(f"{entry.name} is pushed as {_typed(pushed)}, and {_typed(entry)} is expected")
+    return problems
 
 
 def _typed(entry: TensorSpec) -> str:

@@ -1,4 +1,4 @@
-"""What senders and receivers tell each other."""
+"""The messages that senders and receivers exchange."""
 
 from typing import Literal, TypeAlias
 
@@ -11,85 +11,85 @@ from stretto.wire.greeting import Hello, Proof
 State: TypeAlias = Literal["serving", "paused", "loading", "loaded", "dirty"]
 InFlight: TypeAlias = Literal["wait", "abort", "keep"]
 Assurance: TypeAlias = Literal["verified", "delivered", "unaccounted"]
-"""How sure it is that a receiver has what was pushed.
+"""How certain it is that a receiver holds the pushed version.
 
-- verified: delivered, and its live tensors hold exactly what was sent.
-- delivered: every byte of every buffer was the sender's, before and after loading, and the loader accounted for every
-  tensor. What it has made of them, fused or quantised, is not looked at.
-- unaccounted: its loader did not say that it took every tensor, or it knows no sums.
+- verified: delivered, and the receiver's live tensors hold exactly the bytes that were sent.
+- delivered: the checksum of every buffer matched the sender's before and after loading, and the loader accounted for
+  every tensor. The tensors that the loader made from them (fused or quantised, say) are not checked.
+- unaccounted: the loader did not account for every tensor, or the engine does not support checksums.
 """
 
 
 class StatusRequest(msgspec.Struct, tag=True):
-    """How are you?"""
+    """Ask a receiver for its status."""
 
 
 class Status(msgspec.Struct, tag=True):
-    """How a receiver is."""
+    """The status of a receiver."""
 
     state: State
     version: str
-    """The last that it had whole."""
+    """The last version that was loaded completely."""
     error: str
-    """Why its last update failed."""
+    """Why the last update failed."""
     device: str
     """A GPU's UUID, or "cpu"."""
     content: str = ""
-    """The digest of all values of the version; nothing before the first push, and while dirty."""
+    """The digest of all values of the version; empty before the first push and while dirty."""
     assurance: Assurance | None = None
-    """Of the version; None before the first push, and while dirty."""
+    """The assurance of the version; None before the first push and while dirty."""
     identity: str = ""
-    """A receiver's own, whatever its address is spelled like."""
+    """Identifies the receiver, even if it is reached at two addresses."""
 
 
 class Buffers(msgspec.Struct):
-    """Two buffers that both sides see: of a device, in an attached file, or in one to be opened."""
+    """Two buffers that both sides map: device memory, an attached file, or a file to open by its path."""
 
     number: int
-    """Another number is another pair."""
+    """Identifies the pair: a new pair has a new number."""
     nbytes: int
-    """Of each."""
+    """Size of each buffer."""
     handle: bytes = b""
     offset: int = 0
-    """On a device: the allocation's handle, and where in it they begin."""
+    """For device memory: the allocation's handle, and the offset of the buffers in the allocation."""
     path: str = ""
 
 
 class Open(msgspec.Struct, tag=True):
-    """A version is to come; nothing happens yet. Without a manifest if the receiver should know it."""
+    """Offer a version; the receiver only prepares. The manifest is left out if the receiver should know it already."""
 
     version: str
     digest: str
-    """Of the manifest."""
+    """The digest of the manifest."""
     content: str
     """The digest of all values."""
     bucket_bytes: int
     split: bool
     buffers: Buffers
     silence: float
-    """Seconds without a sign of life, after which each side takes the other to be stopped."""
+    """Seconds without a heartbeat after which each side considers the other stopped."""
     manifest: Manifest | None = None
 
 
 class Unknown(msgspec.Struct, tag=True):
-    """Tell me the manifest."""
+    """The receiver does not know the manifest: send `Open` again with it."""
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The version can come."""
+    """The receiver can take the version."""
 
     skips: list[int] = []
-    """Buckets of which nothing is needed."""
+    """Buckets that this receiver does not need."""
     alike: list[list[int]] = []
-    """Tensors, by their places in the manifest, that are one here, and so must be equal."""
+    """Groups of tensors, by their index in the manifest, that share one live tensor here and so must be equal."""
 
 
 class Pause(msgspec.Struct, tag=True):
-    """Stop serving; nothing is touched yet."""
+    """Stop serving; no weights change yet."""
 
     in_flight: InFlight
     patience: float
-    """Seconds in which something comes next, until the update is over."""
+    """The longest time in seconds between two messages of this update."""
 
 
 class Paused(msgspec.Struct, tag=True):
@@ -97,7 +97,7 @@ class Paused(msgspec.Struct, tag=True):
 
 
 class Begin(msgspec.Struct, tag=True):
-    """All receivers have paused: get ready to load."""
+    """All receivers have paused: prepare to load."""
 
 
 class Begun(msgspec.Struct, tag=True):
@@ -105,7 +105,7 @@ class Begun(msgspec.Struct, tag=True):
 
 
 class Filled(msgspec.Struct, tag=True):
-    """A bucket lies in one of the buffers."""
+    """A bucket is in one of the buffers."""
 
     bucket: int
     slot: int
@@ -113,17 +113,17 @@ class Filled(msgspec.Struct, tag=True):
 
 
 class Taken(msgspec.Struct, tag=True):
-    """A bucket was loaded; its buffer may be filled again."""
+    """The receiver has loaded a bucket; its buffer may be filled again."""
 
     bucket: int
 
 
 class End(msgspec.Struct, tag=True):
-    """That was the last bucket."""
+    """All buckets have been sent."""
 
 
 class Loaded(msgspec.Struct, tag=True):
-    """All is in place."""
+    """The receiver has loaded the whole version."""
 
 
 class Commit(msgspec.Struct, tag=True):
@@ -136,13 +136,13 @@ class Serving(msgspec.Struct, tag=True):
 
 
 class Abandon(msgspec.Struct, tag=True):
-    """This update came to nothing."""
+    """The sender gives this update up."""
 
     why: str
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The receiver cannot go on with this update."""
+    """The receiver cannot continue this update."""
 
     why: str
     dirty: bool = True

@@ -1,21 +1,22 @@
-"""Boxes of a tensor: what a run of its elements covers, and what two boxes have in common."""
+"""Rectangular regions of a tensor: cut from runs of elements, intersected, and used as indices."""
 
 from collections.abc import Iterator
 from math import prod
 
 Region = tuple[tuple[int, int], ...]
-"""For each dimension, from where to where."""
+"""A (start, stop) pair for each dimension."""
 Shape = tuple[int, ...]
 
 
 def whole(shape: Shape) -> Region:
+    """Return the region that covers a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def runs(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, Region]]:
-    """Cut elements start…stop of a tensor, in row order, into boxes; each with its first element's number.
+    """Cut elements start…stop of a tensor, in row-major order, into contiguous regions.
 
-    Every box is contiguous.
+    Yield each region with the index of its first element.
 
     >>> list(runs((4, 3), 2, 10))
     [(2, ((0, 1), (2, 3))), (3, ((1, 3), (0, 3))), (9, ((3, 4), (0, 1)))]
@@ -41,28 +42,29 @@ def runs(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, Region]]:
 
 
 def _within(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[int, Region]]:
-    """The same within one row."""
+    """Cut elements start…stop, which all lie in one row."""
     begin = row * prod(shape[1:])
-    for first, box in runs(shape[1:], start - begin, stop - begin):
-        yield begin + first, ((row, row + 1), *box)
+    for first, region in runs(shape[1:], start - begin, stop - begin):
+        yield begin + first, ((row, row + 1), *region)
 
 
 def common(one: Region, other: Region) -> Region | None:
-    """What two boxes share, None if nothing."""
+    """Return the intersection of two regions, or None if it is empty."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return None if any(start >= stop for start, stop in shared) else shared
 
 
-def inside(box: Region, outer: Region) -> tuple[slice, ...]:
-    """A box as an index into the one around it."""
-    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
+def inside(region: Region, outer: Region) -> tuple[slice, ...]:
+    """Return the index that selects a region from a tensor holding the region around it."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(region, outer, strict=True))
 
 
-def extent(box: Region) -> Shape:
-    return tuple(stop - start for start, stop in box)
+def extent(region: Region) -> Shape:
+    """Return the shape of a region."""
+    return tuple(stop - start for start, stop in region)
 
 
 def slices_box(shape: Shape, slices: tuple[slice, ...]) -> Region:
-    """The box that slices cut out of a shape; dimensions that are not named are whole."""
-    cut = [*slices, *[slice(None)] * (len(shape) - len(slices))]
-    return tuple(part.indices(size)[:2] for part, size in zip(cut, shape, strict=True))
+    """Return the region that slices select from a shape; trailing dimensions without a slice are whole."""
+    padded = [*slices, *[slice(None)] * (len(shape) - len(slices))]
+    return tuple(part.indices(size)[:2] for part, size in zip(padded, shape, strict=True))

@@ -1,1 +1,1 @@
-"""What processes that talk to each other have in common: who is at the other end, and memory that both see."""
+"""Communication between processes: messages over sockets, peer identity, and shared memory files."""

@@ -1,4 +1,4 @@
-"""A conversation over a stream socket: messages one after the other, signs of life, a deadline on every wait."""
+"""A message connection over a stream socket, with heartbeats and a deadline on every wait."""
 
 import contextlib
 import select
@@ -26,32 +26,32 @@ from stretto.wire.frames import (
 from stretto.wire.greeting import Greeting
 
 M = TypeVar("M")
-BEAT = 0.5  # seconds between two signs of life
-SILENCE = 6.0  # seconds without one are allowed at least
-GREETING = 5.0  # seconds for a greeting
-_SMALL, _LARGE = 4096, 1 << 29  # bytes of a message before and after it
-_AT_ONCE = 1 << 20  # bytes
-_STEP = 3600.0  # seconds; the kernel counts no more than 24 days
+BEAT = 0.5  # seconds between two heartbeats
+SILENCE = 6.0  # seconds; no peer counts as stopped before it was silent for this long
+GREETING = 5.0  # seconds for the greeting
+_SMALL, _LARGE = 4096, 1 << 29  # largest message in bytes, before and after the greeting
+_AT_ONCE = 1 << 20  # most bytes per receive call
+_STEP = 3600.0  # longest socket timeout in seconds; the kernel allows at most 24 days
 
 
 class PeerClosed(StrettoError):  # noqa: N818 (a state of the other side)
-    """The other side has closed the connection, is silent, or talks nonsense."""
+    """The peer closed the connection, stopped sending heartbeats, or sent a malformed message."""
 
 
 class PeerTimeout(PeerClosed):
-    """The other side is there, but does not answer."""
+    """The peer is connected but does not answer."""
 
 
 class ProtocolError(PeerClosed):
-    """The other side says what nobody of ours would say."""
+    """The peer sent a message that violates the protocol."""
 
 
 class Beat(msgspec.Struct, tag=True):
-    """A sign of life."""
+    """A heartbeat."""
 
 
 class Connection(Generic[M]):
-    """One side of a conversation. Any thread may tell; one at a time may hear."""
+    """One side of a connection. Any thread may send; only one thread at a time may receive."""
 
     gone: type[PeerClosed] = PeerClosed
     late: type[PeerTimeout] = PeerTimeout
@@ -61,12 +61,12 @@ class Connection(Generic[M]):
         stream.setblocking(True)
         self._stream, self._decoder = stream, decoder
         self._sending = threading.Lock()
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self.local = stream.family == socket.AF_UNIX
         self.limit = _SMALL
         self.silence = SILENCE
-        """Seconds without a sign of life, after which the other side is taken to be stopped."""
-        self._heard = time.monotonic()
+        """Seconds without a message or heartbeat after which the peer counts as stopped."""
+        self._last_received = time.monotonic()
         keep_from_children(stream)
 
     def send(self, message: M, files: tuple[int, ...] = (), *, seconds: float = SILENCE) -> None:
@@ -81,27 +81,27 @@ class Connection(Generic[M]):
                     self._stream.settimeout(left)
                     data = data[send_bytes(self._stream, data, files) :]
                     files = ()
-                except TimeoutError:  # perhaps another thread's, which hears: they share one
+                except TimeoutError:  # may be the receiving thread's timeout: both threads share the socket's
                     continue
                 except OSError as error:
                     raise self.gone(f"is gone ({error.strerror or error})") from None
 
     def recv(self, *, seconds: float) -> tuple[M, list[int]]:
-        """The next message that is no mere sign of life, and its files."""
+        """Return the next message that is not a heartbeat, and its attached files."""
         deadline = time.monotonic() + seconds
-        self._heard = time.monotonic()
+        self._last_received = time.monotonic()
         while True:
-            message, files = self._one(deadline)
+            message, files = self._next_message(deadline)
             if not isinstance(message, Beat):
                 return message, files
             close_files(files)
 
-    def _one(self, deadline: float) -> tuple[M, list[int]]:
+    def _next_message(self, deadline: float) -> tuple[M, list[int]]:
         files: list[int] = []
         try:
-            length = length_of(self._bytes(HEADER_BYTES, deadline, files), self.limit)
-            message = unpack_message(self._bytes(length, deadline, files), self._decoder)
-            self._heard = time.monotonic()
+            length = length_of(self._read_exactly(HEADER_BYTES, deadline, files), self.limit)
+            message = unpack_message(self._read_exactly(length, deadline, files), self._decoder)
+            self._last_received = time.monotonic()
         except MalformedMessage as error:
             close_files(files)
             raise self.odd(f"talks nonsense: it sent {error}") from None
@@ -110,12 +110,12 @@ class Connection(Generic[M]):
             raise
         return message, files
 
-    def _bytes(self, count: int, deadline: float, files: list[int]) -> bytearray:
-        """So many, and no more: who comes after us may read the rest in another way."""
+    def _read_exactly(self, count: int, deadline: float, files: list[int]) -> bytearray:
+        """Read exactly `count` bytes: code that later takes over the socket may read the rest differently."""
         data = bytearray()
         while len(data) < count:
             now = time.monotonic()
-            until = min(deadline, self._heard + self.silence)
+            until = min(deadline, self._last_received + self.silence)
             if now >= until:
                 if until == deadline:
                     raise self.late("is slow: it did not answer in time")
@@ -136,40 +136,40 @@ class Connection(Generic[M]):
     def greet(
         self, protocol: int, secret: bytes | None, *, serves: bool, name: str = "", seconds: float = GREETING
     ) -> str:
-        """Say hello and, with a secret, prove that one knows it; who the other side says it is."""
+        """Exchange hellos and, if there is a secret, prove that both sides know it. Return the peer's name."""
         self.silence = max(SILENCE, seconds)
         greeting: Any = Greeting(protocol, secret, serves=serves, name=name)
         try:
             self.send(greeting.hello, seconds=seconds)
-            other: str = greeting.meet(self._answer(seconds))
+            peer_name: str = greeting.meet(self._recv_message(seconds))
             if secret is not None:
                 if not serves:
                     self.send(greeting.proof(), seconds=seconds)
-                    greeting.check(self._accepted(seconds))
+                    greeting.check(self._recv_proof(seconds))
                 else:
-                    greeting.check(self._answer(seconds))
+                    greeting.check(self._recv_message(seconds))
                     self.send(greeting.proof(), seconds=seconds)
         except MalformedMessage as error:
             raise self.odd(f"sent {error}") from None
         self.limit, self.silence = _LARGE, SILENCE
-        return other
+        return peer_name
 
-    def _answer(self, seconds: float) -> M:
+    def _recv_message(self, seconds: float) -> M:
         message, files = self.recv(seconds=seconds)
         close_files(files)
         return message
 
-    def _accepted(self, seconds: float) -> M:
+    def _recv_proof(self, seconds: float) -> M:
         try:
-            return self._answer(seconds)
+            return self._recv_message(seconds)
         except PeerTimeout:
             raise
         except PeerClosed:
             raise self.gone("did not accept the secret") from None
 
     def beat(self) -> None:
-        """A sign of life, unless the other side is too busy to take one."""
-        poll = select.poll()  # select knows no file above 1024
+        """Send a heartbeat, unless the socket's send buffer is full."""
+        poll = select.poll()  # select() cannot handle file descriptors of 1024 and above
         try:
             poll.register(self._stream, select.POLLOUT)
             writable = any(event & select.POLLOUT for _, event in poll.poll(0))
@@ -180,16 +180,15 @@ class Connection(Generic[M]):
             self.send(beat)
 
     def keep_beating(self, when: Callable[[], bool] = lambda: True) -> None:
-        """Give signs of life from a thread of its own, as long as there is reason to, until it is closed."""
-
+        """Start a thread that sends heartbeats while `when()` is true, until the connection is closed."""
         weakref.finalize(self, self._stream.close).atexit = False
         threading.Thread(
-            target=_beats, args=(weakref.ref(self), self._over, when), name="stretto beats", daemon=True
+            target=_send_heartbeats, args=(weakref.ref(self), self._closed, when), name="stretto beats", daemon=True
         ).start()
 
     @property
     def was_left(self) -> bool:
-        """Whether the other side is gone, though what it has said may not have been heard."""
+        """Whether the peer has disconnected; messages that it sent before may still be unread."""
         poll = select.poll()
         try:
             poll.register(self._stream, select.POLLRDHUP)
@@ -198,18 +197,20 @@ class Connection(Generic[M]):
             return True
 
     def close(self) -> None:
-        self._over.set()
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
         self._stream.close()
 
 
-def _beats(connection: "weakref.ref[Connection[Any]]", over: threading.Event, when: Callable[[], bool]) -> None:
-    """A connection that was let go of and not closed gives no more signs of life."""
-    while not over.wait(BEAT) and (there := connection()) is not None:
+def _send_heartbeats(
+    connection: "weakref.ref[Connection[Any]]", closed: threading.Event, when: Callable[[], bool]
+) -> None:
+    """Send heartbeats until the connection is closed, or garbage-collected without having been closed."""
+    while not closed.wait(BEAT) and (live_connection := connection()) is not None:
         if when():
             try:
-                there.beat()
+                live_connection.beat()
             except PeerClosed:
                 return
-        del there
+        del live_connection

@@ -1,4 +1,4 @@
-"""Sockets that a forked child has no part in: the other side is to see the end of the process that it talks with."""
+"""Closes sockets in forked children, so that a peer sees the connection end when the original process ends."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Messages between processes: MessagePack with a length in front, and files beside them."""
+"""Message frames: a length, a MessagePack body, and attached file descriptors."""
 
 import os
 import socket
@@ -14,11 +14,11 @@ M = TypeVar("M")
 Buffer = bytes | bytearray | memoryview
 _HEADER = struct.Struct("!Q")
 HEADER_BYTES = _HEADER.size
-_MOST_FILES = 253  # that the kernel lets a message have; all of them must be received to be closed
+_MOST_FILES = 253  # the kernel's limit per message; we must receive all files to be able to close them
 
 
-class MalformedMessage(StrettoError):  # noqa: N818 (it is what the other side says)
-    """What no process of ours would say; it reads on after "it sent"."""
+class MalformedMessage(StrettoError, ValueError):  # noqa: N818 (it describes what the peer sent)
+    """A message that violates the protocol. Its text completes a sentence that starts with "it sent"."""
 
 
 def pack_message(message: object) -> bytes:
@@ -30,7 +30,7 @@ def framed(body: bytes) -> bytes:
 
 
 def length_of(header: Buffer, limit: int) -> int:
-    """Of the body that follows."""
+    """Return the length of the body that follows; raise MalformedMessage if it exceeds `limit`."""
     length: int = _HEADER.unpack(header)[0]
     if length > limit:
         raise MalformedMessage(f"a message of {length} bytes, more than the {limit} allowed")
@@ -45,12 +45,12 @@ def unpack_message(body: Buffer, decoder: msgspec.msgpack.Decoder[M]) -> M:
 
 
 def send_bytes(stream: socket.socket, data: Buffer, files: Sequence[int] = ()) -> int:
-    """Send as much as fits now, and return how many bytes that was."""
+    """Send as much as fits now; return the number of bytes sent."""
     return socket.send_fds(stream, [data], list(files)) if files else stream.send(data)
 
 
 def recv_bytes(stream: socket.socket, most: int) -> tuple[bytes, list[int]]:
-    """Return the bytes that have arrived, and the files attached to them."""
+    """Return at most `most` bytes that have arrived, and the files attached to them."""
     data, files, flags, _ = socket.recv_fds(stream, most, _MOST_FILES)
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
         close_files(files)
@@ -66,13 +66,13 @@ def close_files(files: Sequence[int]) -> None:
 
 
 class Reader(Generic[M]):
-    """Makes messages of what arrives, however that is cut."""
+    """Decodes messages from a byte stream that arrives in chunks of any size."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[M], limit: int) -> None:
         self._decoder, self._limit, self._data = decoder, limit, bytearray()
 
     def feed(self, data: bytes) -> Iterator[M]:
-        """The messages that are complete with this."""
+        """Add a chunk; yield every message that is now complete."""
         self._data += data
         while len(self._data) >= HEADER_BYTES:
             end = HEADER_BYTES + length_of(self._data[:HEADER_BYTES], self._limit)

@@ -1,5 +1,4 @@
-"""The first words of two processes: which protocol they speak and, where anybody could have come, that they share a
-secret. It is never told: each proves it by a keyed hash of numbers that both have just drawn."""
+"""The greeting of two processes: a check of the protocol version and, optionally, mutual proof of a shared secret."""
 
 import hashlib
 import hmac
@@ -16,18 +15,21 @@ class Hello(msgspec.Struct, tag=True):
     protocol: int
     nonce: bytes
     name: str = ""
-    """Who says so."""
+    """The name of the side that sends it."""
 
 
 class Proof(msgspec.Struct, tag=True):
-    """That one knows the secret: a keyed hash of both nonces."""
+    """A keyed hash of both hellos, which proves that its sender knows the secret."""
 
     digest: bytes
 
 
 class Greeting:
-    """One side of it. Both say hello; then who came proves that it knows the secret, and only then who was there, so
-    that nobody gets a proof for nothing."""
+    """One side of a greeting.
+
+    Both sides send a hello with a fresh nonce. With a secret, the client then sends its proof, and only if that is
+    valid the server sends its own: a client without the secret gets no proof. The secret itself is never sent.
+    """
 
     def __init__(self, protocol: int, secret: bytes | None, *, serves: bool, name: str = "") -> None:
         self.hello = Hello(protocol, secrets.token_bytes(_NONCE), name)
@@ -35,7 +37,7 @@ class Greeting:
         self._other: Hello | None = None
 
     def meet(self, message: object) -> str:
-        """The other side's first word; who it says it is."""
+        """Accept the peer's hello; return the peer's name. Raise MalformedMessage if the protocols differ."""
         if not isinstance(message, Hello) or len(message.nonce) != _NONCE:
             raise MalformedMessage("no hello")
         if message.protocol != self.hello.protocol:
@@ -46,18 +48,18 @@ class Greeting:
         return message.name
 
     def proof(self) -> Proof:
-        """This side's."""
+        """Return this side's proof."""
         return Proof(self._digest(self._serves))
 
     def check(self, message: object) -> None:
-        """The other side's."""
-        theirs = self._digest(not self._serves)
-        if not isinstance(message, Proof) or not hmac.compare_digest(message.digest, theirs):
+        """Raise MalformedMessage unless this is a valid proof by the peer."""
+        expected = self._digest(not self._serves)
+        if not isinstance(message, Proof) or not hmac.compare_digest(message.digest, expected):
             raise MalformedMessage("no proof that it knows the secret")
 
     def _digest(self, server: bool) -> bytes:
         assert self._other is not None
         assert self._secret
-        here, there = (self.hello, self._other) if server == self._serves else (self._other, self.hello)
-        said = msgspec.msgpack.encode(["server" if server else "client", here, there])
-        return hmac.digest(self._secret, said, hashlib.sha256)
+        prover, verifier = (self.hello, self._other) if server == self._serves else (self._other, self.hello)
+        content = msgspec.msgpack.encode(["server" if server else "client", prover, verifier])
+        return hmac.digest(self._secret, content, hashlib.sha256)

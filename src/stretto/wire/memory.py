@@ -1,5 +1,4 @@
-"""Memory as bytes; and files in memory that processes share, of a size that none of them can change: to read memory
-beyond the end of its file ends a process."""
+"""Views of raw memory, and sealed memory files that processes share."""
 
 import ctypes
 import fcntl
@@ -9,12 +8,15 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """So many bytes of this process, whoever they belong to; they must stay there as long as this is used."""
+    """Return a view of this process's memory. The memory must outlive the view."""
     return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
 
 
 def sealed_file(name: str, nbytes: int) -> int:
-    """A file of so many bytes, for whoever it is handed to."""
+    """Create a memory file of fixed size; return its descriptor.
+
+    Seals fix the size, because reading mapped memory beyond the end of its file kills a process.
+    """
     file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, nbytes)
@@ -26,7 +28,7 @@ def sealed_file(name: str, nbytes: int) -> int:
 
 
 def demand_sealed(file: int, nbytes: int) -> None:
-    """Raise if it is not such a file."""
+    """Raise ValueError unless this is a sealed memory file of `nbytes` bytes."""
     try:
         seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
     except OSError:

@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket."""
+"""Which user runs the process at the other end of a Unix socket."""
 
 import os
 import socket
@@ -8,12 +8,12 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 def peer_user(connection: socket.socket) -> int:
-    """The user that the process at the other end runs as, or ran as when it began to listen."""
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(told)[1]
+    """Return the peer's user ID: of a client when it connected, of a server when it began to listen."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(credentials)[1]
     return user
 
 
 def is_trusted(user: int) -> bool:
-    """Whether it is this process's user, or root, from whom nothing can be kept."""
+    """Return whether this is our own user or root, who can read our memory anyway."""
     return user in (os.geteuid(), 0)

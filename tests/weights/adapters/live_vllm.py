@@ -31,6 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import stretto
 from ranks import Ranks
 from stretto.ir.errors import WeightsError
+from stretto.schedules import dualpipe
 from stretto.weights import Export, Hooks, Receiver, Sender, status
 from stretto.weights.adapters.vllm import VllmServer
 from stretto.weights.messages import InFlight
@@ -526,7 +527,7 @@ def _learn(mesh: DeviceMesh, addresses: list[str], url: str, address: str) -> li
     mine: list[Any] = [server.endpoint("cpu", rank=0), *addresses[1:]] if rank == 0 else addresses[1:]
     right = []
     with contextlib.ExitStack() as stack:
-        plan = stretto.dualpipe(devices=2, microbatches=4)
+        plan = dualpipe(devices=2, microbatches=4)
         pipe = stack.enter_context(contextlib.closing(stretto.Pipeline(parts, plan=plan, loss=loss, mesh=mesh)))
         sender = stack.enter_context(Sender(mesh, device="cpu", bucket_bytes=BUCKET))
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)

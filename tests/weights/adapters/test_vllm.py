@@ -19,7 +19,7 @@ import torch
 
 from pushes import begun, total_of
 from stretto.ir.errors import WeightsError
-from stretto.weights.adapters import Asked
+from stretto.weights.adapters import BackgroundCall
 from stretto.weights.adapters import vllm as adapter
 from stretto.weights.adapters.vllm import VllmServer, register
 from stretto.weights.adapters.vllm_model import Account, Packed, Shapes, unfinished, unreloadable
@@ -493,8 +493,8 @@ def test_an_error_of_the_loader_leaves_it_paused_and_the_next_push_loads_all_ane
     with pytest.raises(WeightsError, match=r"the loader failed at bucket 1 \(k\): ValueError: no room for k"):
         push(to, "v", NEW)
     assert "/resume" not in worker.calls
-    assert server._asked is not None
-    server._asked.wait("vLLM", DEADLINE)  # which raises nothing: other workers would be left unheard
+    assert server._update_call is not None
+    server._update_call.wait("vLLM", DEADLINE)  # which raises nothing: other workers would be left unheard
     assert "no room for k" in worker.engine.worker.problem
     assert not worker.main.info.can_load()  # q of the failed push is not taken for one of the next
     worker.main.fails = False
@@ -513,8 +513,8 @@ def test_a_sender_that_leaves_ends_the_update(worker: Worker, address: str) -> N
     to.open(offer, seconds=DEADLINE)
     begun(to, "keep", seconds=DEADLINE)
     to.close()
-    assert server._asked is not None
-    server._asked.wait("vLLM", DEADLINE)
+    assert server._update_call is not None
+    server._update_call.wait("vLLM", DEADLINE)
     assert "the push failed: the sender" in worker.engine.worker.problem
     offer.shared.close()
 
@@ -536,7 +536,7 @@ def test_an_update_to_which_no_push_comes_ends(worker: Worker, address: str) -> 
     server = VllmServer(worker.url, address=address)
     server.init()
     worker.engine.update_weights({"seconds": 0.1})
-    server._asked = Asked(lambda: None)
+    server._update_call = BackgroundCall(lambda: None)
     with pytest.raises(WeightsError, match=r"worker 0 got no v: no push has begun at unix://.* within 0.1 s"):
         server.resume("v", seconds=DEADLINE)
     assert "/resume" not in worker.calls
@@ -712,7 +712,7 @@ def test_a_push_right_after_one_that_failed_does_not_wait_for_its_thread(
     to = server.endpoint("cpu")
     with pytest.raises(WeightsError, match="layer got 128 of its 192 elements"):
         push(to, "v", {"q": 5.0, "norm": 5.0})
-    failed = worker.engine.worker._session
+    failed = worker.engine.worker._lent_thread
     to._endpoint.open(offered("w", NEW), seconds=DEADLINE)
     with pytest.raises(WeightsError, match="vLLM does not wait for weights"):
         to._endpoint.pause("keep", patience=DEADLINE, seconds=DEADLINE)

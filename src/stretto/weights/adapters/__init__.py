@@ -1,4 +1,4 @@
-"""Engines of others as receivers: their servers over HTTP, and how a push goes around one."""
+"""Adapters for other inference engines: an HTTP client for their servers, and endpoints that a server pauses."""
 
 import contextlib
 import json
@@ -13,22 +13,22 @@ from stretto.ir.errors import WeightsError, one_line
 from stretto.weights.messages import Assurance, InFlight
 from stretto.weights.send.endpoint import Endpoint, Offer, Wanted
 
-_MOST = 1 << 20  # bytes of an answer
-_WITHDRAWING = 10.0  # seconds
+_MAX_ANSWER_BYTES = 1 << 20
+_WITHDRAW_SECONDS = 10.0
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """A redirect would carry our key to whoever it names, and make a GET of a POST."""
+    """Follows no redirects: one would send our key to another server, and turn a POST into a GET."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
-_OPENER = build_opener(ProxyHandler({}), _NoRedirects())  # an engine that shares our devices is never behind a proxy
+_OPENER = build_opener(ProxyHandler({}), _NoRedirects())  # an engine on our devices is never behind a proxy
 
 
 class Http:
-    """An inference server's HTTP side. Every error names the server, the call and what it answered."""
+    """A client of an inference server's HTTP API. Every error names the server, the request and the answer."""
 
     def __init__(self, base_url: str, *, key: str | None = None) -> None:
         self.url = base_url.rstrip("/")
@@ -50,42 +50,42 @@ class Http:
         return True
 
     def _call(self, method: str, path: str, data: bytes | None, seconds: float) -> Any:
-        """The answer, read as JSON if it is. Servers that answer 200 may still say that it was no success."""
-        asked = Asked(lambda: self._answer(method, path, data, seconds))
-        if not asked.over(seconds):  # a server that sends a byte now and then would never be late otherwise
+        """Return the answer, parsed if it is JSON; raise WeightsError on failure, even if it came with status 200."""
+        call = BackgroundCall(lambda: self._answer(method, path, data, seconds))
+        if not call.finished(seconds):  # the socket timeout alone never ends an answer that comes byte by byte
             raise WeightsError(f"{self.url}: {method} {path} was not answered for {seconds:g} s")
-        if asked.error is not None:
-            late = isinstance(getattr(asked.error, "reason", asked.error), TimeoutError)
-            why = f"was not answered for {seconds:g} s" if late else f"failed: {one_line(asked.error)}"
+        if call.error is not None:
+            late = isinstance(getattr(call.error, "reason", call.error), TimeoutError)
+            why = f"was not answered for {seconds:g} s" if late else f"failed: {one_line(call.error)}"
             raise WeightsError(f"{self.url}: {method} {path} {why}") from None
-        code, text = asked.result
+        code, text = call.result
         if code is not None:
             raise WeightsError(f"{self.url}: {method} {path} was answered with {code}: {text.strip():.500}")
-        told: Any = text
+        answer: Any = text
         with contextlib.suppress(ValueError, RecursionError):
-            told = json.loads(text)
-        if isinstance(told, dict) and told.get("success") is False:
+            answer = json.loads(text)
+        if isinstance(answer, dict) and answer.get("success") is False:
             raise WeightsError(f"{self.url}: {method} {path} was no success: {text:.500}")
-        return told
+        return answer
 
     def _answer(self, method: str, path: str, data: bytes | None, seconds: float) -> tuple[int | None, str]:
-        """What it says, with a code if that says that it is an error."""
+        """Send a request; return the text of the answer, preceded by the status code if that means an error."""
         request = Request(self.url + path, data=data, method=method, headers=self._headers)
         try:
             with _OPENER.open(request, timeout=max(0.01, seconds)) as response:
-                return None, response.read(_MOST).decode(errors="replace")
+                return None, response.read(_MAX_ANSWER_BYTES).decode(errors="replace")
         except HTTPError as error:
             with error:
-                return error.code, error.read(_MOST).decode(errors="replace")
+                return error.code, error.read(_MAX_ANSWER_BYTES).decode(errors="replace")
 
 
-class Asked:
-    """A call that may take long, in a thread of its own."""
+class BackgroundCall:
+    """A function call that may take long, in a thread of its own."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.error: BaseException | None = None
         self.result: Any = None
-        self._over = threading.Event()
+        self._finished = threading.Event()
         threading.Thread(target=self._run, args=(call,), name="stretto request", daemon=True).start()
 
     def _run(self, call: Callable[[], Any]) -> None:
@@ -94,41 +94,41 @@ class Asked:
         except BaseException as error:
             self.error = error
         finally:
-            self._over.set()
+            self._finished.set()
 
-    def over(self, seconds: float) -> bool:
-        """Whether it has returned, after that long at most."""
-        return self._over.wait(max(0.0, seconds))
+    def finished(self, seconds: float) -> bool:
+        """Wait for at most `seconds`; return whether the call has returned."""
+        return self._finished.wait(max(0.0, seconds))
 
     def wait(self, who: str, seconds: float) -> None:
-        """Until it has returned; raises what it has raised."""
-        if not self.over(seconds):
+        """Wait until the call has returned; raise WeightsError, naming `who`, if it failed or takes too long."""
+        if not self.finished(seconds):
             raise WeightsError(f"{who} did not return from the update in time")
         if self.error is not None:
             raise WeightsError(f"{who} says: {self.error}") from self.error
 
 
 class Server(Protocol):
-    """What stops an engine before a push, and lets it go on after it."""
+    """Pauses an engine before a push and resumes it afterwards."""
 
     def pause(self, version: str, in_flight: InFlight, *, seconds: float) -> None:
-        """Stop generating, and expect this version."""
+        """Stop generating, and prepare for this version."""
 
     def resume(self, version: str, *, seconds: float) -> None:
-        """All is loaded: forget what was computed with the old weights, and generate."""
+        """The version is loaded: drop everything computed with the old weights, and generate."""
 
     def withdraw(self, *, seconds: float) -> None:
-        """Nothing was touched, and no update comes: generate as before."""
+        """The update was cancelled before any weight changed: generate as before."""
 
     def trouble(self) -> str:
-        """What the server says of an update that failed, if it says anything."""
+        """Return the server's explanation of a failed update, or an empty string."""
 
 
 class Served:
-    """An endpoint whose engine is paused and resumed by its server.
+    """An endpoint whose engine is paused and resumed through its server.
 
-    Of the endpoints of an engine on several devices, one is served; the others just wait for it. An update that failed
-    once it had begun leaves the engine paused, for its weights may be mixed: the next push that goes well resumes it.
+    For an engine on several devices, wrap only one of its endpoints; the others wait for it. An update that fails after
+    it has begun leaves the engine paused, because its weights may be mixed; the next successful push resumes it.
     """
 
     def __init__(self, endpoint: Endpoint, server: Server) -> None:
@@ -136,9 +136,9 @@ class Served:
         self._endpoint, self._server = endpoint, server
         self._version = ""
         self._untouched = False
-        """Whether its engine is paused by us, and as it was."""
+        """Whether we have paused the engine, and its weights are unchanged."""
         self._failed = False
-        """Whether an update that had begun has not ended well, so that its engine must stay paused."""
+        """Whether the last update failed after it had begun, so that the engine must stay paused."""
 
     def open(self, offer: Offer, *, seconds: float) -> Wanted:
         self._version = offer.manifest.version
@@ -148,12 +148,12 @@ class Served:
         left = seconds_left(seconds)
         self._untouched = not self._failed
         self._named(lambda: self._server.pause(self._version, in_flight, seconds=left()))
-        self._troubled(lambda: self._endpoint.pause(in_flight, patience=patience, seconds=left()))
+        self._explained(lambda: self._endpoint.pause(in_flight, patience=patience, seconds=left()))
 
     def begin(self, *, seconds: float) -> None:
         self._untouched = False
-        self._failed = True  # until all has gone well
-        self._troubled(lambda: self._endpoint.begin(seconds=seconds))
+        self._failed = True  # until the push succeeds
+        self._explained(lambda: self._endpoint.begin(seconds=seconds))
 
     def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:
         self._endpoint.load(bucket, slot, total, seconds=seconds)
@@ -174,13 +174,13 @@ class Served:
         finally:
             if self._untouched:
                 self._untouched = False
-                self._named(lambda: self._server.withdraw(seconds=_WITHDRAWING))
+                self._named(lambda: self._server.withdraw(seconds=_WITHDRAW_SECONDS))
 
     def close(self) -> None:
         self._endpoint.close()
 
-    def _troubled(self, act: Callable[[], None]) -> None:
-        """With what the server says of it."""
+    def _explained(self, act: Callable[[], None]) -> None:
+        """Call a function; add the server's explanation to its errors."""
         try:
             act()
         except WeightsError as error:
@@ -188,6 +188,7 @@ class Served:
             raise WeightsError(f"{error}; {trouble}" if trouble else str(error)) from None
 
     def _named(self, act: Callable[[], None]) -> None:
+        """Call a function; name this endpoint in its errors."""
         try:
             act()
         except WeightsError as error:
@@ -195,6 +196,6 @@ class Served:
 
 
 def seconds_left(seconds: float) -> Callable[[], float]:
-    """How much is left of so many seconds, at every call."""
+    """Return a function that returns how many of these seconds are left."""
     deadline = time.monotonic() + seconds
     return lambda: max(0.01, deadline - time.monotonic())

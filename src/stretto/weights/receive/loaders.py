@@ -1,4 +1,4 @@
-"""What a receiver does with a bucket: hand whole tensors to a loader, or write into live tensors in place."""
+"""Loaders of a receiver: pass whole tensors to a callback, or write into live tensors in place."""
 
 import logging
 import sys
@@ -20,45 +20,45 @@ from stretto.weights.receive.rows import Rows, first_change, is_readable
 from stretto.weights.regions import common, extent, inside, runs, slices_box
 
 Load = Callable[[Sequence[tuple[str, Tensor]]], Iterable[str] | None]
-"""Takes tensors by name; says which of the names it has taken care of, or None if it cannot say."""
-Demands = Callable[[Sequence[TensorSpec]], list[str]]
-"""What is wrong with the tensors of a version, in words; nothing if it can be taken."""
+"""Takes tensors by name; returns the names that it has loaded, or None if it cannot say."""
+Validator = Callable[[Sequence[TensorSpec]], list[str]]
+"""Describes the problems with the tensors of a version; returns an empty list if there are none."""
 log = logging.getLogger(__name__)
-_GROUP = 32 << 20  # bytes of which a copy is made to read them again, where they cannot be read in place
+_GROUP_BYTES = 32 << 20  # bytes concatenated at a time to checksum them, where they cannot be read in place
 
 
 class Loader(Protocol):
-    """One update's way from buffers into an engine."""
+    """Loads the buckets of an update from the buffers into an engine."""
 
     buckets: list[Bucket]
     skips: list[int]
-    """Those of which nothing is needed."""
+    """Buckets that are not needed."""
     alike: list[list[int]]
-    """Tensors, by their places in the manifest, that are one here, and so must be equal."""
+    """Groups of tensors, by their index in the manifest, that share one live tensor here and so must be equal."""
 
     def holds(self) -> bool:
-        """Whether it can be used again, and need not be made anew."""
+        """Return whether this loader is still valid for another update."""
 
     def prepare(self, buffers: Sequence[Tensor]) -> None:
-        """What takes its time when it is done first, before anybody pauses: buckets come in these buffers in turn."""
+        """Do slow work before the engine pauses. Buckets will arrive in these buffers in turn."""
 
     def begin(self) -> None:
-        """All is to be loaded again."""
+        """Start an update: all buckets will be loaded again."""
 
     def load(self, number: int, buffer: Tensor, pool: ThreadPoolExecutor) -> None: ...
 
     def missing(self) -> list[str]:
-        """Tensors that should have been accounted for, once all buckets are loaded, and were not."""
+        """Return the names of the tensors that are not accounted for after the last bucket."""
 
     def assurance(self) -> Assurance:
-        """How sure it is that all was loaded, if nothing is missing."""
+        """Return how certain it is that everything was loaded, given that nothing is missing."""
 
     def changed(self, pool: ThreadPoolExecutor) -> str:
-        """Which live tensors are not what was written any more, in words; nothing if none is, or if nobody can see."""
+        """Describe the live tensors that changed since they were written; empty if none did, or if it cannot tell."""
 
 
 class CallbackLoader:
-    """Hands whole tensors to a loader."""
+    """Passes whole tensors to the engine's `load` function."""
 
     def __init__(
         self,
@@ -67,17 +67,17 @@ class CallbackLoader:
         buckets: list[Bucket],
         *,
         retains: bool,
-        expects: Iterable[TensorSpec] | Demands = (),
+        expects: Iterable[TensorSpec] | Validator = (),
     ) -> None:
-        wrong = expects(manifest.entries) if callable(expects) else differences(expects, manifest)
-        if wrong:
-            raise WeightsError(listed(wrong))
+        problems = expects(manifest.entries) if callable(expects) else differences(expects, manifest)
+        if problems:
+            raise WeightsError(listed(problems))
         self.skips: list[int] = []
         self.alike: list[list[int]] = []
         self.buckets = buckets
         self._load, self._manifest, self._retains = load, manifest, retains
-        self._left, self._came, self._silent = set[str](), set[str](), False
-        self._coming: set[int] = set()
+        self._unaccounted, self._received, self._returned_none = set[str](), set[str](), False
+        self._pending: set[int] = set()
 
     def holds(self) -> bool:
         return True
@@ -86,45 +86,45 @@ class CallbackLoader:
         pass
 
     def begin(self) -> None:
-        self._left, self._came = {entry.name for entry in self._manifest.entries}, set()
-        self._silent = False
-        self._coming = set(range(len(self.buckets)))
+        self._unaccounted, self._received = {entry.name for entry in self._manifest.entries}, set()
+        self._returned_none = False
+        self._pending = set(range(len(self.buckets)))
 
-    def load(self, number: int, buffer: Tensor, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002 (nothing to sum)
+    def load(self, number: int, buffer: Tensor, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002 (no checksums to compute)
         entries, views = self._manifest.entries, _Views(buffer)
         tensors = [
             (entries[piece.entry].name, views.of(piece, entries[piece.entry])) for piece in self.buckets[number].pieces
         ]
         if self._retains:
             tensors = [(name, tensor.clone()) for name, tensor in tensors]
-        self._came.update(name for name, _ in tensors)  # before the list is the loader's
-        taken = self._load(tensors)
-        self._coming.discard(number)
-        if taken is None:
-            self._silent = True
-        elif isinstance(taken, str) or not isinstance(taken, Iterable):
-            raise TypeError(f"a loader returns the names that it took, or None (got {taken!r:.60})")
+        self._received.update(name for name, _ in tensors)  # first: the callback may change the list
+        loaded = self._load(tensors)
+        self._pending.discard(number)
+        if loaded is None:
+            self._returned_none = True
+        elif isinstance(loaded, str) or not isinstance(loaded, Iterable):
+            raise TypeError(f"a loader returns the names that it took, or None (got {loaded!r:.60})")
         else:
-            self._left.difference_update(self._came.intersection(taken))
+            self._unaccounted.difference_update(self._received.intersection(loaded))
 
     def missing(self) -> list[str]:
         entries = self._manifest.entries
-        if self._coming:
-            return [entries[p.entry].name for k in sorted(self._coming) for p in self.buckets[k].pieces]
-        return [] if self._silent else [it.name for it in entries if it.name in self._left]
+        if self._pending:
+            return [entries[p.entry].name for k in sorted(self._pending) for p in self.buckets[k].pieces]
+        return [] if self._returned_none else [entry.name for entry in entries if entry.name in self._unaccounted]
 
     def assurance(self) -> Assurance:
-        if self._left:
-            some = [entry.name for entry in self._manifest.entries if entry.name in self._left]
-            log.warning("the loader did not account for %s", listed(some, ", "))
-        return "unaccounted" if self._left else "delivered"
+        if self._unaccounted:
+            names = [entry.name for entry in self._manifest.entries if entry.name in self._unaccounted]
+            log.warning("the loader did not account for %s", listed(names, ", "))
+        return "unaccounted" if self._unaccounted else "delivered"
 
-    def changed(self, pool: ThreadPoolExecutor) -> str:  # noqa: ARG002 (it is the engine's)
+    def changed(self, pool: ThreadPoolExecutor) -> str:  # noqa: ARG002 (the live tensors are the engine's)
         return ""
 
 
 class InPlaceLoader:
-    """Writes into live tensors, and reads them again."""
+    """Writes into live tensors, and reads them back to verify them."""
 
     def __init__(
         self,
@@ -133,53 +133,53 @@ class InPlaceLoader:
         manifest: Manifest,
         buckets: list[Bucket],
     ) -> None:
-        given = {entry.name: entry for entry in manifest.entries}
-        if wrong := [why for name, tensor in into.items() if (why := unfit(name, tensor))]:
-            raise WeightsError(listed(wrong))
-        fits = [name for name in slices if name in given and len(slices[name]) <= len(given[name].shape)]
-        overlaps, alike = shared(into, {name: slices_box(given[name].shape, slices[name]) for name in fits})
-        tied = {name for names in alike for name in names if any(it in given for it in names)}
-        wrong = [
+        pushed = {entry.name: entry for entry in manifest.entries}
+        if problems := [why for name, tensor in into.items() if (why := unfit(name, tensor))]:
+            raise WeightsError(listed(problems))
+        sliced = [name for name in slices if name in pushed and len(slices[name]) <= len(pushed[name].shape)]
+        overlaps, alike = shared(into, {name: slices_box(pushed[name].shape, slices[name]) for name in sliced})
+        tied = {name for names in alike for name in names if any(other in pushed for other in names)}
+        problems = [
             why
             for name, tensor in into.items()
-            if (name in given or name not in tied) and (why := _misfit(name, tensor, given.get(name), slices))
+            if (name in pushed or name not in tied) and (why := _misfit(name, tensor, pushed.get(name), slices))
         ]
-        if wrong or overlaps:
-            raise WeightsError(listed(wrong or overlaps))
-        places = {entry.name: place for place, entry in enumerate(manifest.entries)}
-        self.alike = [there for names in alike if (there := [places[name] for name in names if name in places])]
-        self._given, self._layouts = into, {name: layout_of(tensor) for name, tensor in into.items()}
-        self._names, self._all = list(into), Layouts(into.values(), self._layouts.values())
-        self._into = {name: tensor.detach() for name, tensor in into.items() if name in given}
+        if problems or overlaps:
+            raise WeightsError(listed(problems or overlaps))
+        indices = {entry.name: index for index, entry in enumerate(manifest.entries)}
+        self.alike = [group for names in alike if (group := [indices[name] for name in names if name in indices])]
+        self._live, self._layouts = into, {name: layout_of(tensor) for name, tensor in into.items()}
+        self._names, self._all_layouts = list(into), Layouts(into.values(), self._layouts.values())
+        self._targets = {name: tensor.detach() for name, tensor in into.items() if name in pushed}
         self.buckets = buckets
         self._slices, self._manifest = slices, manifest
-        self._copies: dict[tuple[int, int], list[_Copies]] = {}
-        self._parts_of: dict[int, tuple[list[str], Layouts]] = {}
-        self._done: dict[int, list[tuple[_Copies, Tensor]]] = {}  # of each bucket, what was written, and its sums
+        self._copies: dict[tuple[int, int], list[_Copies]] = {}  # by bucket and address of the buffer
+        self._bucket_layouts: dict[int, tuple[list[str], Layouts]] = {}
+        self._written: dict[int, list[tuple[_Copies, Tensor]]] = {}  # by bucket: the copies made, and their row sums
         self.skips = [k for k, bucket in enumerate(buckets) if not any(map(self._wants, bucket.pieces))]
 
     def holds(self) -> bool:
-        """Whether the live tensors are where they were: an engine may have put others in their place, or may see the
-        same memory in another way."""
-        return self._names == list(self._given) and self._as_before(self._all.hold)
+        """Return whether the live tensors are unchanged: the engine may have replaced some, or view their memory
+        differently."""
+        return self._names == list(self._live) and self._unchanged(self._all_layouts.hold)
 
-    def _as_before(self, look: Callable[[list[Tensor]], bool], names: Iterable[str] | None = None) -> bool:
+    def _unchanged(self, compare: Callable[[list[Tensor]], bool], names: Iterable[str] | None = None) -> bool:
         try:
             with uncollected():
-                return look(list(self._given.values()) if names is None else [self._given[name] for name in names])
+                return compare(list(self._live.values()) if names is None else [self._live[name] for name in names])
         except (KeyError, TypeError, RuntimeError):
-            return False  # what is there is no plain tensor any more, and is refused by name
+            return False  # a name is gone or no longer a plain tensor; the error raised later names it
 
     def _wants(self, piece: Piece) -> bool:
         entry = self._manifest.entries[piece.entry]
-        if entry.name not in self._into:
+        if entry.name not in self._targets:
             return False
         if entry.name not in self._slices:
             return True
-        box = slices_box(entry.shape, self._slices.get(entry.name, ()))
+        target_region = slices_box(entry.shape, self._slices.get(entry.name, ()))
         item = ITEM_BYTES[entry.dtype]
-        parts = runs(entry.shape, piece.start // item, (piece.start + piece.nbytes) // item)
-        return any(common(part, box) is not None for _, part in parts)
+        regions = runs(entry.shape, piece.start // item, (piece.start + piece.nbytes) // item)
+        return any(common(region, target_region) is not None for _, region in regions)
 
     def prepare(self, buffers: Sequence[Tensor]) -> None:
         with uncollected():
@@ -188,118 +188,120 @@ class InPlaceLoader:
 
     @torch.no_grad()
     def _copies_of(self, number: int, buffer: Tensor) -> "list[_Copies]":
+        """Return the copies that load a bucket from a buffer, prepared once and reused."""
         key = number, buffer.data_ptr()
         if key not in self._copies:
             self._copies[key] = list(self._prepared(number, buffer))
-            names = dict.fromkeys(name for some in self._copies[key] for name in some.names)
+            names = dict.fromkeys(name for copies in self._copies[key] for name in copies.names)
             layouts = [self._layouts[name] for name in names]
-            self._parts_of[number] = list(names), Layouts([self._given[name] for name in names], layouts)
+            self._bucket_layouts[number] = list(names), Layouts([self._live[name] for name in names], layouts)
         return self._copies[key]
 
     def begin(self) -> None:
-        self._done = {}
+        self._written = {}
 
     @torch.no_grad()
     def load(self, number: int, buffer: Tensor, pool: ThreadPoolExecutor) -> None:
-        copies = self._copies_of(number, buffer)
-        names, layouts = self._parts_of[number]
-        if not self._as_before(layouts.hold, names):  # or it would be written where there is no memory any more
-            raise WeightsError(f"{next(filter(self._is_another, names), 'a tensor')} was replaced, or its memory cut")
-        for some in copies:
-            torch._foreach_copy_(some.targets, some.sources, non_blocking=True)
-        self._done[number] = [(some, some.written.sums(pool)) for some in copies]
-        for some, found in self._done[number]:
-            row = first_change(some.given.sums(pool), found)
+        groups = self._copies_of(number, buffer)
+        names, layouts = self._bucket_layouts[number]
+        if not self._unchanged(layouts.hold, names):  # or the copies would write into freed memory
+            raise WeightsError(f"{next(filter(self._is_replaced, names), 'a tensor')} was replaced, or its memory cut")
+        for copies in groups:
+            torch._foreach_copy_(copies.targets, copies.sources, non_blocking=True)
+        self._written[number] = [(copies, copies.target_rows.sums(pool)) for copies in groups]
+        for copies, target_sums in self._written[number]:
+            row = first_change(copies.source_rows.sums(pool), target_sums)
             if row is not None:
-                raise WeightsError(f"{some.odd(row)} does not hold what was written into it")
+                raise WeightsError(f"{copies.differing(row)} does not hold what was written into it")
 
     def _prepared(self, number: int, buffer: Tensor) -> Iterator["_Copies"]:
-        """The copies of a bucket, in groups of one type that are small enough to be compared at once."""
-        found: dict[tuple[torch.dtype, bool], list[tuple[str, Tensor, Tensor]]] = {}
+        """Yield the copies of a bucket in groups of one dtype, small enough to checksum at once."""
+        by_kind: dict[tuple[torch.dtype, bool], list[tuple[str, Tensor, Tensor]]] = {}
         views = _Views(buffer)
         for piece in self.buckets[number].pieces:
             entry = self._manifest.entries[piece.entry]
-            if entry.name in self._into and piece.nbytes:
+            if entry.name in self._targets and piece.nbytes:
                 for into, source in self._parts(piece, entry, views):
                     target, source = plain(into, source)
                     in_place = is_readable(target) and is_readable(source)
-                    found.setdefault((target.dtype, in_place), []).append((entry.name, target, source))
-        for (_, in_place), pairs in found.items():
-            for some in grouped((target.nbytes for _, target, _ in pairs), sys.maxsize if in_place else _GROUP):
-                names, targets, sources = map(list, zip(*pairs[some], strict=True))
-                yield _Copies(names, targets, sources, *(Rows(it, in_place=in_place) for it in (targets, sources)))
+                    by_kind.setdefault((target.dtype, in_place), []).append((entry.name, target, source))
+        for (_, in_place), pairs in by_kind.items():
+            for group in grouped((target.nbytes for _, target, _ in pairs), sys.maxsize if in_place else _GROUP_BYTES):
+                names, targets, sources = map(list, zip(*pairs[group], strict=True))
+                yield _Copies(names, targets, sources, *(Rows(side, in_place=in_place) for side in (targets, sources)))
 
     def _parts(self, piece: Piece, entry: TensorSpec, views: "_Views") -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of a live tensor, and what is to be copied into them."""
-        target = self._into[entry.name]
+        """Yield the parts of a live tensor that a piece fills, each with its source in the buffer."""
+        target = self._targets[entry.name]
         if piece.nbytes == entry.nbytes and entry.name not in self._slices:
             yield target, views.of(piece, entry)
             return
         item, dtype = ITEM_BYTES[entry.dtype], target.dtype
-        box = slices_box(entry.shape, self._slices.get(entry.name, ()))
+        target_region = slices_box(entry.shape, self._slices.get(entry.name, ()))
         first = piece.start // item
-        for start, part in runs(entry.shape, first, first + piece.nbytes // item):
-            both = common(part, box)
+        for start, region in runs(entry.shape, first, first + piece.nbytes // item):
+            both = common(region, target_region)
             if both is None:
                 continue
-            shape = extent(part)
+            shape = extent(region)
             begin = piece.offset + (start - first) * item
             count = item * torch.Size(shape).numel()
-            run = views.buffer[begin : begin + count].view(dtype).view(shape)
-            yield target[inside(both, box)], run[inside(both, part)]
+            source = views.buffer[begin : begin + count].view(dtype).view(shape)
+            yield target[inside(both, target_region)], source[inside(both, region)]
 
     def missing(self) -> list[str]:
-        left = set(range(len(self.buckets))) - self._done.keys() - set(self.skips)
-        if not left:
+        pending = set(range(len(self.buckets))) - self._written.keys() - set(self.skips)
+        if not pending:
             return []
-        names = {self._manifest.entries[p.entry].name for k in left for p in self.buckets[k].pieces}
-        return [name for name in self._into if name in names]
+        names = {self._manifest.entries[p.entry].name for k in pending for p in self.buckets[k].pieces}
+        return [name for name in self._targets if name in names]
 
     def assurance(self) -> Assurance:
         return "verified"
 
     @torch.no_grad()
     def changed(self, pool: ThreadPoolExecutor) -> str:
-        written = [it for bucket in self._done.values() for it in bucket]
-        in_place = all(some.written.in_place for some, _ in written)
-        found = [some.written.sums(pool) for some, _ in written] if in_place else []  # a GPU is at it meanwhile
-        if self._names != list(self._given) or not self._as_before(self._all.are_same):
-            return f"{next(filter(self._is_another, self._layouts), 'a tensor')} was replaced"
-        found = found or [some.written.sums(pool) for some, _ in written]
-        if not written or torch.equal(torch.cat(found), torch.cat([sums for _, sums in written])):
+        written = [pair for pairs in self._written.values() for pair in pairs]
+        in_place = all(copies.target_rows.in_place for copies, _ in written)
+        # A GPU computes the sums while the layouts are compared.
+        sums_now = [copies.target_rows.sums(pool) for copies, _ in written] if in_place else []
+        if self._names != list(self._live) or not self._unchanged(self._all_layouts.are_same):
+            return f"{next(filter(self._is_replaced, self._layouts), 'a tensor')} was replaced"
+        sums_now = sums_now or [copies.target_rows.sums(pool) for copies, _ in written]
+        if not written or torch.equal(torch.cat(sums_now), torch.cat([sums for _, sums in written])):
             return ""
-        rows = ((some, first_change(before, now)) for (some, before), now in zip(written, found, strict=True))
-        return next(f"{some.at(row)} changed" for some, row in rows if row is not None)
+        rows = ((copies, first_change(before, now)) for (copies, before), now in zip(written, sums_now, strict=True))
+        return next(f"{copies.tensors_in(row)} changed" for copies, row in rows if row is not None)
 
-    def _is_another(self, name: str) -> bool:
-        there = self._given.get(name)
-        return bool(unfit(name, there)) or layout_of(cast("Tensor", there)) != self._layouts[name]
+    def _is_replaced(self, name: str) -> bool:
+        tensor = self._live.get(name)
+        return bool(unfit(name, tensor)) or layout_of(cast("Tensor", tensor)) != self._layouts[name]
 
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """Some of a bucket's, all of one type."""
+    """A group of a bucket's copies, all of one dtype."""
 
     names: list[str]
     targets: list[Tensor]
     sources: list[Tensor]
-    written: Rows
-    given: Rows
+    target_rows: Rows
+    source_rows: Rows
 
-    def odd(self, row: int) -> str:
-        """The tensor that makes this row of sums be odd, while what was given is still there."""
-        places = self.written.at(row)
-        differ = (it for it in places if not torch.equal(self.targets[it], self.sources[it]))
-        return self.names[next(differ, places[0])]
+    def differing(self, row: int) -> str:
+        """Return the name of a tensor in this row that differs from its source, which must still be in the buffer."""
+        indices = self.target_rows.at(row)
+        differ = (k for k in indices if not torch.equal(self.targets[k], self.sources[k]))
+        return self.names[next(differ, indices[0])]
 
-    def at(self, row: int) -> str:
-        """Who has bytes in a row, in words."""
-        names = [self.names[place] for place in self.written.at(row)]
+    def tensors_in(self, row: int) -> str:
+        """Name the tensors that have bytes in a row."""
+        names = [self.names[index] for index in self.target_rows.at(row)]
         return f"{'one of ' if len(names) > 1 else ''}{listed(names, ', ')}"
 
 
 class _Views:
-    """Tensors where they lie in a buffer; each made in one step, since there can be many."""
+    """Views of tensors in a buffer, each made in one step, since there can be many."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
@@ -307,8 +309,8 @@ class _Views:
 
     def of(self, piece: Piece, entry: TensorSpec) -> Tensor:
         if entry.dtype not in self._typed:
-            made = self.buffer.view(getattr(torch, entry.dtype))
-            self._typed[entry.dtype] = made, int(made.storage_offset()), made.itemsize
+            view = self.buffer.view(getattr(torch, entry.dtype))
+            self._typed[entry.dtype] = view, int(view.storage_offset()), view.itemsize
         typed, start, item = self._typed[entry.dtype]
         strides = [1] * len(entry.shape)
         for k in range(len(entry.shape) - 1, 0, -1):
@@ -317,7 +319,7 @@ class _Views:
 
 
 def _misfit(name: str, tensor: Tensor, entry: TensorSpec | None, slices: Mapping[str, tuple[slice, ...]]) -> str:
-    """Why what comes under a name cannot go into a live tensor, in words; nothing if it can."""
+    """Say why a pushed tensor does not fit its live tensor; return an empty string if it does."""
     if entry is None:
         return f"{name} is not in what is pushed"
     if tensor.dtype != getattr(torch, entry.dtype):
@@ -331,6 +333,6 @@ def _misfit(name: str, tensor: Tensor, entry: TensorSpec | None, slices: Mapping
     return "" if fits else f"{name} is pushed with shape {entry.shape}, and {asked} does not fit {tuple(tensor.shape)}"
 
 
-def listed(some: list[str], between: str = "; ") -> str:
-    """The first few of them."""
-    return between.join([*some[:3], *([f"and {len(some) - 3} more"] if len(some) > 3 else [])])
+def listed(items: list[str], separator: str = "; ") -> str:
+    """Join the first three items and count the rest."""
+    return separator.join([*items[:3], *([f"and {len(items) - 3} more"] if len(items) > 3 else [])])

@@ -1,4 +1,4 @@
-"""Live tensors of an engine: how they lie in memory, and which of them are one and the same."""
+"""The memory layout of an engine's live tensors: changes, aliases and overlaps."""
 
 import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,20 +16,20 @@ from torch.nn.parameter import is_lazy
 from stretto.weights.regions import Region
 from stretto.weights.sources.shard import has_memory
 
-_MANY = 32  # tensors that are compared each with each
-_WORK = 1_000_000  # steps in which it must be found out whether two tensors overlap
+_MAX_PAIRWISE = 32  # the most tensors to compare pairwise
+_MAX_WORK = 1_000_000  # steps numpy may take to decide whether two tensors overlap
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class MemoryLayout(NamedTuple):
-    """Where a tensor lies, and how."""
+    """The address, dtype, shape and strides of a tensor."""
 
     address: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     lazy: bool = False
-    """Whether it is to be read as conjugate or negative."""
+    """Whether the tensor is a lazy conjugate or negation of its memory."""
 
     @property
     def end(self) -> int:
@@ -38,7 +38,8 @@ class MemoryLayout(NamedTuple):
 
 
 _T = TypeVar("_T")
-_One = tuple[MemoryLayout, Region]
+_Target = tuple[MemoryLayout, Region]
+"""The memory of a live tensor, and the region of the pushed tensor that it takes."""
 
 
 def layout_of(tensor: Tensor) -> MemoryLayout:
@@ -47,57 +48,58 @@ def layout_of(tensor: Tensor) -> MemoryLayout:
     )
 
 
-def _seen(layout: MemoryLayout) -> MemoryLayout:
-    """Without strides along which there is nothing to go."""
+def _normalised(layout: MemoryLayout) -> MemoryLayout:
+    """Zero the strides of dimensions of size 1, where they have no meaning."""
     steps = tuple(stride if size > 1 else 0 for size, stride in zip(layout.shape, layout.strides, strict=True))
     return MemoryLayout(layout.address, layout.dtype, layout.shape, steps)
 
 
 def plain(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same memory as integers, so that equal means equal to the bit; every type can be copied and joined then.
-    All are of one type and shape; in one piece, they become longer integers if they can, which are fewer.
+    """Return the same memory as integers: equality is then bitwise, and every dtype can be copied and concatenated.
+
+    All tensors have one dtype and shape. If contiguous, small elements are viewed as 32-bit integers where possible.
     """
-    found = [torch.view_as_real(it) if it.is_complex() else it for it in tensors]
-    size = found[0].itemsize
-    if all(it.is_contiguous() for it in found):
-        found = [it if it.dim() == 1 else it.view(-1) for it in found]
-        if size < 4 and not any(it.nbytes % 4 or it.storage_offset() * size % 4 for it in found):
+    views = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    size = views[0].itemsize
+    if all(view.is_contiguous() for view in views):
+        views = [view if view.dim() == 1 else view.view(-1) for view in views]
+        if size < 4 and not any(view.nbytes % 4 or view.storage_offset() * size % 4 for view in views):
             size = 4
-    return tuple(it.view(_INTEGERS[size]) for it in found)
+    return tuple(view.view(_INTEGERS[size]) for view in views)
 
 
-_NEAR = 256  # tensors that are asked all questions before the next are, as long as they are near
+_BATCH = 256  # tensors that go through all checks before the next do, while they are in the CPU's cache
 
 
 class Layouts:
-    """How tensors lie, to be compared with how they lie later: quickly, since there can be many."""
+    """The layouts of many tensors, to be compared quickly with their layouts later."""
 
     def __init__(self, tensors: Collection[Tensor], layouts: Collection[MemoryLayout]) -> None:
-        self._few = [_Few(*some) for some in zip(_batches(tensors), _batches(layouts), strict=True)]
+        self._batches = [_Batch(*batch) for batch in zip(_batches(tensors), _batches(layouts), strict=True)]
         self._count = len(tensors)
 
     def hold(self, tensors: Collection[Tensor]) -> bool:
-        """Whether each lies as it did, in memory that is still there."""
-        pairs = zip(self._few, _batches(tensors), strict=False)
-        return len(tensors) == self._count and all(few.have_memory() and few.are_same(some) for few, some in pairs)
+        """Return whether every tensor has its old layout and its storage its old size."""
+        pairs = zip(self._batches, _batches(tensors), strict=False)
+        return len(tensors) == self._count and all(old.have_memory() and old.are_same(new) for old, new in pairs)
 
     def are_same(self, tensors: Collection[Tensor]) -> bool:
-        """Whether each lies as it did; whether its memory was cut is not looked at."""
-        pairs = zip(self._few, _batches(tensors), strict=False)
-        return len(tensors) == self._count and all(few.are_same(some) for few, some in pairs)
+        """Return whether every tensor has its old layout; the sizes of the storages are not checked."""
+        pairs = zip(self._batches, _batches(tensors), strict=False)
+        return len(tensors) == self._count and all(old.are_same(new) for old, new in pairs)
 
 
-def _batches(them: Collection[_T]) -> Iterator[list[_T]]:
-    every = list(them)
-    for at in range(0, len(every), _NEAR):
-        yield every[at : at + _NEAR]
+def _batches(items: Collection[_T]) -> Iterator[list[_T]]:
+    every = list(items)
+    for at in range(0, len(every), _BATCH):
+        yield every[at : at + _BATCH]
 
 
-class _Few:
+class _Batch:
     def __init__(self, tensors: list[Tensor], layouts: list[MemoryLayout]) -> None:
         self._layouts, self._addresses = layouts, [layout.address for layout in layouts]
         self._look = _quick_look(tensors)
-        self._storages = [it.untyped_storage() for it in tensors]
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
         self._sizes = list(map(torch.UntypedStorage.nbytes, self._storages))
 
     def are_same(self, tensors: list[Tensor]) -> bool:
@@ -106,36 +108,38 @@ class _Few:
         return self._look(*tensors) or list(map(layout_of, tensors)) == self._layouts
 
     def have_memory(self) -> bool:
-        """As much as they had."""
+        """Return whether the storages have their old sizes."""
         return list(map(torch.UntypedStorage.nbytes, self._storages)) == self._sizes
 
 
 def _quick_look(tensors: list[Tensor]) -> Callable[..., bool]:
-    """Tells of as many tensors whether all have the types, shapes and strides that these have now, and are read in the
-    same way. It may say no although they do.
+    """Return a function that tells whether tensors have the dtypes, shapes, strides and dispatch keys that these have
+    now. It may return False although they do.
     """
-    try:  # how compiled code is guarded: all tensors in one call
+    try:  # the guards of compiled code, which check all tensors in one call
         from torch._C._dynamo.guards import TensorGuards
 
         check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    except (ImportError, TypeError, RuntimeError):  # none of it is promised
+    except (ImportError, TypeError, RuntimeError):  # a private API, which may change
         return lambda *_: False
     return check
 
 
 def unfit(name: str, tensor: Any) -> str:
-    """Why a tensor cannot be written in place, whatever comes; nothing if it can."""
+    """Say why a tensor can never be written in place; return an empty string if it can."""
     if not isinstance(tensor, Tensor):
         return f"{name} is a {type(tensor).__name__}, not a tensor"
     if isinstance(tensor, DTensor):
         return f"{name} is a DTensor; give its local tensor, and slices of what is pushed"
-    lazily = is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg()
-    if not lazily and tensor.numel() and 0 <= _stored(tensor) < _needed(tensor):
+    indirect = (
+        is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg()
+    )
+    if not indirect and tensor.numel() and 0 <= _stored(tensor) < _needed(tensor):
         return f"{name} has no memory of its size any more"
-    if lazily or not has_memory(tensor):
+    if indirect or not has_memory(tensor):
         return f"{name} is not plain memory, and cannot be written in place"
     layout = layout_of(tensor)
-    reach = 0  # of elements along dimensions with smaller strides
+    reach = 0  # of the dimensions with smaller strides, in elements
     for stride, size in sorted(zip(layout.strides, layout.shape, strict=True)):
         if size > 1 and stride <= reach and tensor.numel():
             return f"{name} is expanded or overlaps itself (strides {layout.strides}): it cannot hold what is pushed"
@@ -144,43 +148,45 @@ def unfit(name: str, tensor: Any) -> str:
 
 
 def _needed(tensor: Tensor) -> int:
+    """Return the bytes of storage that a tensor needs."""
     steps = (stride * (size - 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.itemsize * (int(tensor.storage_offset()) + 1 + sum(steps))
 
 
 def _stored(tensor: Tensor) -> int:
-    """Bytes of the memory that it is in; below 0 if there is none of its own."""
+    """Return the bytes of a tensor's storage; -1 if it has none."""
     try:
         return tensor.untyped_storage().nbytes()
     except RuntimeError:
         return -1
 
 
-def shared(tensors: Mapping[str, Tensor], boxes: Mapping[str, Region]) -> tuple[list[str], list[list[str]]]:
-    """Which tensors overlap, in words, and which are one and the same under several names; `boxes` are of those that
-    take a part of what is pushed.
+def shared(tensors: Mapping[str, Tensor], regions: Mapping[str, Region]) -> tuple[list[str], list[list[str]]]:
+    """Describe the tensors that overlap, and return the groups of names that share one tensor.
+
+    `regions` has the regions of the pushed tensors for live tensors that take only a part.
     """
-    wrong, alike = [], []
-    layouts = {name: _seen(layout_of(tensor)) for name, tensor in tensors.items() if tensor.numel()}
+    overlaps, alike = [], []
+    layouts = {name: _normalised(layout_of(tensor)) for name, tensor in tensors.items() if tensor.numel()}
     for cluster in _clusters(layouts):
-        ones: dict[_One, list[str]] = {}
+        targets: dict[_Target, list[str]] = {}
         for name in cluster:
-            ones.setdefault((layouts[name], boxes.get(name, ())), []).append(name)
-        alike += [names for names in ones.values() if len(names) > 1]
-        pairs: Iterable[tuple[_One, ...]] = combinations(ones, 2)
-        if len(ones) > _MANY:
-            every = list(ones)
-            odd = _odd_one([layout for layout, _ in every])
-            pairs = [] if odd is None else [(it, every[odd]) for it in every[:odd]]
+            targets.setdefault((layouts[name], regions.get(name, ())), []).append(name)
+        alike += [names for names in targets.values() if len(names) > 1]
+        pairs: Iterable[tuple[_Target, ...]] = combinations(targets, 2)
+        if len(targets) > _MAX_PAIRWISE:
+            every = list(targets)
+            clash = _first_overlap([layout for layout, _ in every])
+            pairs = [] if clash is None else [(target, every[clash]) for target in every[:clash]]
         for one, other in pairs:
             if _overlap(one[0], other[0]):
-                pair = f"{ones[one][0]} and {ones[other][0]}"
-                wrong.append(f"{pair} overlap in memory, and are not one and the same tensor")
-    return wrong, alike
+                pair = f"{targets[one][0]} and {targets[other][0]}"
+                overlaps.append(f"{pair} overlap in memory, and are not one and the same tensor")
+    return overlaps, alike
 
 
 def _clusters(layouts: Mapping[str, MemoryLayout]) -> Iterator[list[str]]:
-    """Tensors of which the first and last bytes lie between each other's; most tensors are alone."""
+    """Yield groups of tensors whose address ranges overlap; most tensors are in none."""
     cluster: list[str] = []
     end = 0
     for name in sorted(layouts, key=lambda name: layouts[name].address):
@@ -194,52 +200,53 @@ def _clusters(layouts: Mapping[str, MemoryLayout]) -> Iterator[list[str]]:
         yield cluster
 
 
-def _odd_one(layouts: Sequence[MemoryLayout]) -> int | None:
-    """The first of many that has a byte in common with one before it; to compare each with each would take long."""
+def _first_overlap(layouts: Sequence[MemoryLayout]) -> int | None:
+    """Return the index of the first layout that shares a byte with an earlier one; for many, faster than pairwise."""
     first = min(layout.address for layout in layouts)
     steps = (layout.dtype.itemsize * stride for layout in layouts for stride in layout.strides)
-    step = gcd(*steps, *(it for layout in layouts for it in (layout.dtype.itemsize, layout.address - first)))
-    taken = np.zeros((max(layout.end for layout in layouts) - first) // step, bool)
+    step = gcd(*steps, *(size for layout in layouts for size in (layout.dtype.itemsize, layout.address - first)))
+    used = np.zeros((max(layout.end for layout in layouts) - first) // step, bool)
     for number, layout in enumerate(layouts):
         item = layout.dtype.itemsize
         strides = [item * stride // step for stride in layout.strides]
-        place = np.lib.stride_tricks.as_strided(
-            taken[(layout.address - first) // step :], (*layout.shape, item // step), (*strides, 1)
+        own = np.lib.stride_tricks.as_strided(
+            used[(layout.address - first) // step :], (*layout.shape, item // step), (*strides, 1)
         )
-        if place.any():
+        if own.any():
             return number
-        place[...] = True
+        own[...] = True
     return None
 
 
 def _overlap(one: MemoryLayout, other: MemoryLayout) -> bool:
-    """Whether any byte is in both; also if that cannot be found out."""
+    """Return whether two layouts share a byte, or whether that takes too long to decide."""
     first = min(one.address, other.address)
-    room = mmap.mmap(-1, max(one.end, other.end) - first, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # never touched
+    # An address range of the same size, never read or written: numpy compares only addresses.
+    memory = mmap.mmap(-1, max(one.end, other.end) - first, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
-        return np.shares_memory(_array(room, first, one), _array(room, first, other), max_work=_WORK)  # type: ignore[arg-type]
+        return np.shares_memory(_array(memory, first, one), _array(memory, first, other), max_work=_MAX_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
 
-def _array(room: mmap.mmap, first: int, layout: MemoryLayout) -> NDArray[Any]:
-    """A tensor's memory, moved to where nobody reads it."""
+def _array(memory: mmap.mmap, first: int, layout: MemoryLayout) -> NDArray[Any]:
+    """Return an array with a tensor's layout in other memory."""
     item = layout.dtype.itemsize
     strides = [item * stride for stride in layout.strides]
-    return np.ndarray(layout.shape, f"V{item}", room, layout.address - first, strides)
+    return np.ndarray(layout.shape, f"V{item}", memory, layout.address - first, strides)
 
 
-def grouped(sizes: Iterable[int], most: int) -> Iterator[slice]:
-    """Consecutive ones that are so large together at most, or one.
+def grouped(sizes: Iterable[int], limit: int) -> Iterator[slice]:
+    """Group consecutive sizes so that each group adds up to `limit` at most, or has one member.
 
-    >>> [(it.start, it.stop) for it in grouped([3, 3, 9, 1], 6)]
+    >>> [(group.start, group.stop) for group in grouped([3, 3, 9, 1], 6)]
     [(0, 2), (2, 3), (3, 4)]
     """
-    begin = held = at = 0
+    begin = total = at = 0
     for at, size in enumerate(sizes):
-        if held and held + size > most:
+        if total and total + size > limit:
             yield slice(begin, at)
-            begin, held = at, 0
-        held += size
-    if held:
+            begin, total = at, 0
+        total += size
+    if total:
         yield slice(begin, at + 1)

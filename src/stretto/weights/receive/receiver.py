@@ -1,4 +1,4 @@
-"""A receiver: inside an inference process, takes new weights from a sender next to it, or refuses to serve."""
+"""The receiver, inside an inference process: takes new weights from a sender on the same machine."""
 
 import atexit
 import contextlib
@@ -24,25 +24,27 @@ from stretto.weights.layout import lay_out
 from stretto.weights.listener import Address, Listener, read_secret
 from stretto.weights.manifest import ITEM_BYTES, Manifest, TensorSpec
 from stretto.weights.messages import Abandon, Failed, Open, Status, StatusRequest
-from stretto.weights.receive.loaders import CallbackLoader, Demands, InPlaceLoader, Load, Loader
+from stretto.weights.receive.loaders import CallbackLoader, InPlaceLoader, Load, Loader, Validator
 from stretto.weights.receive.rows import reads_in_place
 from stretto.weights.receive.session import Hooks, ReceiverState, Session
 from stretto.wire.frames import close_files
 from stretto.wire.peers import is_trusted, peer_user
 
 log = logging.getLogger(__name__)
-_MOST = 32  # connections at a time
-_EVER = 1e9  # seconds: signs of life bound the wait
-_ENDING = 2.0  # seconds for an update that is under way to end
-_PARTING = 1.0  # seconds for the last word to who is sent away
+_MAX_CONNECTIONS = 32
+_FOREVER = 1e9  # seconds; heartbeats bound the wait
+_CLOSE_SECONDS = 2.0  # for an update in progress to end
+_FAREWELL_SECONDS = 1.0  # to send the reason before disconnecting a peer
 
 
 class Receiver:
-    """Takes pushes at an address. Give `load`, a function that takes [(name, tensor), …] and returns the names it has
-    taken care of; or `into`, live tensors by name, with `slices` of those that are only a part of the pushed one.
+    """Takes pushes at an address.
 
-    `serve` takes updates in the calling thread until `close`; `start` does so in a thread of its own. An engine asks
-    `ensure_serving` before it generates: a receiver whose last update failed is dirty and raises.
+    Give either `load`, a function that takes [(name, tensor), …] and returns the names it has loaded; or `into`, live
+    tensors by name, with `slices` for those that hold only a part of the pushed tensor.
+
+    `serve` takes updates in the calling thread until `close`; `start` does so in a thread of its own. An engine calls
+    `ensure_serving` before it generates: it raises if the last update failed and left the receiver dirty.
     """
 
     def __init__(
@@ -52,15 +54,15 @@ class Receiver:
         *,
         into: Mapping[str, Tensor] | None = None,
         slices: Mapping[str, tuple[slice, ...]] | None = None,
-        expects: Iterable[TensorSpec] | Demands = (),
+        expects: Iterable[TensorSpec] | Validator = (),
         retains: bool = False,
         hooks: Hooks = Hooks(),  # noqa: B008 (frozen)
         version: str = "initial",
         device: torch.device | str | None = None,
         secret_file: str | Path | None = None,
     ) -> None:
-        """`expects` are tensors that a version must have, or a function that says what is wrong with those of one;
-        `retains` says that the loader keeps what it is handed."""
+        """`expects` lists the tensors that a version must have, or is a function that describes the problems with a
+        version's tensors; `retains` says that `load` keeps tensors after it returns, and so must get copies."""
         expects = expects if callable(expects) else tuple(expects)
         if (load is None) == (into is None):
             raise WeightsError("a receiver takes either load, a function, or into, tensors by name")
@@ -76,7 +78,7 @@ class Receiver:
         if into is not None and expects:
             raise WeightsError("expects is for load; a version must have all that is in into anyway")
         for name, part in (slices or {}).items():
-            if not (isinstance(part, tuple) and all(isinstance(it, slice) and it.step in (None, 1) for it in part)):
+            if not (isinstance(part, tuple) and all(isinstance(cut, slice) and cut.step in (None, 1) for cut in part)):
                 raise WeightsError(f"the slice of {name} is a tuple of slices without steps (got {part!r:.60})")
         for entry in () if callable(expects) else expects:
             if not isinstance(entry, TensorSpec):
@@ -94,39 +96,39 @@ class Receiver:
             device = next(iter(into.values())).device
         self.device = resolved(device)
         self._secret = read_secret(secret_file)
-        if self.device.type == "cuda":  # what is called for the first time takes its time
+        if self.device.type == "cuda":  # the first calls are slow: make them before any push
             with threads() as pool:
                 digest_of(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device), pool)
             if into is not None:
                 reads_in_place(self.device)
         self._listener = Listener(address, self._secret)
         self._lock = threading.Lock()
-        self._standing = ReceiverState(version, device_name(self.device))
-        self._asking: SimpleQueue[tuple[Connection, Open, list[int]] | None] = SimpleQueue()
-        self._updating: Connection | None = None
-        self._waiting: Connection | None = None  # has been let in, and is not served yet
-        self._strangers: list[Connection] = []
-        self._guests: list[Connection] = []  # who ask how it is, and may want to update
-        self._seats = threading.BoundedSemaphore(_MOST)
-        self._known: dict[str, Manifest] = {}
-        self._closed = self._begun = False
-        self._serving: threading.Thread | None = None
+        self._state = ReceiverState(version, device_name(self.device))
+        self._requests: SimpleQueue[tuple[Connection, Open, list[int]] | None] = SimpleQueue()
+        self._active: Connection | None = None
+        self._waiting: Connection | None = None  # has claimed the receiver, and has no session yet
+        self._unauthenticated: list[Connection] = []
+        self._clients: list[Connection] = []  # may ask for the status, and open an update
+        self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._manifests: dict[str, Manifest] = {}
+        self._closed = self._started = False
+        self._serving_thread: threading.Thread | None = None
         _receivers.add(self)
         threading.Thread(target=self._accept, name="stretto receiver", daemon=True).start()
 
-    def go_on_from(self, told: Status) -> None:
-        """Be as another receiver of the same engine was, which this one replaces; before it starts."""
-        self._standing.go_on_from(told)
+    def go_on_from(self, previous: Status) -> None:
+        """Take over the status of the engine's previous receiver, which this one replaces; call before `start`."""
+        self._state.go_on_from(previous)
 
-    # What an engine asks.
+    # Called by the engine.
 
     @property
     def status(self) -> Status:
         """State, version, last error."""
-        return self._standing.told
+        return self._state.status
 
     def ensure_serving(self) -> str:
-        """The version being served; raises while there is none to serve."""
+        """Return the version being served; raise WeightsError if the engine must not serve now."""
         if self._closed:
             raise WeightsError("not serving: this receiver is closed")
         status = self.status
@@ -136,73 +138,74 @@ class Receiver:
 
     def serve(self) -> None:
         """Take updates until closed."""
-        self._demand_idle()
+        self._mark_started()
         try:
             self._serve()
         finally:
-            self._begun = False
+            self._started = False
 
     def start(self) -> "Receiver":
-        """Serve in a thread of its own, which goes on whatever hooks and loaders raise."""
-        self._demand_idle()
-        threading.Thread(target=self._serve_on, name="stretto updates", daemon=True).start()
+        """Take updates in a new thread, which continues whatever hooks and loaders raise."""
+        self._mark_started()
+        threading.Thread(target=self._serve_forever, name="stretto updates", daemon=True).start()
         return self
 
-    def _serve_on(self) -> None:
+    def _serve_forever(self) -> None:
         while True:
             try:
                 return self._serve()
             except BaseException as error:
-                log.error("%s: %s ended a conversation", self.address, named(error))
+                log.error("%s: %s ended a session", self.address, named(error))
 
-    def _demand_idle(self) -> None:
+    def _mark_started(self) -> None:
+        """Raise WeightsError if the receiver is closed or serves already."""
         with self._lock:
-            if self._closed or self._begun:
+            if self._closed or self._started:
                 raise WeightsError("this receiver is closed" if self._closed else "this receiver serves already")
-            self._begun = True
+            self._started = True
 
     def _serve(self) -> None:
-        self._serving = threading.current_thread()
-        while (asked := self._asking.get()) is not None:
-            connection, opening, files = asked
+        self._serving_thread = threading.current_thread()
+        while (request := self._requests.get()) is not None:
+            connection, opening, files = request
             with self._lock:
-                self._standing.answering = True  # so that there is no moment in which another could be let in
+                self._state.answering = True  # before `_waiting` is cleared, or another sender could claim the receiver
                 self._waiting = None
-            session = Session(connection, self._standing, self._hooks, self.device, self._manifest, self._loading)
-            here = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+            session = Session(connection, self._state, self._hooks, self.device, self._find_manifest, self._make_loader)
+            on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
             try:
-                with here:  # hooks and loader find their device
-                    session.hold(opening, files)
+                with on_device:  # make it the current device for hooks and loader
+                    session.run(opening, files)
             except BaseException as error:
                 session.fail(named(error))
                 if not isinstance(error, Exception):
                     raise
-                log.exception("%s: a conversation ended", self.address)
+                log.exception("%s: a session failed", self.address)
             finally:
                 connection.close()
                 with self._lock:
-                    if self._updating is connection:
-                        self._updating = None
+                    if self._active is connection:
+                        self._active = None
 
     def close(self) -> None:
         """Take no more updates."""
-        self._leave()
-        self._join(_ENDING)
+        self._stop()
+        self._join(_CLOSE_SECONDS)
 
-    def _leave(self) -> None:
+    def _stop(self) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._asking.put(None)
-            for connection in (*self._guests, *([] if self._updating is None else [self._updating])):
-                connection.close()  # another receiver may be at this address soon
+            self._requests.put(None)
+            for connection in (*self._clients, *([] if self._active is None else [self._active])):
+                connection.close()  # so that senders connect to the next receiver at this address
         self._listener.close()
 
     def _join(self, seconds: float) -> None:
-        """Let the thread that serves end, that long at most."""
-        if self._serving is not None and self._serving is not threading.current_thread():
-            self._serving.join(seconds)
+        """Wait until the serving thread ends, for at most `seconds`."""
+        if self._serving_thread is not None and self._serving_thread is not threading.current_thread():
+            self._serving_thread.join(seconds)
 
     def __enter__(self) -> "Receiver":
         return self
@@ -210,93 +213,94 @@ class Receiver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Its door.
+    # Connections.
 
     def _accept(self) -> None:
+        """Accept connections, and greet each in a thread of its own."""
         while not self._closed:
             try:
                 stream = self._listener.accept()
             except OSError as error:
                 if self._closed:
                     return
-                log.warning("%s: cannot let anybody in: %s", self.address, error)
+                log.warning("%s: cannot accept connections: %s", self.address, error)
                 time.sleep(0.1)
                 continue
             if stream.family == socket.AF_UNIX and not is_trusted(user := peer_user(stream)):
-                log.warning("%s: turned user %d away", self.address, user)
+                log.warning("%s: refused a connection from user %d", self.address, user)
                 stream.close()
                 continue
             connection = Connection(stream)
             with self._lock:
-                self._strangers.append(connection)
-                if len(self._strangers) > _MOST:  # who has not said who it is makes room for who might
-                    self._strangers.pop(0).close()
+                self._unauthenticated.append(connection)
+                if len(self._unauthenticated) > _MAX_CONNECTIONS:  # drop the oldest for a peer that may authenticate
+                    self._unauthenticated.pop(0).close()
             threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: Connection) -> None:
-        """Answer questions, until the other side wants to update or leaves."""
-        handed_on = greeted = seated = False
+        """Authenticate a peer and answer status requests, until it opens an update or disconnects."""
+        handed_on = greeted = has_slot = False
         try:
             connection.meet(self._secret, serves=True)
             greeted = True
             with self._lock:
-                self._strangers = [it for it in self._strangers if it is not connection]
+                self._unauthenticated = [other for other in self._unauthenticated if other is not connection]
                 if self._closed:
                     raise PeerClosed("came when it was closed")
-                self._guests.append(connection)
-            seated = self._seats.acquire(blocking=False)
-            if not seated:
+                self._clients.append(connection)
+            has_slot = self._slots.acquire(blocking=False)
+            if not has_slot:
                 raise WeightsError("came when all seats were taken")
             while not handed_on:
-                message, files = connection.recv(seconds=_EVER)
+                message, files = connection.recv(seconds=_FOREVER)
                 if isinstance(message, StatusRequest):
                     close_files(files)
                     connection.send(self.status)
                 elif isinstance(message, Open) and self._claim(connection, message, files):
                     handed_on = True
-                elif isinstance(message, Abandon):  # of what it was not let do
+                elif isinstance(message, Abandon):  # of an update that was refused
                     close_files(files)
                 else:
                     close_files(files)
                     busy = "is busy with another update" if isinstance(message, Open) else "did not expect that"
                     connection.send(Failed(busy, dirty=False))
         except (PeerClosed, WeightsError) as error:
-            log.log(log_level(error), "%s: the other side %s", self.address, error)
+            log.log(log_level(error), "%s: the peer %s", self.address, error)
             if greeted:
                 with contextlib.suppress(PeerClosed):
-                    connection.send(Failed(f"it says that this sender {error}", dirty=False), seconds=_PARTING)
+                    connection.send(Failed(f"it says that this sender {error}", dirty=False), seconds=_FAREWELL_SECONDS)
         finally:
             with self._lock:
-                self._strangers = [it for it in self._strangers if it is not connection]
-                self._guests = [it for it in self._guests if it is not connection]
-            if seated:
-                self._seats.release()
+                self._unauthenticated = [other for other in self._unauthenticated if other is not connection]
+                self._clients = [other for other in self._clients if other is not connection]
+            if has_slot:
+                self._slots.release()
             if not handed_on:
                 connection.close()
 
     def _claim(self, connection: Connection, opening: Open, files: list[int]) -> bool:
-        """One sender at a time; one that is between two pushes is sent away when another comes."""
+        """Give a connection the receiver, one at a time; a sender that is between two pushes is disconnected."""
         with self._lock:
-            expected = self._waiting is not None and not self._waiting.was_left
-            if self._closed or expected or (self._updating is not None and self._standing.busy):
+            claimed = self._waiting is not None and not self._waiting.was_left
+            if self._closed or claimed or (self._active is not None and self._state.busy):
                 return False
-            if self._updating is not None:
-                self._updating.close()
-            self._updating = self._waiting = connection
-            self._asking.put((connection, opening, files))
+            if self._active is not None:
+                self._active.close()
+            self._active = self._waiting = connection
+            self._requests.put((connection, opening, files))
             return True
 
-    # What it takes.
+    # Called by the session.
 
-    def _manifest(self, opening: Open) -> Manifest | None:
+    def _find_manifest(self, opening: Open) -> Manifest | None:
         if opening.manifest is not None:
             opening.manifest.check()
             if opening.manifest.digest != opening.digest:
                 raise WeightsError("the manifest is not the one that the version is named by")
-            self._known = {opening.digest: opening.manifest}
-        return self._known.get(opening.digest)
+            self._manifests = {opening.digest: opening.manifest}
+        return self._manifests.get(opening.digest)
 
-    def _loading(self, manifest: Manifest, opening: Open) -> Loader:
+    def _make_loader(self, manifest: Manifest, opening: Open) -> Loader:
         if opening.split and self._into is None:
             raise WeightsError("tensors are in parts, which only receivers that write in place can take")
         buckets = lay_out(manifest, opening.bucket_bytes, split=opening.split)
@@ -311,13 +315,13 @@ _receivers: "weakref.WeakSet[Receiver]" = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that comes back from a copy while Python ends would take the process down."""
-    there = list(_receivers)
-    for receiver in there:
-        receiver._leave()
-    deadline = time.monotonic() + _ENDING
-    for receiver in there:
+    """Stop all receivers: a thread that returns from a copy while Python shuts down would crash the process."""
+    receivers = list(_receivers)
+    for receiver in receivers:
+        receiver._stop()
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    for receiver in receivers:
         receiver._join(max(0.0, deadline - time.monotonic()))
 
 
-os.register_at_fork(after_in_child=_receivers.clear)  # a child has no part in its parent's
+os.register_at_fork(after_in_child=_receivers.clear)  # a forked child must not close its parent's receivers

@@ -1,4 +1,4 @@
-"""Tensors read again where they lie: the sums of their rows, which tell to the bit whether anything changed."""
+"""Row checksums of tensors, which reveal the change of a single bit; a GPU reads the rows in place."""
 
 import logging
 from collections.abc import Sequence
@@ -13,37 +13,41 @@ from stretto.weights.checksums import ROW, matrix, row_sums
 from stretto.weights.sources.shard import flat
 
 log = logging.getLogger(__name__)
-_ALIGNED = 16  # bytes that a GPU reads at a time
+_ALIGNMENT = 16  # bytes that the GPU kernel reads at a time
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether its rows can be read where they lie."""
-    return reads_in_place(tensor.device) and tensor.is_contiguous() and tensor.data_ptr() % _ALIGNED == 0
+    """Return whether the rows of a tensor can be read in place."""
+    return reads_in_place(tensor.device) and tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0
 
 
 class Rows:
-    """Of tensors of one type. If all are readable, each can be read where it lies; otherwise a copy of them is made
-    first, so that a row may have the end of one and the beginning of the next. Sums of the same kind can be compared.
+    """The rows of tensors of one dtype.
+
+    With `in_place`, which requires all of them to be readable, every tensor is read in place and starts a new row.
+    Otherwise the tensors are concatenated first, and a row may hold the end of one and the start of the next. Only sums
+    of the same kind can be compared.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, in_place: bool) -> None:
         self._tensors, self.in_place = tensors, in_place
-        self._sizes = np.array([it.nbytes for it in tensors])
+        self._sizes = np.array([tensor.nbytes for tensor in tensors])
         self._table: tuple[Tensor, Tensor, int] | None = None
         if in_place:
             counts = -(-self._sizes // ROW)
             self._owners = np.repeat(np.arange(len(tensors)), counts)
             starts = ROW * (np.arange(len(self._owners)) - np.repeat(np.cumsum(counts) - counts, counts))
-            places = np.array([it.data_ptr() for it in tensors])[self._owners] + starts
+            addresses = np.array([tensor.data_ptr() for tensor in tensors])[self._owners] + starts
             lengths = np.minimum(ROW, self._sizes[self._owners] - starts)
-            order = np.argsort(lengths < ROW, kind="stable")  # whole ones first
+            order = np.argsort(lengths < ROW, kind="stable")  # complete rows first
             self._owners = self._owners[order]
             device = tensors[0].device
-            there, long = (torch.from_numpy(it[order]).to(device) for it in (places, lengths.astype(np.int32)))
-            self._table = there, long, int((lengths == ROW).sum())
+            columns = (addresses, lengths.astype(np.int32))
+            device_addresses, device_lengths = (torch.from_numpy(column[order]).to(device) for column in columns)
+            self._table = device_addresses, device_lengths, int((lengths == ROW).sum())
 
     def sums(self, pool: ThreadPoolExecutor) -> Tensor:
-        """As they are now; on a GPU, after all that its current stream has been given before."""
+        """Compute the checksums of all rows; on a GPU, in order with the work on the current stream."""
         if self._table is None:
             return row_sums(_joined(self._tensors), pool)
         from stretto.weights.checksum_kernel import multiply
@@ -53,7 +57,7 @@ class Rows:
             return multiply(*self._table, _by_rows(device))
 
     def at(self, row: int) -> list[int]:
-        """The tensors, by their places, of which a row has anything."""
+        """Return the indices of the tensors that have bytes in a row."""
         if self._table is not None:
             return [int(self._owners[row])]
         ends = np.cumsum(self._sizes)
@@ -63,7 +67,7 @@ class Rows:
 
 
 def first_change(before: Tensor, after: Tensor) -> int | None:
-    """The first row whose sums differ."""
+    """Return the first row whose checksums differ, or None."""
     if torch.equal(before, after):
         return None
     return int((before != after).any(1).nonzero()[0])
@@ -71,7 +75,7 @@ def first_change(before: Tensor, after: Tensor) -> int | None:
 
 @cache
 def reads_in_place(device: torch.device) -> bool:
-    """Whether rows can be read where they lie: on a GPU, if Triton is there and finds what it should."""
+    """Return whether rows can be read in place: on a GPU, if the Triton kernel works and its sums are exact."""
     if device.type != "cuda":
         return False
     try:
@@ -81,17 +85,17 @@ def reads_in_place(device: torch.device) -> bool:
         data = torch.arange(count * ROW, device=device).mul(2654435761).to(torch.int8)
         lengths = torch.full((count,), ROW, dtype=torch.int32, device=device)
         lengths[ROWS:] = torch.arange(ROWS + 1, device=device).mul(509).to(torch.int32)
-        places = data.data_ptr() + ROW * torch.arange(count, device=device)
+        addresses = data.data_ptr() + ROW * torch.arange(count, device=device)
         with torch.cuda.device(device):
-            found = multiply(places, lengths, ROWS, _by_rows(device))
+            sums = multiply(addresses, lengths, ROWS, _by_rows(device))
         expected = torch.zeros(count, ROW, dtype=torch.int8, device=device)
         for row, length in enumerate(lengths.tolist()):
             expected[row, :length] = data[row * ROW :][:length]
         with ThreadPoolExecutor(1) as pool:
-            if torch.equal(found, row_sums(expected.view(-1), pool)):
+            if torch.equal(sums, row_sums(expected.view(-1), pool)):
                 return True
         why = "its sums were not exact"
-    except Exception as error:  # a compiler may be missing, or anything else that is not ours
+    except Exception as error:  # Triton may be missing, or its compiler, or anything else outside our control
         why = str(error)
     log.info("live tensors are copied to be read again, since Triton cannot be used: %s", why)
     return False
@@ -99,10 +103,14 @@ def reads_in_place(device: torch.device) -> bool:
 
 @cache
 def _by_rows(device: torch.device) -> Tensor:
+    """Return the checksum matrix in row-major order."""
     return matrix(device).contiguous()
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """All bytes, as they are now; one alone stays where it is. Not by the same function that wrote them."""
-    found = flat(tensors[0]) if len(tensors) == 1 else torch.cat([it.reshape(-1) for it in tensors])
-    return found.view(torch.int8)
+    """Return the bytes of all tensors; a single tensor is not copied if it is contiguous.
+
+    To check a write independently, this uses another PyTorch function than the write did.
+    """
+    joined = flat(tensors[0]) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return joined.view(torch.int8)

@@ -1,5 +1,4 @@
-"""A receiver's part in an update: from one state to the next, as its sender says. An error before the first write
-leaves it serving what it did; one after it, dirty."""
+"""A session: a receiver handles the updates of one sender, and moves from state to state as the sender directs."""
 
 import logging
 import secrets
@@ -46,126 +45,132 @@ from stretto.wire.connection import SILENCE
 from stretto.wire.frames import close_files
 
 log = logging.getLogger(__name__)
-_EVER = 1e9  # seconds: signs of life bound the wait
-_DECIDING = 120.0  # seconds for a sender that has opened to go on, or to say that it does not
-_LONGEST = 7 * 24 * 3600.0  # seconds that a sender may ask for
+_FOREVER = 1e9  # seconds; heartbeats bound the wait
+_DECISION_SECONDS = 120.0  # for a sender to pause or abandon an update after it has opened it
+_MAX_SECONDS = 7 * 24 * 3600.0  # the longest timeout that a sender may ask for
 
 
-def _nothing(*_: Any) -> None:
+def _no_hook(*_: Any) -> None:
     pass
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What an engine does around an update. Each runs in the thread that serves."""
+    """What an engine does around an update. All hooks run in the receiver's serving thread."""
 
-    pause: Callable[[InFlight], None] = _nothing
-    """Stop generating; what is under way is waited for, aborted or kept for later. If the update then comes to nothing,
-    `resume` is next."""
-    begin: Callable[[], None] = _nothing
-    """Get the engine's loading state ready, from whatever an earlier update has left. From here on an update that fails
-    leaves the receiver dirty."""
-    finish: Callable[[], None] = _nothing
-    """All tensors are there: quantise, transpose, and so on."""
-    flush_cache: Callable[[], None] = _nothing
-    """Forget what was computed with the old weights."""
-    resume: Callable[[], None] = _nothing
+    pause: Callable[[InFlight], None] = _no_hook
+    """Stop generating, and wait for, abort or keep the requests in flight. If the update is then abandoned, `resume` is
+    called next."""
+    begin: Callable[[], None] = _no_hook
+    """Prepare the engine for loading, whatever state an earlier update has left it in. If the update fails after this,
+    the receiver is dirty."""
+    finish: Callable[[], None] = _no_hook
+    """All tensors are loaded: quantise, transpose, and so on."""
+    flush_cache: Callable[[], None] = _no_hook
+    """Drop everything that was computed with the old weights."""
+    resume: Callable[[], None] = _no_hook
 
 
 class ReceiverState:
-    """A receiver's state, version and last error, as engines and senders are told of it."""
+    """The status of a receiver, shared by its threads."""
 
     def __init__(self, version: str, device: str) -> None:
         self._lock = threading.Lock()
-        self._told = Status("serving", version, "", device, identity=secrets.token_hex(8))
+        self._status = Status("serving", version, "", device, identity=secrets.token_hex(8))
         self.answering = False
         """Whether a sender waits for an answer."""
         self.opened = False
-        """Whether a sender has been told that its version can come, and neither it nor its end has come."""
+        """Whether a sender has opened an update that has not ended."""
 
     @property
-    def told(self) -> Status:
+    def status(self) -> Status:
         with self._lock:
-            return msgspec.structs.replace(self._told)
+            return msgspec.structs.replace(self._status)
 
     @property
     def busy(self) -> bool:
-        """Whether an update is under way."""
+        """Whether an update is in progress."""
         return self.answering or self.opened
 
     def set(self, state: State, *, error: str = "") -> None:
         with self._lock:
-            self._told.state, self._told.error = state, error
-            if state == "dirty":  # it may hold anything
-                self._told.assurance, self._told.content = None, ""
+            self._status.state, self._status.error = state, error
+            if state == "dirty":  # the content is unknown
+                self._status.assurance, self._status.content = None, ""
 
-    def go_on_from(self, told: Status) -> None:
+    def go_on_from(self, previous: Status) -> None:
+        """Take over the status of a closed receiver, but not its identity."""
         with self._lock:
-            state: State = "serving" if told.state == "serving" else "dirty"
-            self._told = msgspec.structs.replace(told, state=state, identity=self._told.identity)
+            state: State = "serving" if previous.state == "serving" else "dirty"
+            self._status = msgspec.structs.replace(previous, state=state, identity=self._status.identity)
 
     def serve(self, version: str, content: str, assurance: Assurance) -> None:
         with self._lock:
-            self._told.state, self._told.error = "serving", ""
-            self._told.version, self._told.content, self._told.assurance = version, content, assurance
+            self._status.state, self._status.error = "serving", ""
+            self._status.version, self._status.content, self._status.assurance = version, content, assurance
 
 
 class Session:
-    """With one sender, over any number of updates, until it leaves."""
+    """Handles the messages of one sender, over any number of updates, until it disconnects.
+
+    An update that fails before the first write leaves the receiver serving its old version; one that fails after it
+    leaves the receiver dirty.
+    """
 
     def __init__(
         self,
         connection: Connection,
-        standing: ReceiverState,
+        state: ReceiverState,
         hooks: Hooks,
         device: torch.device,
-        known: Callable[[Open], Manifest | None],
-        loading: Callable[[Manifest, Open], Loader],
+        find_manifest: Callable[[Open], Manifest | None],
+        make_loader: Callable[[Manifest, Open], Loader],
     ) -> None:
-        """`known` gives the manifest of an offer, None if it has to be told; `loading` the way into the engine."""
-        self._connection, self._standing, self._hooks, self._device = connection, standing, hooks, device
-        self._known, self._made = known, loading
+        """`find_manifest` returns the manifest of an offer, or None if the sender has to send it."""
+        self._connection, self._state, self._hooks, self._device = connection, state, hooks, device
+        self._find_manifest, self._make_loader = find_manifest, make_loader
         self._buffers: OpenedBuffers | None = None
-        self._loading: Loader | None = None
-        self._laid: tuple[str, int, bool, int] | None = None
+        self._loader: Loader | None = None
+        self._loader_key: tuple[str, int, bool, int] | None = None
         self._manifest: Manifest | None = None
         self._opening: Open | None = None
-        self._patience = _DECIDING
-        self._before: State = "serving"
-        self._touched = False
-        self._ending: BaseException | None = None
+        self._patience = _DECISION_SECONDS
+        self._state_before: State = "serving"
+        self._touched = False  # whether this update may have changed the engine's weights
+        self._fatal: BaseException | None = None  # such as SystemExit: raised once the sender has its answer
         self._pool = threads()
 
-    def hold(self, opening: Open, files: list[int]) -> None:
-        self._connection.keep_beating(lambda: self._standing.answering)  # as long as the sender waits for an answer
+    def run(self, opening: Open, files: list[int]) -> None:
+        """Answer the sender's messages until it disconnects."""
+        self._connection.keep_beating(lambda: self._state.answering)  # while the sender waits for an answer
         try:
             message: Message = opening
             while True:
-                self._standing.answering = True
+                self._state.answering = True
                 self._answer(message, files)
-                self._standing.answering = False
-                message, files = self._heard()
+                self._state.answering = False
+                message, files = self._next_message()
         except PeerClosed as error:
             log.log(log_level(error), "the sender %s", error)
             self.fail(f"the sender {error}")
-            if self._ending is not None:
-                raise self._ending from None
+            if self._fatal is not None:
+                raise self._fatal from None
         finally:
-            self._standing.answering = self._standing.opened = False
-            self._loading = None
+            self._state.answering = self._state.opened = False
+            self._loader = None
             self._pool.shutdown()
             if self._buffers is not None:
                 self._buffers.close()
 
-    def _heard(self) -> tuple[Message, list[int]]:
-        """What the sender says next; in the middle of an update it must say something, or leave us."""
-        if not self._standing.opened:
-            return self._connection.recv(seconds=_EVER)
-        begun = time.monotonic()
+    def _next_message(self) -> tuple[Message, list[int]]:
+        """Return the sender's next message; during an update, raise PeerTimeout if it does not come in time."""
+        if not self._state.opened:
+            return self._connection.recv(seconds=_FOREVER)
+        start = time.monotonic()
         try:
             return self._connection.recv(seconds=self._patience)
         except PeerTimeout as error:
-            if time.monotonic() - begun < self._patience:
+            if time.monotonic() - start < self._patience:
                 raise
             raise PeerTimeout(f"lives, but has not gone on for {self._patience:g} s") from error
 
@@ -190,190 +195,195 @@ class Session:
                     self.fail(message.why)
                     answer = None
                 case StatusRequest():
-                    answer = self._standing.told
+                    answer = self._state.status
                 case _:
                     raise WeightsError(f"did not expect {type(message).__name__}")
         except PeerClosed:
             raise
         except BaseException as error:
-            why = str(error) if isinstance(error, WeightsError) else self._words("an update failed", error)
+            why = str(error) if isinstance(error, WeightsError) else self._describe("an update failed", error)
             self.fail(why, own=True)
-            answer = Failed(why, dirty=self._standing.told.state == "dirty")
+            answer = Failed(why, dirty=self._state.status.state == "dirty")
         finally:
             close_files(files)
         try:
             if answer is not None:
                 self._connection.send(answer)
         finally:
-            if self._ending is not None:
-                raise self._ending
+            if self._fatal is not None:
+                raise self._fatal
 
     def _expect(self, *states: State) -> None:
-        state = self._standing.told.state
+        state = self._state.status.state
         if state not in states:
             raise WeightsError(f"that cannot be while {state}")
 
     def fail(self, why: str, *, own: bool = False) -> None:
-        """What was not touched goes on; what was is dirty until a whole push has gone well.
+        """End an update that failed: resume an untouched engine; a touched one is dirty until a push succeeds.
 
-        An error of this side's own is remembered in any state.
+        An error of the receiver's own (`own`) is recorded in any state.
         """
-        self._standing.opened = False
-        state = self._standing.told.state
+        self._state.opened = False
+        state = self._state.status.state
         if state in ("paused", "loading", "loaded"):
-            if self._touched or self._before == "dirty":
-                self._standing.set("dirty", error=why)
+            if self._touched or self._state_before == "dirty":
+                self._state.set("dirty", error=why)
                 return
             try:
-                self._standing.set("serving", error=why)
+                self._state.set("serving", error=why)
                 self._resume()
             except Exception as error:
-                self._standing.set("dirty", error=f"{why}; and {error}")
+                self._state.set("dirty", error=f"{why}; and {error}")
         elif own:
-            self._standing.set(state, error=why)
+            self._state.set(state, error=why)
 
     def _resume(self) -> None:
-        """An engine that resumes finds that it may serve; one that cannot is dirty."""
+        """Call the resume hook, in which the engine may serve already; if the hook fails, the receiver is dirty."""
         try:
             self._hooks.resume()
-        except BaseException as problem:
-            why = self._words("the engine did not resume", problem)
-            self._standing.set("dirty", error=why)
-            raise WeightsError(why) from problem
+        except BaseException as error:
+            why = self._describe("the engine did not resume", error)
+            self._state.set("dirty", error=why)
+            raise WeightsError(why) from error
 
     def _open(self, message: Open, files: list[int]) -> Message:
         self._expect("serving", "dirty")
-        self._standing.opened, self._patience, self._opening = True, _DECIDING, None
-        self._connection.silence = min(max(SILENCE, message.silence), _LONGEST)
+        self._state.opened, self._patience, self._opening = True, _DECISION_SECONDS, None
+        self._connection.silence = min(max(SILENCE, message.silence), _MAX_SECONDS)
         if message.bucket_bytes > message.buffers.nbytes:
             raise WeightsError(
                 f"a bucket of {message.bucket_bytes} bytes does not fit a buffer of {message.buffers.nbytes}"
             )
-        self._manifest = self._known(message)
+        self._manifest = self._find_manifest(message)
         if self._manifest is None:
             return Unknown()
         if self._buffers is None or self._buffers.number != message.buffers.number:
-            self._loading = None  # which has views of the old ones
+            self._loader = None  # it has views of the old buffers
             if self._buffers is not None:
                 self._buffers.close()
                 self._buffers = None
             self._buffers = OpenedBuffers(message.buffers, files, self._device)
-        laid = message.digest, message.bucket_bytes, message.split, self._buffers.number
-        if self._loading is None or self._laid != laid or not self._loading.holds():
-            self._loading, self._laid = self._made(self._manifest, message), laid
-            self._loading.prepare(self._buffers.tensors)
+        key = message.digest, message.bucket_bytes, message.split, self._buffers.number
+        if self._loader is None or self._loader_key != key or not self._loader.holds():
+            self._loader, self._loader_key = self._make_loader(self._manifest, message), key
+            self._loader.prepare(self._buffers.tensors)
         self._opening = message
-        return Ready(self._loading.skips, self._loading.alike)
+        return Ready(self._loader.skips, self._loader.alike)
 
     def _pause(self, message: Pause) -> Message:
-        if self._loading is None or self._opening is None or not self._standing.opened:
+        if self._loader is None or self._opening is None or not self._state.opened:
             raise WeightsError("nothing was opened")
         self._expect("serving", "dirty")
-        self._before, self._touched = self._standing.told.state, False
-        self._patience = min(max(SILENCE, message.patience), _LONGEST)
-        self._standing.set("paused")
-        # A dirty one too, which may have been left in any state.
-        self._hook("pause", lambda: self._hooks.pause(message.in_flight))
+        self._state_before, self._touched = self._state.status.state, False
+        self._patience = min(max(SILENCE, message.patience), _MAX_SECONDS)
+        self._state.set("paused")
+        # Even if it is dirty: a failed update may have left the engine in any state.
+        self._run_hook("pause", lambda: self._hooks.pause(message.in_flight))
         return Paused()
 
     def _begin(self) -> Message:
         self._expect("paused")
-        assert self._loading is not None
-        self._standing.set("loading")
-        self._change("begin", self._hooks.begin)
-        told = self._hooks.pause, self._hooks.begin
-        if told != (_nothing, _nothing) and not self._loading.holds():  # the engine has put others in their place
+        assert self._loader is not None
+        self._state.set("loading")
+        self._run_changing_hook("begin", self._hooks.begin)
+        hooks = self._hooks.pause, self._hooks.begin
+        if hooks != (_no_hook, _no_hook) and not self._loader.holds():  # the engine has replaced live tensors
             assert self._manifest is not None
             assert self._opening is not None
-            alike, self._loading = self._loading.alike, self._made(self._manifest, self._opening)
-            if self._loading.alike != alike:
+            alike, self._loader = self._loader.alike, self._make_loader(self._manifest, self._opening)
+            if self._loader.alike != alike:
                 raise WeightsError("the engine has made other tensors one, and what is pushed may differ for them")
-        self._loading.begin()
+        self._loader.begin()
         return Begun()
 
     def _load(self, message: Filled) -> Message:
         self._expect("loading")
         assert self._buffers is not None
-        assert self._loading is not None
-        if not (0 <= message.bucket < len(self._loading.buckets) and message.slot in (0, 1)):
+        assert self._loader is not None
+        if not (0 <= message.bucket < len(self._loader.buckets) and message.slot in (0, 1)):
             raise WeightsError(f"there is no bucket {message.bucket} in buffer {message.slot}")
-        bucket = self._loading.buckets[message.bucket]
+        bucket = self._loader.buckets[message.bucket]
         buffer = self._buffers.tensors[message.slot]
         if digest_of(buffer[: bucket.nbytes], self._pool) != message.sum:
             raise WeightsError(f"{self._named(message.bucket)} arrived changed")
         self._touched = True
         try:
-            self._loading.load(message.bucket, buffer, self._pool)
+            self._loader.load(message.bucket, buffer, self._pool)
         except WeightsError as error:
             raise WeightsError(f"{self._named(message.bucket)}: {error}") from error
         except BaseException as error:
-            raise WeightsError(self._words(f"the loader failed at {self._named(message.bucket)}", error)) from error
-        # This waits for all that the stream was given, so for what the loader has begun too.
+            raise WeightsError(self._describe(f"the loader failed at {self._named(message.bucket)}", error)) from error
+        # The checksum runs after all work on the stream, so after everything that the loader has started.
         if digest_of(buffer[: bucket.nbytes], self._pool) != message.sum:
             raise WeightsError(f"{self._named(message.bucket)} was changed while it was loaded")
         return Taken(message.bucket)
 
-    def _hook(self, name: str, act: Callable[[], None]) -> None:
-        """What an engine does, by its name if it fails."""
+    def _run_hook(self, name: str, hook: Callable[[], None]) -> None:
+        """Run a hook; an error names it."""
         try:
-            act()
+            hook()
         except BaseException as error:
-            raise WeightsError(self._words(f"the engine's {name} failed", error)) from error
+            raise WeightsError(self._describe(f"the engine's {name} failed", error)) from error
 
-    def _words(self, what: str, error: BaseException) -> str:
-        """In words for the sender. What would end a process or thread does so once the sender has been told."""
+    def _describe(self, what: str, error: BaseException) -> str:
+        """Log an error and describe it for the sender.
+
+        One that would end the process or thread, such as SystemExit, is raised again once the sender has its answer.
+        """
         log.error("%s", what, exc_info=error)
         if not isinstance(error, Exception):
-            self._ending = error
+            self._fatal = error
         return f"{what}: {named(error)}"
 
-    def _change(self, name: str, act: Callable[[], None]) -> None:
-        """What an engine does to its weights, or to what belongs to them."""
-        self._touched = self._touched or act is not _nothing
-        self._hook(name, act)
+    def _run_changing_hook(self, name: str, hook: Callable[[], None]) -> None:
+        """Run a hook that may change the engine's weights."""
+        self._touched = self._touched or hook is not _no_hook
+        self._run_hook(name, hook)
 
     def _bucket_of(self, name: str) -> str:
         assert self._manifest is not None
-        assert self._loading is not None
+        assert self._loader is not None
         entries = self._manifest.entries
-        found = (
-            k for k, it in enumerate(self._loading.buckets) if any(entries[p.entry].name == name for p in it.pieces)
+        numbers = (
+            number
+            for number, bucket in enumerate(self._loader.buckets)
+            if any(entries[piece.entry].name == name for piece in bucket.pieces)
         )
-        return f"bucket {next(found)}"
+        return f"bucket {next(numbers)}"
 
     def _named(self, bucket: int) -> str:
-        """A bucket, for somebody who knows tensors."""
+        """Describe a bucket by its number and its tensors."""
         assert self._manifest is not None
-        assert self._loading is not None
-        pieces = self._loading.buckets[bucket].pieces
+        assert self._loader is not None
+        pieces = self._loader.buckets[bucket].pieces
         first, last = (self._manifest.entries[piece.entry].name for piece in (pieces[0], pieces[-1]))
         return f"bucket {bucket} ({first})" if len(pieces) == 1 else f"bucket {bucket} ({first} … {last})"
 
     def _end(self) -> Message:
         self._expect("loading")
-        assert self._loading is not None
-        missing = self._loading.missing()
+        assert self._loader is not None
+        missing = self._loader.missing()
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise WeightsError(f"the loader did not account for {missing[0]} of {self._bucket_of(missing[0])}{more}")
-        if changed := self._loading.changed(self._pool):
+        if changed := self._loader.changed(self._pool):
             raise WeightsError(f"{changed} after it was loaded")
-        self._change("finish", self._hooks.finish)
+        self._run_changing_hook("finish", self._hooks.finish)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self._standing.set("loaded")
+        self._state.set("loaded")
         return Loaded()
 
     def _commit(self) -> Message:
         self._expect("loaded")
-        self._change("flush_cache", self._hooks.flush_cache)
+        self._run_changing_hook("flush_cache", self._hooks.flush_cache)
         assert self._opening is not None
-        assert self._loading is not None
-        assurance = self._loading.assurance()
-        told = self._hooks.finish, self._hooks.flush_cache
-        if assurance == "verified" and told != (_nothing, _nothing) and self._loading.changed(self._pool):
-            assurance = "delivered"  # what an engine makes of its tensors in the end, nobody can vouch for
-        self._standing.serve(self._opening.version, self._opening.content, assurance)
-        self._standing.opened = False
+        assert self._loader is not None
+        assurance = self._loader.assurance()
+        hooks = self._hooks.finish, self._hooks.flush_cache
+        if assurance == "verified" and hooks != (_no_hook, _no_hook) and self._loader.changed(self._pool):
+            assurance = "delivered"  # the engine's hooks have changed its tensors
+        self._state.serve(self._opening.version, self._opening.content, assurance)
+        self._state.opened = False
         self._resume()
         return Serving(self._opening.version, assurance)

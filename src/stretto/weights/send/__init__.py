@@ -1,1 +1,1 @@
-"""The sending side: registers versions in host memory, chooses a plan, and pushes into receivers."""
+"""The sending side: registers versions in host memory, chooses a mode, and pushes into receivers."""

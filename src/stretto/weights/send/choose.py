@@ -1,4 +1,4 @@
-"""The plan of a push: how large buckets are, and which mode is the fastest that fits."""
+"""Chooses how to push: the bucket size, and the fastest mode whose buffers fit."""
 
 from dataclasses import dataclass
 
@@ -15,38 +15,39 @@ from stretto.weights.layout import ALIGNMENT, aligned, least_bucket
 from stretto.weights.manifest import Manifest
 
 BUCKET_BYTES = 512 << 20
-_ROUNDS = 8  # of a model that is smaller than that many buckets from each device
-_SMALLEST = 4 << 20
-_SHARE = 0.9  # of the free memory
+_ROUNDS = 8  # buckets that each device should send at least, if a model is small
+_SMALLEST = 4 << 20  # bytes of a bucket, unless memory is short
+_SHARE = 0.9  # of the free memory that buffers may take
 
 
 class Speeds(msgspec.Struct, frozen=True):
-    """Bytes in a second, of each step."""
+    """Bytes per second of each step."""
 
     h2d: float
     broadcast: float
     reload: float
 
     def like(self, other: "Speeds") -> bool:
-        """Whether none differs by more than a tenth."""
+        """Return whether no speed differs by more than 10 %."""
         pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
         return all(abs(one - two) <= 0.1 * two for one, two in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A mode, its program, and how it should go."""
+    """A mode, its program, and the predicted timeline."""
 
     mode: Mode
     program: Program
     predicted: Timeline
     speeds: Speeds
-    """From which that was foreseen."""
+    """The speeds that the prediction is based on."""
 
 
 def bucket_bytes_for(manifest: Manifest, devices: int, free: int, *, split: bool = False) -> int:
-    """As large as helps: several rounds, buffers that fit, and room for the largest tensor if that stays whole."""
-    wanted = min(BUCKET_BYTES, max(_SMALLEST, manifest.nbytes // (devices * _ROUNDS)))
+    """Return a bucket size that gives several rounds, whose buffers fit, and that holds the largest tensor if tensors
+    are not split."""
+    preferred = min(BUCKET_BYTES, max(_SMALLEST, manifest.nbytes // (devices * _ROUNDS)))
     most = int(free * _SHARE) // buffers(devices, "two") // ALIGNMENT * ALIGNMENT
     least = ALIGNMENT if split else least_bucket(manifest)
     if least > most:
@@ -54,24 +55,24 @@ def bucket_bytes_for(manifest: Manifest, devices: int, free: int, *, split: bool
             f"the largest tensor has {least:,} bytes, and {buffers(devices, 'two')} buffers of that size do not fit "
             f"{free:,} free bytes; free some, or take tensors in parts: Sender(split=True)"
         )
-    return max(least, min(aligned(wanted), most))
+    return max(least, min(aligned(preferred), most))
 
 
 def buffers(devices: int, mode: Mode) -> int:
-    """How many buffers a device has, of a bucket each."""
+    """Return how many buffers of one bucket each a device has."""
     return 2 if devices == 1 else 4 if mode == "three" else 3
 
 
 def choose(
     devices: int, buckets: int, bucket_bytes: int, speeds: Speeds, free: int, *, mode: Mode | None = None
 ) -> Choice:
-    """The mode that should be fastest among those whose buffers fit, or the one that is asked for."""
+    """Return the fastest mode by prediction whose buffers fit; only consider `mode` if it is given."""
     if mode is not None and mode not in MODES:
         raise WeightsError(f"{mode!r:.40} is no mode; there are {', '.join(MODES)}")
-    wanted: tuple[Mode, ...] = MODES if mode is None else (mode,)
-    fits = [it for it in wanted if buffers(devices, it) * bucket_bytes <= free]
-    if not fits:
-        need = buffers(devices, wanted[0]) * bucket_bytes
+    candidates: tuple[Mode, ...] = MODES if mode is None else (mode,)
+    fitting = [candidate for candidate in candidates if buffers(devices, candidate) * bucket_bytes <= free]
+    if not fitting:
+        need = buffers(devices, candidates[0]) * bucket_bytes
         raise WeightsError(
             f"{need:,} bytes of buffers are needed, and {free:,} are free; free some, or register with smaller buckets"
         )
@@ -79,20 +80,20 @@ def choose(
         h2d=bucket_bytes / speeds.h2d, broadcast=bucket_bytes / speeds.broadcast, reload=bucket_bytes / speeds.reload
     )
     best: Choice | None = None
-    for it in fits:
-        program = weight_update(devices=devices, buckets=buckets, mode=it)
+    for candidate in fitting:
+        program = weight_update(devices=devices, buckets=buckets, mode=candidate)
         predicted = simulate(program, Costs(unit="s", bucket=times))
         if best is None or predicted.makespan < best.predicted.makespan:
-            best = Choice(it, program, predicted, speeds)
+            best = Choice(candidate, program, predicted, speeds)
     assert best is not None
     demand_sound(best.program, "push")
     return best
 
 
 def busy(timeline: Timeline) -> dict[str, float]:
-    """Seconds that each step is under way, on the device where that is longest."""
+    """Return how many seconds each step is running, on the device where it runs longest."""
     program, length = timeline.program, timeline.end - timeline.start
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for index, lane in enumerate(program.lanes):
-        found[lane.name] = max(found.get(lane.name, 0.0), float(length[program.lane == index].sum()))
-    return found
+        seconds[lane.name] = max(seconds.get(lane.name, 0.0), float(length[program.lane == index].sum()))
+    return seconds

@@ -1,4 +1,4 @@
-"""A receiver as a sender sees it: what every kind of receiver can be asked, and how ours are asked over a socket."""
+"""Receivers as a sender sees them: the Endpoint protocol, and Remote, a Stretto receiver behind a socket."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -37,12 +37,12 @@ from stretto.wire.connection import SILENCE
 from stretto.wire.frames import close_files
 
 T = TypeVar("T", bound=Message)
-_HEARING = 1.0  # seconds for a receiver to take the word that nothing comes of it
+_ABANDONING = 1.0  # seconds for a receiver to accept the message that the push failed
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What is to be pushed, and the buffers that it comes through."""
+    """The version to push, and the buffers that it comes through."""
 
     manifest: Manifest
     buckets: list[Bucket]
@@ -51,57 +51,57 @@ class Offer:
     shared: SharedBuffers
     content: str
     silence: float = SILENCE
-    """Seconds without a sign of life, after which a receiver is taken to be stopped, and takes its sender to be so."""
+    """Seconds without a heartbeat after which sender and receiver each take the other to be stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a receiver says to an offer that it can take."""
+    """A receiver's answer to an offer that it accepts."""
 
     skips: set[int]
-    """Buckets of which it needs nothing."""
+    """Buckets that it needs nothing from."""
     alike: list[list[int]] = field(default_factory=list)
-    """Tensors, by their places in the manifest, that are one there, and so must be equal."""
+    """Groups of tensors, by their places in the manifest, that are one tensor there and so must be equal."""
 
 
 class Endpoint(Protocol):
-    """A receiver. Every call ends within so many seconds, or raises a WeightsError that names the receiver."""
+    """A receiver. Every call returns within `seconds`, or raises a WeightsError that names the receiver."""
 
     name: str
     device: str
-    """A GPU's UUID, or "cpu": buffers must be there."""
+    """The GPU's UUID, or "cpu": where the buffers must be."""
 
     def open(self, offer: Offer, *, seconds: float) -> Wanted:
-        """Offer a version. Nothing has happened yet."""
+        """Offer a version. The receiver changes nothing yet."""
 
     def pause(self, in_flight: InFlight, *, patience: float, seconds: float) -> None:
-        """It stops serving, and nothing else. It hears of this update again within `patience` seconds, and again."""
+        """Stop serving, and change nothing else. The sender makes each following call within `patience` seconds."""
 
     def begin(self, *, seconds: float) -> None:
-        """It gets ready to load; from here on it may not be what it was."""
+        """Prepare to load; from now on the receiver's weights may change."""
 
     def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:
-        """It loads a bucket from a buffer, whose sum is this, and has no more use for the buffer."""
+        """Load a bucket from buffer `slot`; `total` is its checksum. After this call the buffer may be overwritten."""
 
     def end(self, *, seconds: float) -> None:
-        """It has loaded all."""
+        """Finish loading: all buckets were loaded."""
 
     def commit(self, *, seconds: float) -> Assurance:
-        """It serves the new version; how sure that is."""
+        """Serve the new version; return what is known about its weights."""
 
     def abandon(self, why: str) -> None:
-        """It is told that nothing comes of it."""
+        """Give up the update, because the push failed for the reason `why`."""
 
     def close(self) -> None: ...
 
 
 MEMBERS = ("name", "device", "open", "pause", "begin", "load", "end", "commit", "abandon", "close")
-"""What an endpoint has."""
+"""The members that every endpoint needs."""
 
 
 @contextlib.contextmanager
 def naming(endpoint: Endpoint) -> Iterator[None]:
-    """Errors that an endpoint did not foresee say whose they are."""
+    """Turn unexpected errors of an endpoint into WeightsErrors that name it."""
     try:
         yield
     except WeightsError:
@@ -111,29 +111,29 @@ def naming(endpoint: Endpoint) -> Iterator[None]:
 
 
 class Remote:
-    """One of our receivers, over its socket. The connection stays open from push to push."""
+    """A Stretto receiver behind a socket. The connection stays open from push to push."""
 
     def __init__(self, address: str, secret: bytes | None = None) -> None:
         self.name, self._secret = address, secret
         self._connection: Connection = connect(address, secret)
         try:
-            self.told = self.status()
+            self.initial_status = self.status()
         except WeightsError:
             self.close()
             raise
-        self.device = self.told.device
-        self._known: str = ""
+        self.device = self.initial_status.device
+        self._known_manifest: str = ""  # digest of the manifest that the receiver knows
         self._connection.keep_beating()
 
     def status(self, *, seconds: float = 5.0) -> Status:
-        return self._ask(StatusRequest(), Status, seconds)
+        return self._request(StatusRequest(), Status, seconds)
 
     def alive(self) -> bool:
-        """Whether the connection still stands; raises if nobody answers at the other end."""
+        """Return whether the connection still works; raise PeerTimeout if the receiver does not answer."""
         try:
             self.status()
         except PeerTimeout:
-            self.close()  # its answer may still come, and would be taken for that to another question
+            self.close()  # a late answer would be taken as the answer to the next request
             raise
         except WeightsError:
             return False
@@ -144,9 +144,9 @@ class Remote:
             return self._open(offer, seconds)
         except PeerTimeout:
             raise
-        except PeerClosed:  # between two pushes another sender was let in, and this connection was closed
-            before, self._connection = self._connection, connect(self.name, self._secret)
-            before.close()
+        except PeerClosed:  # the receiver closed this connection when another sender connected between pushes
+            previous, self._connection = self._connection, connect(self.name, self._secret)
+            previous.close()
             self._connection.keep_beating()
             return self._open(offer, seconds)
 
@@ -157,64 +157,68 @@ class Remote:
             offer.manifest.version, digest, offer.content, offer.bucket_bytes, offer.split, buffers, offer.silence
         )
         self._connection.silence = offer.silence
-        if self._known != digest:
+        if self._known_manifest != digest:
             message.manifest = offer.manifest
         try:
-            answer = self._answer(message, seconds, files)
+            answer = self._exchange(message, seconds, files)
         except PeerClosed as error:
             raise PeerClosed(f"{error} (has it called serve() or start()?)") from None
         if isinstance(answer, Unknown):
             message.manifest = offer.manifest
-            answer = self._answer(message, seconds, files)
+            answer = self._exchange(message, seconds, files)
         if not isinstance(answer, Ready):
             raise WeightsError(f"{self.name} did not answer as expected: {type(answer).__name__}")
-        self._known = digest
+        self._known_manifest = digest
         return Wanted(set(answer.skips), answer.alike)
 
     def pause(self, in_flight: InFlight, *, patience: float, seconds: float) -> None:
-        self._ask(Pause(in_flight, patience), Paused, seconds)
+        self._request(Pause(in_flight, patience), Paused, seconds)
 
     def begin(self, *, seconds: float) -> None:
-        self._ask(Begin(), Begun, seconds)
+        self._request(Begin(), Begun, seconds)
 
     def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:
-        self._ask(Filled(bucket, slot, total), Taken, seconds)
+        self._request(Filled(bucket, slot, total), Taken, seconds)
 
     def end(self, *, seconds: float) -> None:
-        self._ask(End(), Loaded, seconds)
+        self._request(End(), Loaded, seconds)
 
     def commit(self, *, seconds: float) -> Assurance:
-        return self._ask(Commit(), Serving, seconds).assurance
+        return self._request(Commit(), Serving, seconds).assurance
 
     def abandon(self, why: str) -> None:
         try:
-            self._named(lambda: self._connection.send(Abandon(why[:1000]), seconds=_HEARING))
+            self._naming_errors(lambda: self._connection.send(Abandon(why[:1000]), seconds=_ABANDONING))
         except PeerClosed:
-            self.close()  # which it finds out when it next listens
+            self.close()  # the receiver notices at its next read
             raise
 
     def close(self) -> None:
         self._connection.close()
 
-    def _ask(self, message: Message, kind: type[T], seconds: float) -> T:
-        answer = self._answer(message, seconds)
+    def _request(self, message: Message, kind: type[T], seconds: float) -> T:
+        """Send a message; return the answer, which must be of this type."""
+        answer = self._exchange(message, seconds)
         if not isinstance(answer, kind):
             raise WeightsError(f"{self.name} did not answer as expected: {type(answer).__name__}")
         return answer
 
-    def _answer(self, message: Message, seconds: float, files: tuple[int, ...] = ()) -> Message:
-        def exchange() -> Message:
+    def _exchange(self, message: Message, seconds: float, files: tuple[int, ...] = ()) -> Message:
+        """Send a message; return the answer, or raise WeightsError if it is `Failed`."""
+
+        def send_and_recv() -> Message:
             self._connection.send(message, files)
             answer, attached = self._connection.recv(seconds=seconds)
             close_files(attached)
             return answer
 
-        answer = self._named(exchange)
+        answer = self._naming_errors(send_and_recv)
         if isinstance(answer, Failed):
             raise WeightsError(f"{self.name}: {answer.why}")
         return answer
 
-    def _named(self, act: Callable[[], object]) -> Message:
+    def _naming_errors(self, act: Callable[[], object]) -> Message:
+        """Run `act`; put the receiver's name in front of connection errors."""
         try:
             return act()  # type: ignore[return-value]
         except PeerClosed as error:

@@ -1,4 +1,4 @@
-"""What a push tells in the end."""
+"""The result of a push: a report, or an error that lists what each receiver serves."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from stretto.weights.messages import Assurance
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step's time, as it was foreseen and as it was; on the device where it took longest."""
+    """A step's predicted and actual time in seconds, on the device where it took longest."""
 
     predicted: float
     actual: float
@@ -19,25 +19,25 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A push that went well: all receivers serve the version."""
+    """A successful push: all receivers serve the version."""
 
     version: str
     content: str
-    """The digest of all values: two versions of one content have the same, under whatever name."""
+    """The digest of all values: equal for two versions with the same content, whatever their names."""
     nbytes: int
     buckets: int
     bucket_bytes: int
     mode: str
     seconds: float
-    """From the first receiver's pause to the last one's resuming."""
+    """From the first receiver's pause to the last receiver's resume."""
     moving: Step
-    """The program: from the first copy to the last reload."""
+    """The time of the program, from the first copy to the last reload."""
     steps: dict[str, Step]
-    """Host to device, broadcast, reload."""
+    """The time of each step: h2d (host to device), broadcast, reload."""
     receivers: dict[str, Assurance]
-    """How sure it is that each has what was pushed: "verified", "delivered" or "unaccounted"."""
+    """What is known about each receiver's weights: "verified", "delivered" or "unaccounted"."""
     timeline: Timeline | None = field(default=None, repr=False)
-    """With record=True, on the first rank: when every task of every sender ran."""
+    """With record=True, on the first rank: when each task of each sender ran."""
 
     @property
     def gb_per_second(self) -> float:
@@ -47,35 +47,36 @@ class Report:
         steps = ", ".join(
             f"{name} {_time(step.actual)} ({_time(step.predicted)} foreseen)" for name, step in self.steps.items()
         )
-        told = "; ".join(
-            f"{how}: {', '.join(names)}" if len(names) < len(self.receivers) else f"all {how}"
-            for how in get_args(Assurance)
-            if (names := [name for name, it in self.receivers.items() if it == how])
+        assurances = "; ".join(
+            f"{assurance}: {', '.join(names)}" if len(names) < len(self.receivers) else f"all {assurance}"
+            for assurance in get_args(Assurance)
+            if (names := [name for name, received in self.receivers.items() if received == assurance])
         )
         return (
             f"{self.version} ({self.content[:8]}): {size(self.nbytes)} to {counted(len(self.receivers), 'receiver')} "
             f"in {_time(self.seconds)} ({self.gb_per_second:.3g} GB/s), {counted(self.buckets, 'bucket')}, "
-            f"mode {self.mode}: {steps}; {told}"
+            f"mode {self.mode}: {steps}; {assurances}"
         )
 
 
 class PushError(WeightsError):
-    """A push that failed at its very end, when some of its receivers may serve the new version."""
+    """A push that failed while receivers resumed, so that some of them may serve the new version."""
 
     def __init__(
         self, version: str, serving: Mapping[str, Assurance], failed: Mapping[str, str], unknown: Mapping[str, str]
     ) -> None:
         self.version = version
         self.serving = dict(serving)
-        """Receivers that serve it, and how sure that is."""
+        """The assurance of each receiver that serves the version."""
         self.failed = dict(failed)
-        """Those that do not, and why."""
+        """Why each of the other receivers does not serve it."""
         self.unknown = dict(unknown)
-        """Those that did not answer any more, and may serve it or not; their status tells."""
-        there = f"{', '.join(serving) or 'nobody'} {'serve' if len(serving) > 1 else 'serves'} it"
-        away = [f"{name} does not: {why}" for name, why in failed.items()]
-        lost = [f"{name} may or may not: it {why}" for name, why in unknown.items()]
-        super().__init__(f"the push of {version} failed at its end: {'; '.join([there, *away, *lost])}; push it again")
+        """Receivers that stopped answering, which may or may not serve it; `status` tells."""
+        serving_text = f"{', '.join(serving) or 'nobody'} {'serve' if len(serving) > 1 else 'serves'} it"
+        failed_texts = [f"{name} does not: {why}" for name, why in failed.items()]
+        unknown_texts = [f"{name} may or may not: it {why}" for name, why in unknown.items()]
+        details = "; ".join([serving_text, *failed_texts, *unknown_texts])
+        super().__init__(f"the push of {version} failed at its end: {details}; push it again")
 
 
 def counted(count: int, what: str) -> str:
@@ -83,7 +84,7 @@ def counted(count: int, what: str) -> str:
 
 
 def size(nbytes: int) -> str:
-    """For people."""
+    """Format a number of bytes for people."""
     for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= one:
             return f"{nbytes / one:.3g} {unit}"

@@ -1,56 +1,48 @@
-"""A sender: one for each device, holds versions in host memory and pushes them into receivers."""
+"""The sender: one per device, holds versions in host memory and pushes them into receivers."""
 
-import contextlib
 import logging
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.execute.recorder import Recorder
 from stretto.execute.team import Team
-from stretto.ir.errors import PeerError, WeightsError, named
+from stretto.ir.errors import PeerError, WeightsError
 from stretto.program.update import Mode
 from stretto.timeline import Timeline
 from stretto.weights.host_memory import uncollected
 from stretto.weights.ipc_buffers import device_name, resolved
 from stretto.weights.layout import demand_bucket_bytes
 from stretto.weights.listener import read_secret
-from stretto.weights.manifest import is_possible, is_text
-from stretto.weights.messages import Assurance, InFlight, Status
-from stretto.weights.send.choose import Choice, Speeds, busy, choose
-from stretto.weights.send.endpoint import MEMBERS, Endpoint, Offer, Wanted
-from stretto.weights.send.fleet import Fleet
-from stretto.weights.send.push import Lanes, Progress, Push, SenderGroup
+from stretto.weights.messages import InFlight, Status
+from stretto.weights.send.choose import Choice, Speeds, choose
+from stretto.weights.send.endpoint import Endpoint, Offer, Wanted
+from stretto.weights.send.operations import Operations
+from stretto.weights.send.push import Lanes, Progress, Push, Resources
+from stretto.weights.send.receiver_group import ReceiverGroup
 from stretto.weights.send.remotes import Remotes, status
-from stretto.weights.send.report import Report, Step
+from stretto.weights.send.report import Report
+from stretto.weights.send.sender_group import SenderGroup
 from stretto.weights.send.speeds import measure, slowest
 from stretto.weights.send.staging import Staging, free_bytes
 from stretto.weights.send.store import Store, Version
-from stretto.weights.sources.shard import Shard
+from stretto.weights.send.times import Times, longest_times, make_report
+from stretto.weights.send.validate import validate_push, validate_shard, validate_version
+from stretto.weights.sources.shard import Shard, Source
 from stretto.weights.sources.tensors import as_source
 from stretto.wire.connection import SILENCE
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
-_LOADING = 8.0  # seconds for a receiver to load a bucket, so that nobody waits longer than 10 s for one that is stuck
-
-
-class _Took(msgspec.Struct, frozen=True):
-    """How long it took, at one sender: moving all buckets, and each step of it."""
-
-    moving: float
-    seconds: dict[str, float]
+_LOADING = 8.0  # seconds to load a bucket: others wait less than 10 s for a receiver that is stuck
 
 
 class Sender:
-    """Registers versions and pushes them. All senders of a mesh make, register, push and close together.
+    """Registers versions and pushes them. All ranks of a mesh create a sender, register, push and close together.
 
     >>> import tempfile, torch
     >>> from stretto.weights import Receiver, Sender
@@ -76,11 +68,11 @@ class Sender:
         bucket_timeout: float | None = None,
         secret_file: str | Path | None = None,
     ) -> None:
-        """Without a mesh: all processes of the default group, or only this one if there is none.
+        """Join all ranks of `mesh`; without it all ranks of the default group, or this process alone if there is none.
 
-        `keep` versions are held in host memory; `split` lets tensors larger than a bucket go in parts, which only
-        receivers that write in place take. A receiver may take `timeout` seconds to pause, to finish and to resume,
-        and `bucket_timeout` seconds (8, or less if `timeout` is) to load a bucket.
+        The sender holds `keep` versions in host memory. `split` sends a tensor larger than a bucket in parts; only
+        receivers that write in place accept parts. A receiver may take `timeout` seconds to pause, to finish and to
+        resume, and `bucket_timeout` seconds (default: 8, or `timeout` if that is less) to load a bucket.
         """
         self._timeout = timeout
         self._bucket_timeout = min(timeout, _LOADING) if bucket_timeout is None else bucket_timeout
@@ -90,11 +82,12 @@ class Sender:
         if bucket_bytes is not None:
             demand_bucket_bytes(bucket_bytes)
         group = mesh.get_group() if mesh is not None else dist.group.WORLD if dist.is_initialized() else None
-        given = device if device is not None else mesh.device_type if mesh is not None else None
-        self.device = resolved(given)
+        device_or_type = device if device is not None else mesh.device_type if mesh is not None else None
+        self.device = resolved(device_or_type)
         patience = max(timeout, self._bucket_timeout)
-        kind = torch.device(self.device.type)
-        self._team = Team(group, kind, timeout=patience, turns="push", error=WeightsError)
+        team_device = torch.device(self.device.type)
+        self._team = Team(group, team_device, timeout=patience, turns="push", error=WeightsError)
+        self._operations = Operations(self._team)
         self._group = SenderGroup(self._team.rank, self._team.size, self._team.everybody, self._team.host)
         with self._team.closing_if_it_fails():
             store = Store(self._team, self._group, self.device, bucket_bytes=bucket_bytes, split=split, keep=keep)
@@ -104,23 +97,22 @@ class Sender:
             self._staging = Staging(self.device, self._group.size)
         self._speeds: Speeds | None = None
         self._chosen: tuple[Any, Speeds, Choice] | None = None
-        self._broken, self._closed, self._one = "", False, threading.Lock()
         self._team.supervisor.ready()
 
     def register(self, version: str, source: Any) -> str:
-        """Hold a version in host memory, each sender its share. Returns the digest of its content.
+        """Copy a version into host memory, each sender its share. Return the digest of its content.
 
         The source is safetensors files, a module, a pipeline, (name, tensor) pairs that this rank has, or any `Source`.
-        What it holds may change afterwards.
+        Its tensors may change after this call.
         """
-        with self._alone(), self._breaking(), self._team.patient(), uncollected():
-            made = self._team.jointly(lambda: _named(version, as_source(source)))
-            held = self._team.jointly(lambda: [_checked(it) for it in made.held()])
-            self._store.add(version, made, held, self._free())
+        with self._operations.exclusive(), self._operations.breaking(), self._team.patient(), uncollected():
+            validated = self._team.jointly(lambda: _source(version, source))
+            shards = self._team.jointly(lambda: _shards(validated))
+            self._store.add(version, validated, shards, self._free())
             return self._store.get(version).content.digest
 
     def drop(self, version: str) -> None:
-        """Forget a version; its memory is used for the next one."""
+        """Forget a version and keep its memory for the next one."""
         self._store.drop(version)
 
     def push(
@@ -133,74 +125,74 @@ class Sender:
         record: bool = False,
         progress: Progress | None = None,
     ) -> Report:
-        """Bring a version into all these receivers, or raise: then those that had begun to load are dirty, and the
-        next push repairs them.
+        """Push a version into all receivers, or raise. After an error, receivers that had begun to load are dirty until
+        the next push repairs them.
 
-        Addresses are the same on all ranks; other endpoints are each rank's own. `in_flight` says what becomes of
-        generations under way; with `record`, the first rank's report has the measured timeline.
+        All ranks pass the same addresses; endpoints belong to the rank that passes them. `in_flight` says what
+        receivers do with running generations. With `record`, the first rank's report has the measured timeline.
         """
-        with self._alone(), self._breaking(), uncollected():
-            found = self._team.jointly(lambda: self._asked(version, receivers, in_flight, progress))
-            what = [version, found.content.digest, str(mode), in_flight, str(record)]
-            mine = self._remotes.endpoints(what, receivers)
-            choice = self._choice(found, mode)
-            self._team.jointly(lambda: self._staging.fit(found.bucket_bytes, choice.mode))
-            shared = self._staging.shared
-            split, content = self._store.split, found.content.digest
-            silence = max(SILENCE, self._bucket_timeout)  # who holds Python's lock is judged as one that is slow
-            offer = Offer(found.manifest, found.buckets, found.bucket_bytes, split, shared, content, silence)
-            fleet = Fleet(self._team, mine, timeout=self._timeout, bucket_timeout=self._bucket_timeout)
-            with fleet.abandoning(version):
-                push = self._prepared(found, choice)
+        with self._operations.exclusive(), self._operations.breaking(), uncollected():
+            registered = self._team.jointly(lambda: self._validated(version, receivers, in_flight, progress))
+            options = [version, registered.content.digest, str(mode), in_flight, str(record)]
+            endpoints = self._remotes.endpoints(options, receivers)
+            choice = self._choice(registered, mode)
+            self._team.jointly(lambda: self._staging.fit(registered.bucket_bytes, choice.mode))
+            receiver_group = ReceiverGroup(
+                self._team, endpoints, timeout=self._timeout, bucket_timeout=self._bucket_timeout
+            )
+            with receiver_group.abandoning(version):
+                push = self._prepared(registered, choice)
                 try:
-                    if not record:  # a picture shows all copies
+                    if not record:  # a recorded timeline shows all copies
                         self._team.jointly(push.copy_ahead)
-                    wanted = fleet.open(offer)
-                    endpoints = list(zip(mine, wanted, strict=True))
-                    self._demand_equal(found, {it.name: wants.alike for it, wants in endpoints})
-                    push.aim(self._wanted(found, wanted), [(it, wants.skips) for it, wants in endpoints])
+                    answers = receiver_group.open(self._offer(registered))
+                    answered = list(zip(endpoints, answers, strict=True))
+                    self._validate_aliases(registered, {endpoint.name: answer.alike for endpoint, answer in answered})
+                    push.aim(
+                        self._wanted(registered, answers), [(endpoint, answer.skips) for endpoint, answer in answered]
+                    )
                     began = time.perf_counter()
-                    fleet.pause(in_flight, wanted, len(found.buckets))
-                    fleet.begin()
+                    receiver_group.pause(in_flight, answers, len(registered.buckets))
+                    receiver_group.begin()
                     recorder = Recorder(len(push.tasks)) if record else None
                     moving = self._move(push, version, recorder, progress)
-                    fleet.end()
-                    serving = fleet.commit(version)
+                    receiver_group.end()
+                    serving = receiver_group.commit(version)
                     seconds = time.perf_counter() - began
-                    took, timeline = self._took(push, choice, recorder, moving)
+                    times, timeline = self._times(push, choice, recorder, moving)
                 finally:
                     push.forget()
-            return self._report(found, choice, seconds, took, serving, timeline)
+            return make_report(registered, choice, seconds, times, serving, timeline)
 
-    def _demand_equal(self, found: Version, alike: dict[str, list[list[int]]]) -> None:
-        """Refuse to give one live tensor, which has several names, several values."""
-        everybodys = [said for rank in self._team.gather(alike, dict[str, list[list[int]]]) for said in rank.items()]
-        for name, groups in everybodys:
-            if groups and (pair := self._store.differing(found.manifest.version, groups)) is not None:
-                one, other = (found.manifest.entries[place].name for place in pair)
+    def _validate_aliases(self, registered: Version, alike: dict[str, list[list[int]]]) -> None:
+        """Raise WeightsError if tensors differ that are names of one live tensor at any sender's receiver."""
+        by_rank = self._team.gather(alike, dict[str, list[list[int]]])
+        for name, groups in [item for rank in by_rank for item in rank.items()]:
+            if groups and (pair := self._store.differing(registered.manifest.version, groups)) is not None:
+                one, other = (registered.manifest.entries[place].name for place in pair)
                 raise WeightsError(
-                    f"{name}: {one} and {other} are one tensor there, and differ in {found.manifest.version}"
+                    f"{name}: {one} and {other} are one tensor there, and differ in {registered.manifest.version}"
                 )
 
     def homes(self, addresses: Sequence[str]) -> dict[str, int]:
-        """Which sender serves each address; raises if one cannot be reached, or is on no sender's device."""
-        with self._breaking():
+        """Return which sender serves each address. Raise if one is unreachable, or on no sender's device."""
+        with self._operations.breaking():
             return self._remotes.homes(addresses)
 
     def status(self, address: str) -> Status:
-        """State, version and last error of a receiver."""
+        """Return the state, version and last error of a receiver."""
         return status(address, secret=self._secret)
 
     def free_buffers(self) -> None:
-        """Give the device's memory back; the next push takes it again."""
-        self._remotes.close()  # which have the buffers open
+        """Free the buffers on the device; the next push allocates them again."""
+        self._remotes.close()  # receivers have the buffers open
         self._staging.close()
 
     def close(self) -> None:
-        """Let go of memory, connections and threads."""
-        if self._closed:
+        """Release memory, connections and threads."""
+        if self._operations.closed:
             return
-        self._closed = True
+        self._operations.closed = True
         self.free_buffers()
         self._store.close()
         self._lanes.close()
@@ -212,27 +204,30 @@ class Sender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wanted(self, found: Version, here: Sequence[Wanted]) -> list[set[int]]:
-        """The buckets that each sender's receivers need."""
-        everything = set(range(len(found.buckets)))
-        wanted = set[int]().union(*(everything - wants.skips for wants in here))
-        return [set(it) for it in self._team.gather(sorted(wanted), list[int])]
-
-    def _prepared(self, found: Version, choice: Choice) -> Push:
-        return Push(
-            choice.program,
-            self._team.supervisor,
-            self._lanes,
-            self._group,
-            self._staging,
-            found.buckets,
-            found.room,
-            found.content.buckets,
-            timeout=self._bucket_timeout,
+    def _offer(self, registered: Version) -> Offer:
+        return Offer(
+            registered.manifest,
+            registered.buckets,
+            registered.bucket_bytes,
+            self._store.split,
+            self._staging.shared,
+            registered.content.digest,
+            # A loader that holds the GIL stops heartbeats: give it as much time as a slow one.
+            silence=max(SILENCE, self._bucket_timeout),
         )
 
+    def _wanted(self, registered: Version, answers: Sequence[Wanted]) -> list[set[int]]:
+        """Return the buckets that each sender's receivers need."""
+        all_buckets = set(range(len(registered.buckets)))
+        wanted = set[int]().union(*(all_buckets - answer.skips for answer in answers))
+        return [set(buckets) for buckets in self._team.gather(sorted(wanted), list[int])]
+
+    def _prepared(self, registered: Version, choice: Choice) -> Push:
+        resources = Resources(self._team.supervisor, self._group, self._lanes, self._staging)
+        return Push(choice.program, registered, resources, timeout=self._bucket_timeout)
+
     def _move(self, push: Push, version: str, recorder: Recorder | None, progress: Progress | None) -> float:
-        """All buckets, to all receivers; how long it took."""
+        """Move all buckets to all receivers; return how many seconds that took."""
         began = time.perf_counter()
         with self._team.supervisor.guarding(f"the push of {version}"):
             push.run(recorder, progress)
@@ -241,132 +236,65 @@ class Sender:
         self._team.jointly(push.check)
         return moving
 
-    def _report(
-        self,
-        found: Version,
-        choice: Choice,
-        seconds: float,
-        took: _Took,
-        serving: dict[str, Assurance],
-        timeline: Timeline | None,
-    ) -> Report:
-        foreseen = busy(choice.predicted)
-        return Report(
-            found.manifest.version,
-            found.content.digest,
-            found.manifest.nbytes,
-            len(found.buckets),
-            found.bucket_bytes,
-            choice.mode,
-            seconds,
-            Step(choice.predicted.makespan, took.moving),
-            {name: Step(foreseen[name], it) for name, it in took.seconds.items() if name in foreseen},
-            serving,
-            timeline,
-        )
-
-    def _took(
+    def _times(
         self, push: Push, choice: Choice, recorder: Recorder | None, moving: float
-    ) -> tuple[_Took, Timeline | None]:
-        """How long it took, at the slowest sender. All receivers serve by now: what goes wrong here is no failure."""
-        mine = _Took(moving, push.seconds())
+    ) -> tuple[Times, Timeline | None]:
+        """Return the times of the slowest sender, and the recorded timeline.
+
+        All receivers serve the version by now, so an error here does not fail the push.
+        """
+        own = Times(moving, push.seconds())
         try:
             timeline = (
                 recorder.gathered(choice.program, self._group.host, self._team.settle) if recorder is not None else None
             )
-            done = self._team.gather(mine, _Took)
+            times = longest_times(own, self._team)
             self._speeds = slowest(push.speeds(), self._team, choice.speeds)
         except Exception as error:
             log.warning("the push has gone well, but how long it took at other senders is not known: %s", error)
             if isinstance(error, PeerError):
-                self._break(str(error))
-            return mine, None
-        seconds = {name: max(it.seconds[name] for it in done) for name in mine.seconds}
-        return _Took(max(it.moving for it in done), seconds), timeline
+                self._operations.break_off(str(error))
+            return own, None
+        return times, timeline
 
-    # What all senders do together.
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One thing at a time, and none after the end."""
-        if self._closed:
-            raise WeightsError("this sender is closed")
-        if self._broken:
-            raise WeightsError(f"this sender cannot go on: {self._broken}; start the senders again")
-        if not self._one.acquire(blocking=False):
-            raise WeightsError("this sender is at work in another thread")
-        try:
-            with torch.inference_mode(False):  # memory that is kept is used outside of it too
-                yield
-        finally:
-            self._one.release()
-
-    def _asked(
+    def _validated(
         self, version: str, receivers: Sequence[str | Endpoint], in_flight: str, progress: Progress | None
     ) -> Version:
-        if isinstance(receivers, str):
-            raise WeightsError(f"receivers are a list: push(…, [{receivers!r}])")
-        for address in receivers:
-            if isinstance(address, str) and not is_text(address):
-                raise WeightsError(f"{address!r:.100} is no address")
-            missing = [it for it in MEMBERS if not isinstance(address, str) and not hasattr(address, it)]
-            if missing:
-                raise WeightsError(f"{address!r:.100} is no address, and no endpoint: it has no {', '.join(missing)}")
-        if in_flight not in get_args(InFlight):
-            raise WeightsError(f"in_flight is one of {', '.join(get_args(InFlight))} (got {in_flight!r:.40})")
-        if progress is not None and not callable(progress):
-            raise WeightsError(f"progress is a function of buckets loaded and their number (got {progress!r:.40})")
+        """Return the version to push; raise WeightsError if an argument of `push` is invalid."""
+        validate_push(receivers, in_flight, progress)
         return self._store.get(version)
 
-    @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Without one of its group, a sender is of no more use."""
-        try:
-            yield
-        except WeightsError:
-            raise
-        except PeerError as error:
-            self._break(str(error))
-            raise WeightsError(f"{error}; start the senders again") from error
-        except BaseException as error:
-            self._broken = f"rank {self._group.rank}: {named(error)}"
-            self._team.supervisor.fail(self._broken)
-            self._team.end()
-            raise
-
-    def _break(self, why: str) -> None:
-        self._broken = why
-        self._team.end()
-
-    def _choice(self, found: Version, mode: Mode | None) -> Choice:
-        """How to push this, as last time if nothing has become much faster or slower."""
+    def _choice(self, registered: Version, mode: Mode | None) -> Choice:
+        """Choose how to push; keep the previous choice unless sizes, mode or speeds have changed."""
         speeds = self._speeds or measure(self.device, self._group, self._team)
         free = self._free()
-        what = self._group.size, len(found.buckets), found.bucket_bytes, mode
-        if self._chosen is None or self._chosen[0] != what or not speeds.like(self._chosen[1]):
-            made = choose(self._group.size, len(found.buckets), found.bucket_bytes, speeds, free, mode=mode)
-            self._chosen = what, speeds, made
+        request = self._group.size, len(registered.buckets), registered.bucket_bytes, mode
+        if self._chosen is None or self._chosen[0] != request or not speeds.like(self._chosen[1]):
+            choice = choose(self._group.size, len(registered.buckets), registered.bucket_bytes, speeds, free, mode=mode)
+            self._chosen = request, speeds, choice
         return self._chosen[2]
 
     def _free(self) -> int:
-        """Bytes for any sender's buffers."""
-        return min(self._team.gather(self._team.jointly(self._free_here), int))
+        """Return how many bytes every sender has for its buffers."""
+        return min(self._team.gather(self._team.jointly(self._free_locally), int))
 
-    def _free_here(self) -> int:
-        """Those that are there included; senders on one device share what it has."""
+    def _free_locally(self) -> int:
+        """Return the bytes for this sender's buffers, existing ones included; senders share a device's free memory."""
         senders = self._remotes.devices.count(device_name(self.device))
         return free_bytes(self.device) // senders + self._staging.nbytes
 
 
-def _named(version: str, source: T) -> T:
-    if not is_text(version):
-        raise WeightsError(f"a version needs a name (got {version!r:.40})")
-    return source
+def _source(version: str, source: Any) -> Source:
+    """Return the source of a version; raise WeightsError if either is invalid."""
+    converted = as_source(source)
+    validate_version(version)
+    return converted
 
 
-def _checked(held: Shard) -> Shard:
-    if not is_text(held.entry.name):
-        raise WeightsError(f"a tensor needs a name (got {held.entry.name!r:.80})")
-    if not is_possible(held.entry.shape):
-        raise WeightsError(f"{held.entry.name} has shape {held.entry.shape}, which no tensor can have")
-    return held
+def _shards(source: Source) -> list[Shard]:
+    """Return this rank's shards; raise WeightsError if one is invalid."""
+    shards = []
+    for shard in source.held():
+        validate_shard(shard)
+        shards.append(shard)
+    return shards

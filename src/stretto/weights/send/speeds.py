@@ -1,4 +1,4 @@
-"""How fast bytes move here: measured before the first push, and by every push for the next."""
+"""Measures copy and broadcast speeds before the first push; later pushes use the speeds of the push before."""
 
 import time
 from collections.abc import Callable
@@ -9,15 +9,15 @@ import torch
 
 from stretto.execute.team import Team
 from stretto.weights.send.choose import Speeds
-from stretto.weights.send.push import SenderGroup
+from stretto.weights.send.sender_group import SenderGroup
 
 _BYTES = 16 << 20
 _TIMES = 3
 
 
 def measure(device: torch.device, group: SenderGroup, team: Team) -> Speeds:
-    """The slowest sender's, by a few small copies."""
-    here = team.jointly(lambda: copies(device))
+    """Measure a few small copies; return the slowest sender's speeds."""
+    local = team.jointly(lambda: copies(device))
     if group.size > 1:
         buffer = torch.empty(_BYTES, dtype=torch.uint8, device=device)
 
@@ -26,12 +26,12 @@ def measure(device: torch.device, group: SenderGroup, team: Team) -> Speeds:
             team.broadcast(buffer, 0, group.device)
             team.catch_up("the other senders")
 
-        here = msgspec.structs.replace(here, broadcast=_fastest(share, device))
-    return slowest(here, team)
+        local = msgspec.structs.replace(local, broadcast=_fastest(share, device))
+    return slowest(local, team)
 
 
 def copies(device: torch.device) -> Speeds:
-    """Of copies to and within a device; a broadcast is taken to be twice as fast as a copy from the host."""
+    """Measure copies to and within a device; assume that a broadcast is twice as fast as a copy from the host."""
     host = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     one, other = torch.empty(2, _BYTES, dtype=torch.uint8, device=device)
     h2d = _fastest(lambda: one.copy_(host, non_blocking=True), device)
@@ -39,20 +39,20 @@ def copies(device: torch.device) -> Speeds:
 
 
 def _fastest(act: Callable[[], object], device: torch.device) -> float:
-    """Bytes in a second, of a few times."""
-    found = float("inf")
+    """Return the bytes per second of the fastest of a few runs."""
+    shortest = float("inf")
     for _ in range(_TIMES):
         began = time.perf_counter()
         act()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        found = min(found, time.perf_counter() - began)
-    return _BYTES / max(found, 1e-9)
+        shortest = min(shortest, time.perf_counter() - began)
+    return _BYTES / max(shortest, 1e-9)
 
 
 def slowest(mine: Speeds, team: Team, known: Speeds | None = None) -> Speeds:
-    """Of all senders, step by step; what nobody can tell is as it was known."""
-    rows = [msgspec.structs.astuple(it) for it in team.gather(mine, Speeds)]
-    found = [min(row) for row in zip(*rows, strict=True)]
-    before = found if known is None else msgspec.structs.astuple(known)
-    return Speeds(*(old if new == inf else new for new, old in zip(found, before, strict=True)))
+    """Return the slowest sender's speed for each step; for a step that no sender has measured, the `known` one."""
+    rows = [msgspec.structs.astuple(speeds) for speeds in team.gather(mine, Speeds)]
+    measured = [min(row) for row in zip(*rows, strict=True)]
+    previous = measured if known is None else msgspec.structs.astuple(known)
+    return Speeds(*(old if new == inf else new for new, old in zip(measured, previous, strict=True)))

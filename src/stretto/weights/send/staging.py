@@ -1,4 +1,4 @@
-"""A device's buffers in a push."""
+"""The buffers on the device that a push goes through."""
 
 from pathlib import Path
 
@@ -11,7 +11,10 @@ from stretto.weights.send.choose import buffers
 
 
 class Staging:
-    """One or two buffers that host memory is copied into, and two that receivers see; kept from push to push."""
+    """Two buffers shared with receivers and, if there are several senders, one or two for copies from the host.
+
+    They are kept from push to push.
+    """
 
     def __init__(self, device: torch.device, senders: int) -> None:
         self._device, self._senders = device, senders
@@ -20,7 +23,7 @@ class Staging:
 
     @property
     def shared(self) -> SharedBuffers:
-        assert self._shared is not None, "no push has fitted it"
+        assert self._shared is not None, "fit() was not called"
         return self._shared
 
     @property
@@ -28,18 +31,17 @@ class Staging:
         return 0 if self._shared is None else (2 + len(self.h2d)) * self._shared.nbytes
 
     def fit(self, bucket_bytes: int, mode: Mode) -> None:
-        """Make buffers of this size, unless they are there."""
+        """Allocate the buffers for this bucket size and mode, unless they exist already."""
         count = buffers(self._senders, mode) - 2
         if self._shared is not None and self._shared.nbytes != bucket_bytes:
-            self.close()  # receivers open the new ones when they are offered them
+            self.close()  # receivers open the new buffers with the next offer
         if self._shared is None:
             self._shared = SharedBuffers(bucket_bytes, self._device)
         del self.h2d[count:]
         while len(self.h2d) < count:
             self.h2d.append(torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device))
-        if (
-            self._device.type == "cuda"
-        ):  # what the memory was used for before ends on this stream, and lanes have others
+        if self._device.type == "cuda":
+            # Earlier uses of this memory end on the current stream, and lanes use other streams.
             torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
@@ -50,7 +52,7 @@ class Staging:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a device's memory has left."""
+    """Return how many bytes of a device's memory are free."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return unused + torch.cuda.mem_get_info(device)[0]

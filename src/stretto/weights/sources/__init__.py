@@ -1,1 +1,1 @@
-"""Where pushed tensors come from: a training job's modules, safetensors files, and the checkpoint made of them."""
+"""Where pushed tensors come from: a training job's modules or safetensors files, and the export map applied to them."""

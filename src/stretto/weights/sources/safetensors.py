@@ -1,6 +1,4 @@
-"""Safetensors files as a source: headers checked by hand, tensors read when they are needed.
-
-Never by a mapping: where a file is shorter than it was, reading one ends the process."""
+"""Safetensors files as a source: headers are validated at once, tensors are read when needed."""
 
 import contextlib
 import json
@@ -43,19 +41,19 @@ DTYPES = {
     "F64": "float64",
     "C64": "complex64",
 }
-"""The types of safetensors, and PyTorch's names for them."""
+"""The dtypes of safetensors, and PyTorch's names for them."""
 INDEX = "model.safetensors.index.json"
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)
-_AT_ONCE = 1 << 30  # bytes; the kernel reads no more than 2 GiB in one call
-_LENGTH = 8  # bytes that say how long the header is
-_LONGEST = 100_000_000  # bytes of a header, as in the safetensors library
+_READ_BYTES = 1 << 30  # per call; the kernel reads at most 2 GiB in one
+_LENGTH_BYTES = 8  # size of the field that holds the length of the header
+_MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_TICK = 20_000_000  # nanoseconds, within which a file may be written twice with one time
-_SETTLING = 5.0  # seconds for a file not to be written to
+_TICK = 20_000_000  # nanoseconds within which two writes to a file may get the same timestamp
+_SETTLING = 5.0  # seconds to wait for writes to a file to stop
 
 
-class _Stored(msgspec.Struct):
-    """What a header says of a tensor."""
+class _HeaderEntry(msgspec.Struct):
+    """A tensor as a header describes it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -67,7 +65,7 @@ class _Index(msgspec.Struct):
 
 
 class _Identity(NamedTuple):
-    """By which a file is known to be the one whose header was checked."""
+    """Identifies the file whose header was validated; any write changes it."""
 
     device: int
     inode: int
@@ -81,7 +79,10 @@ class _Identity(NamedTuple):
 
 
 class _File:
-    """One file, open from the moment its header is checked."""
+    """One file, kept open from when its header is validated.
+
+    It is read with `preadv`, never memory-mapped: reading a mapping of a file that was truncated kills the process.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,15 +97,15 @@ class _File:
 
     def held(self) -> Iterator[Shard]:
         for entry, start in self.entries:
-            there = Stretch(self, start, entry.nbytes)
-            yield Shard(entry, whole(entry.shape), partial(there.tensor, entry), there)
+            stretch = Stretch(self, start, entry.nbytes)
+            yield Shard(entry, whole(entry.shape), partial(stretch.tensor, entry), stretch)
 
     def read(self, start: int, into: memoryview) -> None:
-        """Bytes from a place in the file."""
+        """Fill `into` with bytes from an offset in the file."""
         done = 0
         try:
             while done < len(into):
-                count = os.preadv(self._file, [into[done : done + _AT_ONCE]], start + done)
+                count = os.preadv(self._file, [into[done : done + _READ_BYTES]], start + done)
                 if not count:
                     raise WeightsError(f"{self.path} was cut to {start + done} bytes while it was read")
                 done += count
@@ -112,18 +113,18 @@ class _File:
             raise WeightsError(f"cannot read {self.path}: {error}") from None
 
     def check(self) -> None:
-        """Raise rather than mix two versions."""
+        """Raise WeightsError if the file has changed since it was opened: its tensors may be of two versions."""
         now = os.fstat(self._file)
         if now.st_size < (before := self.identity.nbytes):
             raise WeightsError(f"{self.path} was cut from {before} to {now.st_size} bytes since it was opened")
         changed = (now.st_size, now.st_mtime_ns) != (self.identity.nbytes, self.identity.written)
-        with contextlib.suppress(FileNotFoundError):  # its bytes are still there for us
+        with contextlib.suppress(FileNotFoundError):  # deleted, but still readable through our descriptor
             changed = changed or _Identity.of(os.stat(self.path)) != self.identity
         if changed:
             raise WeightsError(f"{self.path} has changed since it was opened; register it again")
 
     def _entries(self) -> Iterator[tuple[TensorSpec, int]]:
-        """The tensors of a file by their place in it, each with where it starts. Together they fill the file."""
+        """Yield each tensor with its offset, in file order; raise WeightsError if they do not fill the file exactly."""
         path, nbytes = self.path, self.identity.nbytes
         begin, stored = self._header()
         at = 0
@@ -153,30 +154,30 @@ class _File:
         if begin + at != nbytes:
             raise WeightsError(f"{path} ends with {nbytes - begin - at} bytes that are nobody's")
 
-    def _header(self) -> tuple[int, dict[str, _Stored]]:
-        """Where the data begins, and the tensors in it."""
+    def _header(self) -> tuple[int, dict[str, _HeaderEntry]]:
+        """Return the offset where the data begins, and the tensors by name."""
         path, nbytes = self.path, self.identity.nbytes
-        if nbytes < _LENGTH:
+        if nbytes < _LENGTH_BYTES:
             raise WeightsError(f"{path} is no safetensors file, or cut short: it has {nbytes} bytes, not even a header")
-        length = int.from_bytes(self._bytes(0, _LENGTH), "little")
-        if length > _LONGEST:
+        length = int.from_bytes(self._bytes(0, _LENGTH_BYTES), "little")
+        if length > _MAX_HEADER_BYTES:
             raise WeightsError(f"{path} is no safetensors file: its header would have {length:,} bytes")
-        if _LENGTH + length > nbytes:
+        if _LENGTH_BYTES + length > nbytes:
             raise WeightsError(f"{path} is cut short: its header has {length} bytes, and the file {nbytes}")
-        text = self._bytes(_LENGTH, length)
+        text = self._bytes(_LENGTH_BYTES, length)
         try:
             raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-            _demand_each_once(text)
+            _validate_unique_keys(text)
         except _NOT_JSON as error:
             raise WeightsError(f"{path} is no safetensors file: its header is not JSON ({error})") from None
         raw.pop("__metadata__", None)
         stored = {}
-        for name, described in raw.items():
+        for name, description in raw.items():
             try:
-                stored[name] = msgspec.json.decode(described, type=_Stored)
+                stored[name] = msgspec.json.decode(description, type=_HeaderEntry)
             except _NOT_JSON as error:
                 raise WeightsError(f"{path}: {name!r:.80} is described wrongly: {error}") from None
-        return _LENGTH + length, stored
+        return _LENGTH_BYTES + length, stored
 
     def _bytes(self, start: int, count: int) -> bytearray:
         data = bytearray(count)
@@ -186,14 +187,14 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Bytes of a file, to be read where they are needed."""
+    """A range of bytes in a file, read when needed."""
 
     file: _File
     start: int
     nbytes: int
 
     def split(self, nbytes: int) -> Iterator["Stretch"]:
-        """In parts of this many bytes; the last may have fewer."""
+        """Split into parts of `nbytes` bytes; the last may be shorter."""
         for at in range(0, self.nbytes, nbytes):
             yield Stretch(self.file, self.start + at, min(nbytes, self.nbytes - at))
 
@@ -201,68 +202,68 @@ class Stretch:
         self.file.read(self.start, view_of(memory))
 
     def tensor(self, entry: TensorSpec) -> Tensor:
-        """All of it as a tensor."""
+        """Read all bytes as a tensor."""
         self.file.check()
-        made = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
-        self.read_into(made)
-        return made
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+        self.read_into(tensor)
+        return tensor
 
 
 class Safetensors:
-    """A safetensors file, several, or a folder of them: those that its index names, or else all.
+    """One safetensors file, several, or a folder: the files that its index names, or all if it has no index.
 
-    The headers of all files are checked at once; tensors are read when they are needed. Files may be symbolic links to
-    anywhere, as in Hugging Face's cache; an index that names files outside of its folder is refused.
+    The headers of all files are validated at construction; tensors are read when needed. Files may be symbolic links to
+    anywhere, as in Hugging Face's cache; an index that names files outside its folder is rejected.
     """
 
     everywhere = True
 
     def __init__(self, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> None:
-        given = [paths] if isinstance(paths, str | os.PathLike) else paths
-        found, places = [], {}
-        for path in map(Path, given):
+        path_list = [paths] if isinstance(paths, str | os.PathLike) else paths
+        files, indexed = [], {}
+        for path in map(Path, path_list):
             if path.is_dir():
-                files, index = _folder(path)
-                found += files
-                places.update(index)
+                folder_files, index = _folder(path)
+                files += folder_files
+                indexed.update(index)
             else:
-                found.append(path)
-        if not found:
+                files.append(path)
+        if not files:
             raise WeightsError("no safetensors file was given")
-        self._files = [_File(path) for path in found]
-        self._check_names(places)
+        self._files = [_File(path) for path in files]
+        self._check_names(indexed)
 
     def held(self) -> Iterator[Shard]:
         for file in self._files:
             yield from file.held()
 
     def check(self) -> None:
-        """Raise if a file is not what it was."""
+        """Raise WeightsError if a file has changed since it was opened."""
         for file in self._files:
             file.check()
 
     @property
     def identity(self) -> str:
-        """Files of one machine with the same of this are the same."""
+        """Equal for two ranks that opened the same, unchanged files on the same machine."""
         return " ".join([_BOOT.read_text().strip(), *(str(tuple(file.identity)) for file in self._files)])
 
-    def _check_names(self, places: dict[str, Path]) -> None:
-        """Every tensor is in one file, and where an index says so."""
+    def _check_names(self, indexed: dict[str, Path]) -> None:
+        """Raise WeightsError if a tensor is in two files, or not in the file that the index names."""
         seen: dict[str, Path] = {}
         for file in self._files:
             for entry, _ in file.entries:
                 if entry.name in seen:
                     raise WeightsError(f"{entry.name} is in two files: {seen[entry.name]} and {file.path}")
                 seen[entry.name] = file.path
-        for name, path in places.items():
+        for name, path in indexed.items():
             if seen.get(name) != path:
                 raise WeightsError(f"{path.parent / INDEX} says that {name} is in {path.name}, and it is not there")
 
 
 def _folder(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The files of a folder, and where its index says that each tensor is."""
+    """Return the files of a folder, and the file of each tensor according to its index."""
     index = folder / INDEX
-    if not os.path.lexists(index):  # a link that leads nowhere is one that cannot be read
+    if not os.path.lexists(index):  # a dangling link is an index that cannot be read, not a missing one
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise WeightsError(f"there is no safetensors file in {folder}")
@@ -270,7 +271,7 @@ def _folder(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     try:
         text = index.read_bytes()
         names = msgspec.json.decode(text, type=_Index).weight_map
-        _demand_each_once(text)
+        _validate_unique_keys(text)
     except (OSError, *_NOT_JSON) as error:
         raise WeightsError(f"{index} is no index of safetensors files: {error}") from None
     for name, file in names.items():
@@ -283,19 +284,19 @@ def _folder(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     }
 
 
-def _demand_each_once(text: bytes | bytearray) -> None:
-    """Raise if any object of a JSON text has a key twice, of which readers choose one or the other."""
+def _validate_unique_keys(text: bytes | bytearray) -> None:
+    """Raise ValueError if any object in a JSON text has a duplicate key: parsers differ in which value they keep."""
 
-    def once(pairs: list[tuple[str, object]]) -> None:
+    def validate(pairs: list[tuple[str, object]]) -> None:
         if len(dict(pairs)) < len(pairs):
-            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ValueError(f"{twice!r:.80} is there twice")
+            duplicate, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise ValueError(f"{duplicate!r:.80} is there twice")
 
-    json.loads(text, object_pairs_hook=once)
+    json.loads(text, object_pairs_hook=validate)
 
 
 def _opened(path: Path) -> tuple[int, _Identity]:
-    """A file that nobody writes to this very moment: what is written after this has another time."""
+    """Open a file once its last write is older than a clock tick, so that any later write changes its timestamp."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     deadline = time.monotonic() + _SETTLING
     while 0 <= time.time_ns() - os.fstat(file).st_ctime_ns < _TICK:

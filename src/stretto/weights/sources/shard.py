@@ -1,4 +1,4 @@
-"""What a rank holds of a version: parts of tensors, each read when it is needed."""
+"""Shards: the parts of a version's tensors that one rank holds, each read when it is needed."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,58 +13,60 @@ from stretto.wire.memory import memory_at
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a tensor: the whole tensor's entry, the box of it that is here, and how to get at it."""
+    """A region of a tensor that this rank holds, and the function that reads it."""
 
     entry: TensorSpec
+    """Describes the whole tensor."""
     box: Region
+    """The region of the whole tensor that is in this shard."""
     read: Callable[[], Tensor]
-    """Gives the box as a tensor of the entry's type, on any device, contiguous or not."""
+    """Returns the region as a tensor of the entry's dtype, on any device, contiguous or not."""
     stored: "Stored | None" = None
-    """Where its bytes lie one after the other, if they need not become a tensor first."""
+    """The contiguous bytes of the shard, if they can be read without making a tensor first."""
 
     @staticmethod
     def whole(name: str, tensor: Tensor, read: Callable[[], Tensor] | None = None) -> "Shard":
-        """A tensor that is here in full."""
+        """Return the shard of a tensor that this rank holds whole."""
         entry = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         return Shard(entry, whole(entry.shape), read or (lambda: tensor))
 
 
 class Stored(Protocol):
-    """Bytes that are read to where they are needed."""
+    """Bytes that can be read directly into their destination."""
 
     @property
     def nbytes(self) -> int: ...
 
     def split(self, nbytes: int) -> Iterable["Stored"]:
-        """In parts of this many bytes; the last may have fewer."""
+        """Split into parts of `nbytes` bytes; the last may be shorter."""
 
     def read_into(self, memory: Tensor) -> None:
-        """All of them into host memory in one piece."""
+        """Read all bytes into contiguous host memory."""
 
 
 class Source(Protocol):
     """Where a version comes from.
 
-    It may have `check()`, which raises if it is not what it was when it was asked for what it holds; and, if every rank
-    holds all of it, `identity`, a string: two ranks that say the same read the same bytes. Of those that do not, all
-    that they read is compared.
+    A source may have two more members. `check()` raises if the source has changed since `held()` was called. `identity`
+    is a string for sources that every rank holds completely: ranks with equal identities read the same bytes; for other
+    ranks, everything they read is compared.
     """
 
     everywhere: bool
-    """Whether every rank holds all of it, as with files that all can read; then nothing is exchanged."""
+    """Whether every rank holds everything, as with files that all ranks can read; then ranks exchange no data."""
 
     def held(self) -> Iterable[Shard]:
-        """This rank's parts, in model order."""
+        """Return this rank's shards, in model order."""
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements one after the other, where they lie if they lie so."""
-    made = tensor.contiguous()
-    return made.as_strided((made.numel(),), (1,))  # a view may not be had of one element with an odd stride
+    """Return all elements as one dimension, without a copy if they are contiguous."""
+    contiguous = tensor.contiguous()
+    return contiguous.as_strided((contiguous.numel(),), (1,))  # `view` can fail for one element with an odd stride
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether its values lie in memory; those of fake tensors, and of some wrappers around other tensors, do not."""
+    """Return whether a tensor's values are in its own memory; fake tensors and some wrapper subclasses have none."""
     try:
         storage = tensor.untyped_storage()
         return storage.device.type == tensor.device.type and (not tensor.numel() or bool(storage.data_ptr()))
@@ -73,18 +75,18 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def view_of(memory: Tensor) -> memoryview:
-    """Host memory in one piece, as bytes. A tensor that gives itself to numpy can never be resized again, and it may be
-    the user's."""
+    """Return contiguous host memory as bytes. Not through numpy: a tensor that was passed to numpy, perhaps the user's,
+    can never be resized again."""
     return memory_at(memory.data_ptr(), memory.nbytes)
 
 
 def confirm(source: Source) -> None:
-    """Raise if a source is known not to be what it was."""
+    """Raise if a source can tell that it has changed."""
     if hasattr(source, "check"):
         source.check()
 
 
 def identity_of(source: Source) -> str:
-    """What a source says that it reads, if it can say so."""
-    found = getattr(source, "identity", "")
-    return found if isinstance(found, str) else ""
+    """Return a source's identity, or an empty string if it has none."""
+    identity = getattr(source, "identity", "")
+    return identity if isinstance(identity, str) else ""

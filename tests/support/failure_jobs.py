@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import stretto
 from models import Block, disturb
 from stretto.execute.groups import Groups
+from stretto.schedules import one_f_one_b
 
 BATCH = 4
 
@@ -26,7 +27,7 @@ def _pipeline(mesh: Any, timeout: float = 30.0, build: Any = None, seed: int = 0
     return stretto.Pipeline(
         build or layers.__getitem__,
         layer_count=2,
-        plan=stretto.one_f_one_b(devices=2, microbatches=BATCH),
+        plan=one_f_one_b(devices=2, microbatches=BATCH),
         loss=nn.functional.mse_loss,
         mesh=mesh,
         timeout=timeout,

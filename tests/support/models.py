@@ -15,8 +15,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import stretto
-import stretto.pipeline.pipeline as runtime
+import stretto.pipeline.build as runtime
 from strategies import SCHEDULES
+from stretto.layers import cut_layers
+from stretto.timeline.trace import trace_json
 
 WIDTH, VOCABULARY, TOKENS = 8, 11, 5
 
@@ -117,7 +119,7 @@ class Case:
 
     def plan(self) -> stretto.Plan:
         extra = {"overlap": True} if self.schedule == "interleaved" else {}
-        return SCHEDULES[self.schedule](devices=self.devices, microbatches=self.microbatches, **extra)
+        return SCHEDULES[self.schedule].make(devices=self.devices, microbatches=self.microbatches, **extra)
 
     def modules(self) -> list[nn.Module]:
         torch.manual_seed(1)
@@ -189,7 +191,7 @@ def train(mesh: Any, case: Case) -> tuple[float, dict[str, Any]]:
 
 def disturb(pipe: Any, at: int, act: Callable[[], object]) -> Callable[[], None]:
     """Let something happen before a task is issued; returns what undoes it."""
-    issues = pipe._passes._executor._issues
+    issues = pipe._binding._executor._issues
     issue = issues[at]
 
     def undo() -> None:
@@ -211,13 +213,13 @@ def order(mesh: Any, case: Case) -> tuple[list[str], list[str]]:
     for index, stage in pipe._stages.items():
         for name, letter in (("forward", "F"), ("backward", "B"), ("weight", "W")):
             setattr(stage, name, _telling(done, f"{index}{letter}", getattr(stage, name)))
-    executor = pipe._passes._executor
-    executor.bind(executor._lanes, pipe._passes._bound)
+    executor = pipe._binding._executor
+    executor.bind(executor._lanes, pipe._binding._bound)
     pipe.step(*case.batch())
     letters = {"F": "F", "B": "B", "I": "B", "W": "W", "WGRAD": "W"}
     planned = [
         f"{task.stage}{letters[task.kind.name]}{task.microbatch}.{task.part}"
-        for task in pipe._passes.tasks
+        for task in pipe._binding.tasks
         if task.kind.name in letters
     ]
     return planned, done
@@ -242,7 +244,7 @@ def recorded(mesh: Any, case: Case) -> str | None:
     pipe = pipeline(mesh, case)
     pipe.step(*case.batch())
     timeline = pipe.step(*case.batch(), record=True).timeline
-    return None if timeline is None else stretto.draw_trace(timeline)
+    return None if timeline is None else trace_json(timeline)
 
 
 def evaluate(mesh: Any, case: Case) -> tuple[float, bool]:
@@ -294,7 +296,7 @@ REFUSED = {
     "no count": "the count of microbatch 0 is a tensor of torch.float64 and shape (2,); it must be one number",
     "some counted": "the loss of some microbatches has a count, of others none; it must have one in all or none",
     "nothing counted": "the loss counted nothing in the whole step: all its counts are 0",
-    "a name for a plan": "plan is a Plan, such as stretto.zb_v(devices=4, microbatches=8) (got 'zb_v')",
+    "a name for a plan": "plan is a Plan, such as stretto.schedules.zb_v(devices=4, microbatches=8) (got 'zb_v')",
     "no mesh": "mesh is a DeviceMesh, as init_device_mesh makes it (got None)",
     "two dimensions": 'mesh has 2 dimensions (dp, pp); give one of them, such as mesh["pp"]',
     "no loss": "loss is a function of output and target (got None)",
@@ -520,7 +522,7 @@ def train_csv(mesh: Any, text: str, case: Case) -> tuple[float, dict[str, Any]]:
 def train_torch(mesh: Any, text: str, case: Case) -> dict[str, Any]:
     """By PyTorch's own runtime, from the same file."""
     plan, modules = stretto.parse_plan(text), case.modules()
-    shares = stretto.cut_layers(range(len(modules)), stages=plan.stages)
+    shares = cut_layers(range(len(modules)), stages=plan.stages)
     here = sorted({stage for device, stage in plan.placement.homes if device == mesh.get_local_rank()})
     stages = [
         PipelineStage(

@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import stretto
 from gradient_jobs import MICROBATCHES, WIDTH, batch, differing, layers, mean, plan_of
 from models import Case, gradients, pipeline
+from stretto.layers import DENSE, cut_layers
 from stretto.program.program import Program
 from stretto.program.task import Kind
+from stretto.schedules import dualpipe, gpipe
 
 
 def lowered(case: Case) -> Program:
@@ -25,7 +27,7 @@ def lowered(case: Case) -> Program:
         return stretto.lower(plan, ties=[(0, plan.stages - 1)] if case.tied else [])
     count = case.layers or plan.stages
     model = [whole[0], *[block] * (count - 2), whole[1]]
-    return stretto.lower(plan, layers=stretto.cut_layers(model, stages=plan.stages))
+    return stretto.lower(plan, layers=cut_layers(model, stages=plan.stages))
 
 
 def by_program(mesh: DeviceMesh, case: Case) -> list[str]:
@@ -124,7 +126,7 @@ def refused(mesh: DeviceMesh, what: str) -> str:
             case "costs":
                 given["costs"] = stretto.Costs()
             case "other devices":
-                given["program"] = stretto.lower(stretto.gpipe(devices=4, microbatches=MICROBATCHES))
+                given["program"] = stretto.lower(gpipe(devices=4, microbatches=MICROBATCHES))
             case "unsound":
                 given["program"] = without_need(program)
             case "no sums":
@@ -136,7 +138,7 @@ def refused(mesh: DeviceMesh, what: str) -> str:
             case "ties":
                 given["program"] = stretto.lower(dual, ties=[(0, 1)])
             case "phases":
-                given["program"] = stretto.lower(dual, layers=[[stretto.DENSE]] * 2)
+                given["program"] = stretto.lower(dual, layers=[[DENSE]] * 2)
             case "one plan, one program":
                 given.update({"plan": dual, "program": None} if rank == 0 else {})
             case "others":
@@ -210,7 +212,7 @@ def sparse_table(mesh: DeviceMesh, transposed: bool) -> list[str]:
     torch.manual_seed(2)
     x, y = torch.randint(8, (2, 8))
     loss = nn.functional.cross_entropy
-    pipe = stretto.Pipeline(made(), plan=stretto.gpipe(devices=2, microbatches=4), loss=loss, mesh=mesh)
+    pipe = stretto.Pipeline(made(), plan=gpipe(devices=2, microbatches=4), loss=loss, mesh=mesh)
     pipe.step(x, y)
     model = nn.Sequential(*made())
     for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
@@ -222,7 +224,7 @@ def changed_on_one_rank(mesh: DeviceMesh, how: str) -> str:
     """What is said if a table with sparse gradients, which two ranks hold, becomes another on one of them."""
     torch.manual_seed(1)
     made = [nn.Embedding(8, 4, sparse=True), nn.Linear(4, 8)]
-    plan = stretto.dualpipe(devices=2, microbatches=4)
+    plan = dualpipe(devices=2, microbatches=4)
     pipe = stretto.Pipeline(made, plan=plan, loss=nn.functional.cross_entropy, mesh=mesh, timeout=20)
     x, y = torch.randint(8, (2, 8))
     pipe.step(x, y)

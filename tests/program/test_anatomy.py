@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto import DENSE, EMBEDDING, LOSS, MOE, MTP, Costs, Layer, Link, PhaseTimes, cut_layers
+from stretto import Costs, Layer
+from stretto.costs import Link, PhaseTimes
+from stretto.layers import DENSE, EMBEDDING, LOSS, MOE, MTP, Phase, cut_layers
 from stretto.program.needs import link_tasks
-from stretto.program.phases import Phase
 from stretto.program.task import SENDS, Kind
+from stretto.schedules import Pair, dualpipe, gpipe, interleaved, one_f_one_b, zb_h1
 
 TIMES = Costs(
     phases={
@@ -41,7 +43,7 @@ def test_every_schedule_is_sound_in_phases(plan: stretto.Plan) -> None:
     assert (program.need < program.needing).all()
     timeline = stretto.simulate(program, TIMES)
     whole, found = stretto.simulate(plan).summary(), timeline.summary(TIMES)
-    paired = any(isinstance(slot, stretto.Pair) for row in plan.rows for slot in row)
+    paired = any(isinstance(slot, Pair) for row in plan.rows for slot in row)
     for device, as_whole in zip(found.devices, whole.devices, strict=True):
         # A woven pair may finish its backward before its forward starts; whole, it holds both.
         assert device.peak_activations <= as_whole.peak_activations
@@ -49,7 +51,7 @@ def test_every_schedule_is_sound_in_phases(plan: stretto.Plan) -> None:
 
 
 def test_a_warm_up_forward_alternates_lanes() -> None:
-    program = stretto.lower(stretto.gpipe(devices=1, microbatches=1), layers=[[MOE, DENSE]], costs=TIMES)
+    program = stretto.lower(gpipe(devices=1, microbatches=1), layers=[[MOE, DENSE]], costs=TIMES)
     shown = [(str(task), task.lane.name) for task in program.tasks()][:6]
     assert shown == [
         ("0F0.attn0", "compute"),
@@ -62,7 +64,7 @@ def test_a_warm_up_forward_alternates_lanes() -> None:
 
 
 def test_a_backward_sends_its_gradient_before_its_weight_gradients() -> None:
-    program = stretto.lower(stretto.gpipe(devices=2, microbatches=1), layers=[[MOE], [MOE]])
+    program = stretto.lower(gpipe(devices=2, microbatches=1), layers=[[MOE], [MOE]])
     names = [str(task) for task in program.tasks() if task.device == 1]
     assert names[-7:] == [
         *("1B0.combine0", "1B0.mlp0", "1B0.dispatch0", "1B0.attn0", "1SEND_B0", "1B0.wgrad.mlp0", "1B0.wgrad.attn0")
@@ -70,12 +72,12 @@ def test_a_backward_sends_its_gradient_before_its_weight_gradients() -> None:
 
 
 def test_input_and_weight_parts_split_likewise() -> None:
-    program = stretto.lower(stretto.zb_h1(devices=1, microbatches=1), layers=[[DENSE]])
+    program = stretto.lower(zb_h1(devices=1, microbatches=1), layers=[[DENSE]])
     assert str(program) == "0F0.attn0,0F0.mlp0,0I0.mlp0,0I0.attn0,0W0.mlp0,0W0.attn0"
 
 
 def test_a_steady_pair_is_kimi_k2s_block() -> None:
-    plan = stretto.interleaved(devices=4, microbatches=8, overlap=True)
+    plan = interleaved(devices=4, microbatches=8, overlap=True)
     row = str(stretto.lower(plan, layers=[[MOE]] * 8, costs=moe_times(comm=0.5))).split("\n")[3].split(",")
     at = row.index("7B0.combine0")
     block = [name for name in row[at:] if "RECV" not in name][:12]
@@ -90,9 +92,9 @@ def test_weaving_hides_communication_that_1f1b_exposes() -> None:
     layers = [[MOE] * 2] * 4
     exposed = {}
     for name, plan in {
-        "1f1b": stretto.one_f_one_b(devices=4, microbatches=16),
-        "k2": stretto.interleaved(devices=4, virtual=1, microbatches=16, overlap=True),
-        "dualpipe": stretto.dualpipe(devices=4, microbatches=16),
+        "1f1b": one_f_one_b(devices=4, microbatches=16),
+        "k2": interleaved(devices=4, stages_per_device=1, microbatches=16, overlap=True),
+        "dualpipe": dualpipe(devices=4, microbatches=16),
     }.items():
         program = stretto.lower(plan, layers=layers, costs=costs)
         assert stretto.check(program) == []
@@ -103,7 +105,7 @@ def test_weaving_hides_communication_that_1f1b_exposes() -> None:
 
 
 def test_phases_without_times_share_their_stages() -> None:
-    program = stretto.lower(stretto.gpipe(devices=1, microbatches=1), layers=[[MOE, DENSE]])
+    program = stretto.lower(gpipe(devices=1, microbatches=1), layers=[[MOE, DENSE]])
     timeline = stretto.simulate(program, Costs(F=4, I=8, W=2))
     assert timeline.makespan == 14
     assert {found.end - found.start for found in timeline.spans() if found.task.kind is Kind.B} == {2, 0}
@@ -111,7 +113,7 @@ def test_phases_without_times_share_their_stages() -> None:
 
 def test_a_transfer_leaves_when_the_last_phase_ends() -> None:
     costs = Costs(phases=TIMES.phases, link=Link(latency=1))
-    timeline = stretto.simulate(stretto.lower(stretto.gpipe(devices=2, microbatches=1), layers=[[MOE]] * 2), costs)
+    timeline = stretto.simulate(stretto.lower(gpipe(devices=2, microbatches=1), layers=[[MOE]] * 2), costs)
     ends = {str(found.task): (found.start, found.end) for found in timeline.spans()}
     assert ends["0F0.combine0"][1] == ends["0SEND_F0"][0] == 5
     assert ends["1F0.attn0"][0] == 6
@@ -145,18 +147,18 @@ def test_a_dropped_duplicated_or_early_phase_is_found(plan: stretto.Plan, data: 
 )
 def test_layers_that_do_not_fit_are_refused(layers: list[list[Layer]], says: str) -> None:
     with pytest.raises(stretto.PlanError) as caught:
-        stretto.lower(stretto.gpipe(devices=2, microbatches=1), layers=layers)
+        stretto.lower(gpipe(devices=2, microbatches=1), layers=layers)
     assert says in str(caught.value)
 
 
 def test_a_phase_without_times_is_named() -> None:
     costs = Costs(phases={"attn": PhaseTimes(1, 1, 1)})
     with pytest.raises(stretto.CostError, match="no times for phase dispatch of moe layers; known are attn"):
-        stretto.simulate(stretto.lower(stretto.gpipe(devices=1, microbatches=1), layers=[[MOE]]), costs)
+        stretto.simulate(stretto.lower(gpipe(devices=1, microbatches=1), layers=[[MOE]]), costs)
 
 
 def test_times_that_would_be_ignored_are_refused() -> None:
-    plan = stretto.gpipe(devices=1, microbatches=1)
+    plan = gpipe(devices=1, microbatches=1)
     with pytest.raises(stretto.CostError, match="times of phases, but the program has none"):
         stretto.simulate(plan, TIMES)
     with pytest.raises(stretto.CostError, match="B, FB and BW are times of whole passes"):
@@ -172,7 +174,7 @@ def test_cutting() -> None:
 
 
 def test_transfers_are_those_of_the_whole_actions() -> None:
-    plan = stretto.dualpipe(devices=4, microbatches=8)
+    plan = dualpipe(devices=4, microbatches=8)
     whole, phased = stretto.lower(plan), stretto.lower(plan, layers=[[MOE]] * 4)
     names = [[str(task) for task in program.tasks() if task.kind in SENDS] for program in (whole, phased)]
     assert names[0] == names[1]

@@ -7,15 +7,15 @@ import msgspec
 import numpy as np
 
 from stretto.costs import Costs, Unit
-from stretto.draw.lanes import host_late
 from stretto.ir.errors import StrettoError, TextError
 from stretto.ir.placement import Placement
+from stretto.layers import Layer
+from stretto.program.anatomy import Anatomy
 from stretto.program.columns import TaskColumns
 from stretto.program.needs import lanes_of, link_tasks
-from stretto.program.phases import Anatomy, Layer
 from stretto.program.program import Program
 from stretto.program.task import LANES, SENDS, UPDATES, WEIGHTS, Kind, Lane, Task
-from stretto.timeline import Timeline
+from stretto.timeline.timeline import Timeline
 
 _MICROSECONDS: dict[Unit, float] = {"s": 1e6, None: 1e3}
 """What the format counts time in, for one of each unit: what has none shows as a millisecond."""
@@ -38,7 +38,7 @@ class _Origin(msgspec.Struct):
     """Of the times in the slices' arguments. Traces of before it was written say nothing, and read so."""
 
 
-def draw_trace(timeline: Timeline, *, costs: Costs | None = None) -> str:
+def trace_json(timeline: Timeline, *, costs: Costs | None = None) -> str:
     """Slices for tasks, arrows for transfers, counters for memory.
 
     Seconds show as seconds; times without a unit show as milliseconds. The file says which, and holds the times
@@ -60,12 +60,7 @@ def draw_trace(timeline: Timeline, *, costs: Costs | None = None) -> str:
 
 
 def parse_trace(text: str) -> Timeline:
-    """Read what `draw_trace` wrote: the same program with the same times.
-
-    >>> from stretto import gpipe, simulate
-    >>> parse_trace(draw_trace(simulate(gpipe(devices=2, microbatches=3)))).makespan
-    12.0
-    """
+    """Read what `trace_json` wrote: the same program with the same times."""
     try:
         trace = msgspec.json.decode(text, type=_Trace)
         origin = msgspec.convert(trace.otherData["stretto"], _Origin)
@@ -242,12 +237,14 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _late(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """A track of its own for each device: what is no task of the program must not be read back as one."""
-    scale, begin = _MICROSECONDS[timeline.unit], float(timeline.start.min())
-    for number, it in enumerate(host_late(timeline)):
-        where = "" if it.cause.device == it.device else f" on device {it.cause.device}"
-        track = {"pid": it.device, "cat": "host", "id": number, "name": f"{it.cause}{where} not issued yet"}
-        yield {"ph": "b", "ts": (begin + it.start) * scale, **track}
-        yield {"ph": "e", "ts": (begin + it.end) * scale, **track}
+    program, gaps, scale = timeline.program, timeline.late_gaps(), _MICROSECONDS[timeline.unit]
+    columns = zip(gaps.cause.tolist(), gaps.task.tolist(), gaps.begin.tolist(), gaps.end.tolist(), strict=True)
+    for number, (late, waiting, start, end) in enumerate(columns):
+        cause, device = program.task(late), program.device.item(waiting)
+        where = "" if cause.device == device else f" on device {cause.device}"
+        track = {"pid": device, "cat": "host", "id": number, "name": f"{cause}{where} not issued yet"}
+        yield {"ph": "b", "ts": start * scale, **track}
+        yield {"ph": "e", "ts": end * scale, **track}
 
 
 def _counters(timeline: Timeline, costs: Costs | None) -> Iterator[dict[str, Any]]:

@@ -554,7 +554,7 @@ class Model:
 
     def plan(self) -> stretto.Plan:
         extra = {"overlap": True} if self.schedule == "interleaved" else {}
-        return SCHEDULES[self.schedule](devices=self.devices, microbatches=self.microbatches, **extra)
+        return SCHEDULES[self.schedule].make(devices=self.devices, microbatches=self.microbatches, **extra)
 
     def layers(self) -> list[nn.Module]:
         torch.manual_seed(1)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import stretto
 from stretto.execute.side_channel import SideChannel
+from stretto.schedules import one_f_one_b
 
 WIDTH, STAGES, MICROBATCHES = 6, 2, 4
 DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))  # "cuda" runs all of this on a GPU, under MPS
@@ -45,7 +46,7 @@ def batch(rows: int, seed: int = 0, tokens: int = 3) -> tuple[Tensor, Tensor]:
 
 def pipeline(mesh: DeviceMesh, then: Callable[[Tensor], Any] | None = None, **options: Any) -> stretto.Pipeline:
     layers = [Layer(0, then), Layer(1)]
-    plan = stretto.one_f_one_b(devices=STAGES, microbatches=MICROBATCHES)
+    plan = one_f_one_b(devices=STAGES, microbatches=MICROBATCHES)
     return stretto.Pipeline(layers, plan=plan, loss=mean, mesh=mesh, timeout=20, **options)
 
 
@@ -149,7 +150,7 @@ class Opening(Layer):
 
 
 def odd_inputs(mesh: DeviceMesh) -> list[str]:
-    plan = stretto.one_f_one_b(devices=STAGES, microbatches=MICROBATCHES)
+    plan = one_f_one_b(devices=STAGES, microbatches=MICROBATCHES)
     pipe = stretto.Pipeline([Opening(0), Layer(1)], plan=plan, loss=mean, mesh=mesh, timeout=20)
     wrong = []
     for rows in (8, 4, 8, 4):
@@ -322,7 +323,7 @@ SEEN = (
 def seen(mesh: DeviceMesh, what: str) -> list[str]:
     """What can be seen when a step begins, changed from step to step: gradients are those of one process."""
     loss = Loss()
-    plan = stretto.one_f_one_b(devices=STAGES, microbatches=MICROBATCHES)
+    plan = one_f_one_b(devices=STAGES, microbatches=MICROBATCHES)
     layers = [Passing(), Adding()]
     pipe = stretto.Pipeline(layers, plan=plan, loss=loss, mesh=mesh, timeout=20)
     wrong = []
@@ -355,7 +356,7 @@ def nested(mesh: DeviceMesh, dynamic: bool) -> list[str]:
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x.to_padded_tensor(0.0))  # type: ignore[no-any-return]
 
-    plan = stretto.one_f_one_b(devices=STAGES, microbatches=MICROBATCHES)
+    plan = one_f_one_b(devices=STAGES, microbatches=MICROBATCHES)
     pipe = stretto.Pipeline([Pad(), Layer(1)], plan=plan, loss=mean, mesh=mesh, timeout=20, dynamic_shapes=dynamic)
     wrong = []
     for _ in range(2):
@@ -377,7 +378,7 @@ def inference(mesh: DeviceMesh) -> list[float]:
 
 def scripted(mesh: DeviceMesh) -> bool:
     layers = [torch.jit.script(nn.Linear(WIDTH, WIDTH, dtype=torch.float64, device=DEVICE)), Layer(1)]
-    plan = stretto.one_f_one_b(devices=STAGES, microbatches=MICROBATCHES)
+    plan = one_f_one_b(devices=STAGES, microbatches=MICROBATCHES)
     pipe = stretto.Pipeline(layers, plan=plan, loss=mean, mesh=mesh, timeout=20)
     pipe.step(*batch(8))
     return all(p.grad is not None for p in pipe.parameters())

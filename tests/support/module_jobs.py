@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import stretto
 from grammar import ROWS, WIDTH, Model, Statistics
+from stretto.schedules import dualpipe, zb_h1
 
 MODEL = Model("zb_h1", 2, 4, (("Piece", "tensor"), ("Attention", "tensor"), ("Statistics", "tensor")))
 
@@ -67,14 +68,14 @@ def put_off_twice(mesh: Any) -> list[int]:
     for pipe in (pipeline(mesh, layers), pipeline(mesh, layers)):
         count = 0
         for stage in pipe._stages.values():
-            usual = stage.deferral.put_off
+            usual = stage.deferral.defer
 
             def counting(*given: Any, usual: Any = usual) -> None:
                 nonlocal count
                 count += 1
                 usual(*given)
 
-            stage.deferral.put_off = counting  # type: ignore[method-assign]
+            stage.deferral.defer = counting  # type: ignore[method-assign]
         pipe.step(*MODEL.batch())
         found.append(count)
     return found
@@ -168,7 +169,7 @@ def autocast_island(mesh: Any) -> list[bool]:
 
     torch.manual_seed(2)
     inputs, targets = torch.randn(2, 2, 8, WIDTH)
-    plan = stretto.zb_h1(devices=2, microbatches=2)
+    plan = zb_h1(devices=2, microbatches=2)
     pipe = stretto.Pipeline(layers(), plan=plan, loss=loss, mesh=mesh, balance=[2, 1])
     whole = nn.Sequential(*layers())
     with torch.autocast("cpu", torch.bfloat16):
@@ -231,7 +232,7 @@ def on_two_devices(mesh: Any, what: str) -> str:
         layers[0] = nn.Embedding(9, WIDTH, max_norm=1.0)
     elif what == "frozen":
         layers[0].requires_grad_(mesh.get_local_rank() == 0)
-    plan = stretto.dualpipe(devices=2, microbatches=4)
+    plan = dualpipe(devices=2, microbatches=4)
     try:
         pipe = stretto.Pipeline(layers, plan=plan, loss=lambda out, y: (out - y).square().mean(), mesh=mesh, timeout=20)
         if what == "replaced":

@@ -61,7 +61,7 @@ def counted(output: Tensor, target: Tensor) -> Any:
 
 
 def plan_of(schedule: str, devices: int = 2) -> stretto.Plan:
-    return SCHEDULES[schedule](devices=devices, microbatches=MICROBATCHES)
+    return SCHEDULES[schedule].make(devices=devices, microbatches=MICROBATCHES)
 
 
 def whole(loss: Any, output: Tensor, target: Tensor) -> Tensor:

@@ -1,41 +1,24 @@
 """Hypothesis strategies: any of our plans, at any small legal size."""
 
-from collections.abc import Callable
-
 from hypothesis import strategies as st
 
 import stretto
-
-SCHEDULES: dict[str, Callable[..., stretto.Plan]] = {
-    "gpipe": stretto.gpipe,
-    "one_f_one_b": stretto.one_f_one_b,
-    "interleaved": stretto.interleaved,
-    "zb_h1": stretto.zb_h1,
-    "zb_h2": stretto.zb_h2,
-    "zb_v": stretto.zb_v,
-    "v_half": stretto.v_half,
-    "v_min": stretto.v_min,
-    "dualpipe": stretto.dualpipe,
-    "dualpipev": stretto.dualpipev,
-}
+from stretto.schedules import SCHEDULES
 
 
 @st.composite
 def plans(draw: st.DrawFn, *, devices: int = 5, microbatches: int = 10) -> stretto.Plan:
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
-    p = draw(st.integers(1, devices))
+    schedule = draw(st.sampled_from(list(SCHEDULES.values())))
     extra = {}
-    if name == "interleaved":
-        extra = {"virtual": draw(st.integers(1, 3)), "overlap": draw(st.booleans())}
-    if name == "dualpipe":
-        p = 2 * max(1, p // 2)
-        m = 2 * p + 2 * draw(st.integers(0, 3))
-    elif name == "dualpipev":
+    if schedule.variable:
+        extra = {"stages_per_device": draw(st.integers(1, 3)), "overlap": draw(st.booleans())}
+    p, m = draw(st.integers(1, devices)), draw(st.integers(1, microbatches))
+    if schedule.rounds:  # the least number of microbatches grows with the devices
         p = max(1, p // 2)
-        m = 2 * p + draw(st.integers(0, 5))
-    else:
-        m = draw(st.integers(1, microbatches))
-    return SCHEDULES[name](devices=p, microbatches=m, **extra)
+        m = schedule.rounds * p + m // 2
+    if schedule.even:
+        p, m = 2 * p, 2 * max(schedule.rounds * p, m // 2)
+    return schedule.make(devices=p, microbatches=m, **extra)
 
 
 costs = st.integers(1, 9)

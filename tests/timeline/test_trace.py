@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto import Costs, Link
-from stretto.costs import Unit
+from stretto import Costs
+from stretto.costs import Link, Unit
+from stretto.layers import DENSE, MOE
+from stretto.schedules import gpipe, one_f_one_b
+from stretto.timeline.trace import parse_trace, trace_json
 
 REQUIRED = {
     "X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"},
@@ -26,7 +29,7 @@ REQUIRED = {
 
 def events_of(timeline: stretto.Timeline, costs: Costs | None = None) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in json.loads(stretto.draw_trace(timeline, costs=costs))["traceEvents"]:
+    for event in json.loads(trace_json(timeline, costs=costs))["traceEvents"]:
         assert set(event) >= REQUIRED[event["ph"]]
         found[event["ph"]].append(event)
     return found
@@ -61,19 +64,19 @@ def measured(timeline: stretto.Timeline) -> stretto.Timeline:
 
 
 def test_seconds_are_shown_as_microseconds_and_read_back_as_seconds() -> None:
-    timeline = measured(stretto.simulate(stretto.one_f_one_b(devices=2, microbatches=4)))
+    timeline = measured(stretto.simulate(one_f_one_b(devices=2, microbatches=4)))
     events = events_of(timeline)
     for event, span in zip(events["X"], timeline.spans(), strict=True):
         assert event["ts"] == pytest.approx(span.start * 1e6)
         assert event["dur"] == pytest.approx((span.end - span.start) * 1e6)
     assert max(event["ts"] for event in events["C"]) <= timeline.end.max() * 1e6
-    again = stretto.parse_trace(stretto.draw_trace(timeline))
+    again = parse_trace(trace_json(timeline))
     assert again.unit == "s"
     assert same(timeline, again)
 
 
 def test_what_is_simulated_with_fitted_seconds_is_in_seconds() -> None:
-    timeline = measured(stretto.simulate(stretto.one_f_one_b(devices=2, microbatches=4)))
+    timeline = measured(stretto.simulate(one_f_one_b(devices=2, microbatches=4)))
     fitted = stretto.simulate(timeline.program, stretto.fit(timeline))
     assert fitted.unit == "s"
     assert events_of(fitted)["X"][-1]["ts"] == pytest.approx(fitted.start[-1] * 1e6)
@@ -81,16 +84,16 @@ def test_what_is_simulated_with_fitted_seconds_is_in_seconds() -> None:
 
 
 def test_a_trace_of_before_units_is_read_as_times_without_one() -> None:
-    timeline = measured(stretto.simulate(stretto.gpipe(devices=2, microbatches=2)))
-    trace = json.loads(stretto.draw_trace(timeline))
+    timeline = measured(stretto.simulate(gpipe(devices=2, microbatches=2)))
+    trace = json.loads(trace_json(timeline))
     assert trace["otherData"]["stretto"].pop("unit") == "s"
-    again = stretto.parse_trace(json.dumps(trace))
+    again = parse_trace(json.dumps(trace))
     assert again.unit is None
     assert np.array_equal(again.start, timeline.start)
 
 
 def test_an_arrow_leads_from_each_send_to_its_receive() -> None:
-    timeline = stretto.simulate(stretto.one_f_one_b(devices=3, microbatches=2), Costs(link=Link(latency=1)))
+    timeline = stretto.simulate(one_f_one_b(devices=3, microbatches=2), Costs(link=Link(latency=1)))
     events = events_of(timeline)
     starts, ends = ({event["id"]: event for event in events[ph]} for ph in ("s", "f"))
     assert len(starts) == len(events["s"]) == 8
@@ -100,7 +103,7 @@ def test_an_arrow_leads_from_each_send_to_its_receive() -> None:
 
 def test_memory_is_counted() -> None:
     costs = Costs(activation_bytes=7)
-    timeline = stretto.simulate(stretto.one_f_one_b(devices=2, microbatches=4), costs)
+    timeline = stretto.simulate(one_f_one_b(devices=2, microbatches=4), costs)
     counters = events_of(timeline, costs)["C"]
     passes = [
         event["args"]["activations"] for event in counters if event["name"] == "stage passes held" and not event["pid"]
@@ -110,7 +113,7 @@ def test_memory_is_counted() -> None:
 
 
 def test_devices_and_lanes_are_named_and_sorted() -> None:
-    events = events_of(stretto.simulate(stretto.gpipe(devices=2, microbatches=1)))["M"]
+    events = events_of(stretto.simulate(gpipe(devices=2, microbatches=1)))["M"]
     assert {event["name"] for event in events} == {
         "process_name",
         "process_sort_index",
@@ -140,12 +143,12 @@ def same(a: stretto.Timeline, b: stretto.Timeline) -> bool:
 def test_a_trace_is_read_back_as_it_was(
     plan: stretto.Plan, phases: bool, offload: int, recompute: bool, unit: Unit
 ) -> None:
-    layers = [[stretto.MOE, stretto.DENSE]] * plan.stages if phases else None
+    layers = [[MOE, DENSE]] * plan.stages if phases else None
     link, host = Link(latency=1 / 3), Link(bandwidth=0.7)
     costs = Costs(unit=unit, link=link, activation_bytes=1, recompute_bytes=0, host=host)
     program = stretto.lower(plan, layers=layers, offload=offload, recompute=recompute)
     timeline = stretto.simulate(program, costs)
-    again = stretto.parse_trace(stretto.draw_trace(timeline, costs=costs))
+    again = parse_trace(trace_json(timeline, costs=costs))
     assert same(timeline, again)
     assert stretto.check(again.program) == []
     assert again.summary(costs) == timeline.summary(costs)
@@ -154,7 +157,7 @@ def test_a_trace_is_read_back_as_it_was(
 @pytest.mark.parametrize("devices", [1, 3])
 def test_an_update_is_read_back_with_an_arrow_to_every_destination(devices: int) -> None:
     timeline = stretto.simulate(stretto.weight_update(devices=devices, buckets=5, mode="three"))
-    assert same(timeline, stretto.parse_trace(stretto.draw_trace(timeline)))
+    assert same(timeline, parse_trace(trace_json(timeline)))
     events = events_of(timeline)
     assert len(events["s"]) == len(events["f"]) == 5 * (devices - 1)
     assert {event["id"] for event in events["s"]} == {event["id"] for event in events["f"]}
@@ -184,25 +187,25 @@ def test_an_update_is_read_back_with_an_arrow_to_every_destination(devices: int)
     ],
 )
 def test_a_broken_trace_is_refused(change: Callable[[dict[str, Any]], Any], says: str | None) -> None:
-    trace = json.loads(stretto.draw_trace(stretto.simulate(stretto.gpipe(devices=2, microbatches=1))))
+    trace = json.loads(trace_json(stretto.simulate(gpipe(devices=2, microbatches=1))))
     trace["traceEvents"] = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     change(trace)
     if says is None:  # it can be read, and is found to be unsound
-        assert stretto.check(stretto.parse_trace(json.dumps(trace)).program)
+        assert stretto.check(parse_trace(json.dumps(trace)).program)
         return
     with pytest.raises(stretto.TextError) as caught:
-        stretto.parse_trace(json.dumps(trace))
+        parse_trace(json.dumps(trace))
     assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("edit", [{"counterpart": 0}, {"needs": [0]}, {"counterpart": 7}])
 def test_a_broken_update_is_refused(edit: dict[str, Any]) -> None:
-    trace = json.loads(stretto.draw_trace(stretto.simulate(stretto.weight_update(devices=2, buckets=2))))
+    trace = json.loads(trace_json(stretto.simulate(stretto.weight_update(devices=2, buckets=2))))
     next(event for event in trace["traceEvents"] if event["ph"] == "X")["args"].update(edit)
     with pytest.raises(stretto.TextError, match="refers to one that is not there"):
-        stretto.parse_trace(json.dumps(trace))
+        parse_trace(json.dumps(trace))
 
 
 def test_what_is_no_json_is_refused() -> None:
     with pytest.raises(stretto.TextError, match="not a trace of Stretto's"):
-        stretto.parse_trace("0F0,0B0")
+        parse_trace("0F0,0B0")

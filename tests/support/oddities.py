@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import stretto
 from strategies import SCHEDULES
 from stretto.pipeline.rng import Generators, RngKey
+from stretto.schedules import gpipe
 
 WIDTH = 6
 
@@ -238,7 +239,7 @@ def exact(mesh: Any, name: str, schedule: str) -> list[str]:
     more = dict(more)
     steps, whole, autocast = more.pop("steps", 1), more.pop("whole", False), more.pop("autocast", False)
     loss = more.pop("loss", _loss)
-    plan = SCHEDULES[schedule](devices=2, microbatches=6)
+    plan = SCHEDULES[schedule].make(devices=2, microbatches=6)
     pipe = stretto.Pipeline(_stretched(make, plan.stages), plan=plan, loss=loss, mesh=mesh, **more)
     layers = _stretched(make, plan.stages)
     wrong = []
@@ -283,7 +284,7 @@ def refused(mesh: Any, name: str) -> str:
     make, more, _ = REFUSED[name]
     more = dict(more)
     evaluate, reused, endless = (more.pop(key, False) for key in ("evaluate", "reused", "endless"))
-    plan = stretto.gpipe(devices=3, microbatches=6)
+    plan = gpipe(devices=3, microbatches=6)
     inputs, targets = _batch(name)
 
     def again() -> Any:

@@ -1,44 +1,16 @@
-"""Layers and their phases: what a pass through a stage consists of."""
+"""What a pass through each stage consists of: the phases of its layers, in order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Literal, TypeVar
+from itertools import accumulate
 
 import numpy as np
 
 from stretto.ir.errors import PlanError
+from stretto.layers import Layer, Phase
 from stretto.program.columns import Ints
 from stretto.program.task import COMPUTE, WEIGHTS, Kind
-
-_T = TypeVar("_T")
-PhaseLane = Literal["compute", "comm"]
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A part of a layer that lives on one lane. Compute phases have weights, so a weight gradient each."""
-
-    name: str
-    lane: PhaseLane = "compute"
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Phases that follow one another in the forward; the backward takes them in reverse."""
-
-    name: str
-    phases: tuple[Phase, ...]
-
-
-_ATTN, _MLP, _LOSS = Phase("attn"), Phase("mlp"), Phase("loss")
-EMBEDDING = Layer("embedding", (Phase("embedding"),))
-DENSE = Layer("dense", (_ATTN, _MLP))
-MOE = Layer("moe", (_ATTN, Phase("dispatch", "comm"), _MLP, Phase("combine", "comm")))
-MTP = Layer("mtp", (*MOE.phases, _LOSS))
-"""Multi-token prediction: one more MoE layer with a loss of its own."""
-LOSS = Layer("loss", (_LOSS,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,37 +108,3 @@ class Anatomy:
         """Of each row of weights, the row of the backward part it needs."""
         rows = zip(self.pass_rows[:-1], self.weight_steps, strict=True)
         return np.concatenate([row + np.array(steps) for row, steps in rows])
-
-
-def parse_layers(text: str) -> list[Layer]:
-    """Read a model's layers in order.
-
-    >>> [layer.name for layer in parse_layers("embedding, dense, moe*2, loss")]
-    ['embedding', 'dense', 'moe', 'moe', 'loss']
-    """
-    known = {layer.name: layer for layer in (EMBEDDING, DENSE, MOE, MTP, LOSS)}
-    layers: list[Layer] = []
-    for word in text.split(","):
-        name, times, count = (side.strip() for side in word.partition("*"))
-        number = int(count) if count.isascii() and count.isdecimal() and len(count) < 6 else 0 if times else 1
-        if name not in known or number < 1:
-            raise PlanError(f"{word.strip()!r:.40} is no layer; write e.g. moe or moe*3, of {', '.join(known)}")
-        layers += [known[name]] * number
-    return layers
-
-
-def cut_layers(
-    layers: Sequence[_T], *, stages: int, balance: Sequence[int] | None = None
-) -> tuple[tuple[_T, ...], ...]:
-    """Share a model's layers out among stages: evenly, the first ones taking one more, or as `balance` says.
-
-    >>> [len(stage) for stage in cut_layers([EMBEDDING, *[MOE] * 5, LOSS], stages=3)]
-    [3, 2, 2]
-    """
-    if balance is None:
-        each, more = divmod(len(layers), stages)
-        balance = [each + (stage < more) for stage in range(stages)]
-    if len(balance) != stages or sum(balance) != len(layers) or min(balance) < 1:
-        shares = f"{stages} shares of at least 1 that add up (got {list(balance)})"
-        raise PlanError(f"{len(layers)} layers on {stages} stages need {shares}")
-    return tuple(tuple(layers[a:b]) for a, b in pairwise(accumulate(balance, initial=0)))

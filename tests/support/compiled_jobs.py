@@ -65,7 +65,7 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
 def compiled(mesh: DeviceMesh, schedule: str, how: str) -> list[str]:
     """What is wrong with some steps: gradients that are not those of one process, and compilations after the first."""
     dynamo.reset()
-    plan = getattr(stretto, schedule)(devices=mesh.size(), microbatches=MICROBATCHES)
+    plan = getattr(stretto.schedules, schedule)(devices=mesh.size(), microbatches=MICROBATCHES)
     pipe = stretto.Pipeline(MAKE[how], layer_count=4, plan=plan, loss=mean, mesh=mesh, timeout=60)
     alone, wrong, graphs = nn.Sequential(*map(Block, range(4))), [], []
     for step in range(STEPS):

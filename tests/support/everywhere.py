@@ -67,7 +67,7 @@ def _pipeline(mesh: Any, name: str = "dualpipe", microbatches: int = 4) -> tuple
     torch.manual_seed(0)
     layers = [Block().double() for _ in range(2 * RANKS)]
     batch = torch.randn(microbatches, 3, 8, dtype=torch.float64)
-    plan = getattr(stretto, name)(devices=RANKS, microbatches=microbatches)
+    plan = getattr(stretto.schedules, name)(devices=RANKS, microbatches=microbatches)
     return stretto.Pipeline(layers, plan=plan, loss=nn.functional.mse_loss, mesh=mesh, timeout=20), batch
 
 

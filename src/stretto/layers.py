@@ -1,0 +1,77 @@
+"""Layers and their phases: what a model is made of, for planning.
+
+>>> from stretto.layers import DENSE, EMBEDDING, LOSS, MOE, cut_layers
+>>> [len(stage) for stage in cut_layers([EMBEDDING, DENSE, *[MOE] * 5, LOSS], stages=4)]
+[2, 2, 2, 2]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal, TypeVar
+
+from stretto.ir.errors import PlanError
+
+__all__ = ["DENSE", "EMBEDDING", "LOSS", "MOE", "MTP", "Layer", "Phase", "cut_layers", "parse_layers"]
+
+_T = TypeVar("_T")
+PhaseLane = Literal["compute", "comm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a layer that lives on one lane. Compute phases have weights, so a weight gradient each."""
+
+    name: str
+    lane: PhaseLane = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Phases that follow one another in the forward; the backward takes them in reverse."""
+
+    name: str
+    phases: tuple[Phase, ...]
+
+
+_ATTN, _MLP, _LOSS = Phase("attn"), Phase("mlp"), Phase("loss")
+EMBEDDING = Layer("embedding", (Phase("embedding"),))
+DENSE = Layer("dense", (_ATTN, _MLP))
+MOE = Layer("moe", (_ATTN, Phase("dispatch", "comm"), _MLP, Phase("combine", "comm")))
+MTP = Layer("mtp", (*MOE.phases, _LOSS))
+"""Multi-token prediction: one more MoE layer with a loss of its own."""
+LOSS = Layer("loss", (_LOSS,))
+
+
+def parse_layers(text: str) -> list[Layer]:
+    """Read a model's layers in order.
+
+    >>> [layer.name for layer in parse_layers("embedding, dense, moe*2, loss")]
+    ['embedding', 'dense', 'moe', 'moe', 'loss']
+    """
+    known = {layer.name: layer for layer in (EMBEDDING, DENSE, MOE, MTP, LOSS)}
+    layers: list[Layer] = []
+    for word in text.split(","):
+        name, times, count = (side.strip() for side in word.partition("*"))
+        number = int(count) if count.isascii() and count.isdecimal() and len(count) < 6 else 0 if times else 1
+        if name not in known or number < 1:
+            raise PlanError(f"{word.strip()!r:.40} is no layer; write e.g. moe or moe*3, of {', '.join(known)}")
+        layers += [known[name]] * number
+    return layers
+
+
+def cut_layers(
+    layers: Sequence[_T], *, stages: int, balance: Sequence[int] | None = None
+) -> tuple[tuple[_T, ...], ...]:
+    """Share a model's layers out among stages: evenly, the first ones taking one more, or as `balance` says.
+
+    >>> [len(stage) for stage in cut_layers([EMBEDDING, *[MOE] * 5, LOSS], stages=3)]
+    [3, 2, 2]
+    """
+    if balance is None:
+        each, more = divmod(len(layers), stages)
+        balance = [each + (stage < more) for stage in range(stages)]
+    if len(balance) != stages or sum(balance) != len(layers) or min(balance) < 1:
+        shares = f"{stages} shares of at least 1 that add up (got {list(balance)})"
+        raise PlanError(f"{len(layers)} layers on {stages} stages need {shares}")
+    return tuple(tuple(layers[a:b]) for a, b in pairwise(accumulate(balance, initial=0)))

@@ -1,0 +1,48 @@
+"""One side of a message between two ranks."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from stretto import cuda
+
+if TYPE_CHECKING:
+    from stretto.onegpu.engine import Engine
+
+
+@dataclass(eq=False, slots=True)
+class Message:
+    engine: "Engine"
+    block: int
+    peer: int
+    number: int
+    sends: bool
+    tensor: Tensor
+    """Kept alive until the message has ended."""
+    deadline: float = math.inf
+    """Set when the message is posted to the broker."""
+    _ended: bool = False
+
+    def end(self) -> None:
+        """Mark a message on the host as ended."""
+        self._ended = True
+
+    @property
+    def ended(self) -> bool:
+        if not self._ended and self.tensor.is_cuda:
+            self._ended = self.engine.flags.arrived(self.block) > self.number
+        return self._ended
+
+    def wait_on_stream(self) -> None:
+        """Make the current stream wait until the message has ended."""
+        if not self.ended:
+            flags = self.engine.flags
+            cuda.wait_value(current_stream(self.tensor), flags.address(flags.done(self.block)), self.number + 1)
+
+
+def current_stream(tensor: Tensor) -> int:
+    """Return the driver's handle of the current stream of a tensor's device; making a Stream object takes longer."""
+    return int(torch._C._cuda_getCurrentRawStream(tensor.device.index))

@@ -1,0 +1,336 @@
+"""Builds the parts of a pipeline on each rank, in an order of collectives that is the same everywhere."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from stretto.execute.host_lanes import Work
+from stretto.execute.team import Team
+from stretto.ir.errors import PipelineError, told
+from stretto.ir.placement import Placement
+from stretto.layers import Layer, cut_layers
+from stretto.pipeline.agreement import Agreement
+from stretto.pipeline.bind import StepBinding
+from stretto.pipeline.gradients import Gradients
+from stretto.pipeline.layers import (
+    Layers,
+    builder,
+    is_sparse,
+    modules_named,
+    outermost,
+    unfit,
+    validate_own_statistics,
+)
+from stretto.pipeline.options import Options, validate_mesh, wrong_option
+from stretto.pipeline.programs import digest_of, program_for, wrong_program
+from stretto.pipeline.replicas import Replicas
+from stretto.pipeline.shape_cache import ShapeCache
+from stretto.pipeline.shared_parameters import find_shared
+from stretto.pipeline.stage import Stage, anatomy_of, is_phased
+from stretto.pipeline.ties import (
+    conflicting,
+    joined,
+    layer_of,
+    names_of,
+    places_of,
+    tie,
+    tied_stages,
+    ties_of,
+    validate_names,
+    wrong_ties,
+)
+from stretto.pipeline.transfers import Transfers
+from stretto.program.program import Program
+
+Together = dict[str, tuple[str, ...]]
+"""For each tied name, all names of its tie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a pipeline on one rank."""
+
+    team: Team
+    placement: Placement
+    program: Program
+    layers: dict[int, nn.Module]
+    module: nn.ModuleDict
+    replicas: Replicas
+    gradients: Gradients
+    stages: dict[int, Stage]
+    transfers: Transfers
+    starts: Agreement | None
+    """Exchanges how each step begins; None with `dynamic_shapes`."""
+    binding: StepBinding
+    """The training step."""
+
+
+class _Placed(NamedTuple):
+    """This rank's layers, and what it knows of all others."""
+
+    build: Callable[[int], nn.Module]
+    """Builds the layer of any number."""
+    modules: Layers
+    """All layers, if they were passed as modules; otherwise empty."""
+    shares: list[tuple[int, ...]]
+    """The layers of each stage."""
+    stages: list[int]
+    """The stages of this rank."""
+    layers: dict[int, nn.Module]
+    """The layers of this rank."""
+    module: nn.ModuleDict
+    """The layers of this rank, as one module."""
+
+
+def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMesh, options: Options) -> Parts:
+    """Build this rank's parts. All ranks call this together.
+
+    Nearly every step below is collective (see its docstring), so no rank may skip one, and their order is fixed.
+    """
+    validate_mesh(mesh)
+    device = torch.device(mesh.device_type)
+    team = _form_team(loss, mesh, device, options)
+    with team.closing_if_it_fails():
+        placement = (options.program if options.program is not None else options.plan).placement  # type: ignore[union-attr]
+        placed = _place_layers(team, mesh, device, placement, layers, options)
+        phases = _gather_phases(team, placed)
+        together = _gather_ties(team, placed, options.tied)
+        program = _make_program(team, placed, phases, together, options)
+        _validate_same_options(team, placed, program, together, options)
+        recomputed = _find_recomputed(team, placed, options.recompute)
+        _tie_parameters(team, placed, together)
+        sparse = _find_sparse(placed)
+        replicas = _share_parameters(team, device, placement, placed, together, sparse)
+        gradients = _make_gradients(placed, replicas, sparse, options)
+        stages = _make_stages(device, placement, placed, program, gradients, recomputed, options)
+        transfers = Transfers(team, program, device)
+        _warm_up_autograd(device)
+        starts = None if options.dynamic_shapes else Agreement(team, [tuple(range(team.size))])
+        reduce = partial(replicas.sum_stages, gradients=gradients)
+        binding = bind(program, team, stages, transfers, starts, reduce=reduce)
+    return Parts(
+        team, placement, program, placed.layers, placed.module, replicas, gradients, stages, transfers, starts, binding
+    )
+
+
+def _form_team(loss: Any, mesh: DeviceMesh, device: torch.device, options: Options) -> Team:
+    """Validate the arguments and connect the ranks (collective): if one rank's arguments are wrong, all raise."""
+    wrong = wrong_program(options.plan, options.program, options.costs, options.wgrad_microbatches, mesh.size())
+    wrong = wrong or wrong_option(loss, options)
+    return Team(mesh.get_group(), device, timeout=options.timeout, wrong=wrong, error=PipelineError, failure=told)
+
+
+def _place_layers(
+    team: Team,
+    mesh: DeviceMesh,
+    device: torch.device,
+    placement: Placement,
+    layers: Layers | Callable[[int], nn.Module],
+    options: Options,
+) -> _Placed:
+    """Cut the layers into stages, and build this rank's (collective: if a rank fails, all raise)."""
+
+    def place() -> _Placed:
+        build, count = builder(layers, options.layer_count)
+        validate_names(options.tied, count)
+        shares = list(cut_layers(range(count), stages=placement.stages, balance=options.balance))
+        modules: Layers = []
+        if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
+            validate_own_statistics(layers, shares)
+            modules = layers
+        stages = sorted({stage for home, stage in placement.homes if home == mesh.get_local_rank()})
+        own = {number: build(number).to(device) for stage in stages for number in shares[stage]}
+        module = nn.ModuleDict({str(number): layer for number, layer in own.items()})
+        if (wrong := unfit(own)) is not None:
+            raise PipelineError(wrong)
+        return _Placed(build, modules, shares, stages, own, module)
+
+    return team.all_or_none(place)
+
+
+def _gather_phases(team: Team, placed: _Placed) -> list[list[Layer]] | None:
+    """Return the phases of all stages, None if no rank's layers have any (collective).
+
+    If any have, build the other ranks' layers too, to read their phases.
+    """
+    if not any(team.gather(any(is_phased(layer) for layer in placed.layers.values()), bool)):
+        return None
+    return [
+        anatomy_of([placed.layers.get(number) or placed.build(number) for number in share]) for share in placed.shares
+    ]
+
+
+def _gather_ties(team: Team, placed: _Placed, tied: Sequence[Sequence[str]]) -> Together:
+    """Return all ties (collective): by `tied`, and by layers of several stages that already share a parameter."""
+    ties = [*tied, *ties_of(placed.modules)]
+    places = places_of(placed.module)
+    _raise_on_all(team, conflicting(joined(ties), places))
+    stage_of = {number: stage for stage, share in enumerate(placed.shares) for number in share}
+    across_stages = [
+        names for names in names_of(places).values() if len({stage_of[layer_of(name)] for name in names}) > 1
+    ]
+    gathered = team.gather(across_stages, list[list[str]])
+    return joined([*ties, *(names for from_rank in gathered for names in from_rank)])
+
+
+def _make_program(
+    team: Team, placed: _Placed, phases: list[list[Layer]] | None, together: Together, options: Options
+) -> Program:
+    """Lower the plan, or validate the program that was passed (collective: if a rank fails, all raise)."""
+    ties = tied_stages(together, placed.shares)
+    return team.all_or_none(
+        lambda: program_for(options.plan, options.program, phases, ties, options.costs, options.wgrad_microbatches)
+    )
+
+
+def _validate_same_options(team: Team, placed: _Placed, program: Program, together: Together, options: Options) -> None:
+    """Raise unless all ranks were given the same options (collective)."""
+    texts = {
+        "cut": str([len(share) for share in placed.shares]),
+        "checkpoint": str(options.checkpoint),
+        "recompute": str(list(options.recompute)),
+        "tied": str(sorted(set(together.values()))),
+        "wgrad_microbatches": str(program.anatomy.wgrad_microbatches),
+        "plan" if options.plan is not None else "program": digest_of(program),
+        "gradients": options.gradients,
+        "dynamic_shapes": str(options.dynamic_shapes),
+        "seed": str(options.seed),
+        "timeout": str(options.timeout),
+    }
+    first, *others = team.gather(texts, dict[str, str])
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other.get(name) != value:
+                values = f" ({other[name]:.40} and {value:.40})" if name not in ("plan", "program") else ""
+                raise told(f"rank {rank} was given another {name} than rank 0{values}")
+
+
+def _find_recomputed(team: Team, placed: _Placed, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Return this rank's modules to recompute (collective). Raise if a pattern matches no module on any rank."""
+    modules = modules_named(placed.layers, patterns)
+    matches = [any(fnmatch(name, pattern) for name in modules) for pattern in patterns]
+    for pattern, *by_rank in zip(patterns, *team.gather(matches, list[bool]), strict=True):
+        if not any(by_rank):
+            raise PipelineError(f"no module is called {pattern!r:.60}, so it cannot be recomputed")
+    return outermost(modules)
+
+
+def _tie_parameters(team: Team, placed: _Placed, together: Together) -> None:
+    """Validate the ties over all ranks (collective), and make tied parameters of this rank one."""
+
+    def most(table: Tensor) -> Tensor:
+        assert team.host is not None
+        team.all_reduce(table, team.host, dist.ReduceOp.MAX)
+        return table
+
+    parameters = dict(placed.module.named_parameters(remove_duplicate=False))
+    if (wrong := wrong_ties(together, parameters, most)) is not None:
+        raise PipelineError(wrong)
+    tie(together, places_of(placed.module))
+
+
+def _find_sparse(placed: _Placed) -> set[int]:
+    """Return the ids of this rank's parameters whose gradients are sparse."""
+    modules = (module for module in placed.module.modules() if is_sparse(module))
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+def _share_parameters(
+    team: Team, device: torch.device, placement: Placement, placed: _Placed, together: Together, sparse: set[int]
+) -> Replicas:
+    """Find what several ranks hold, connect these ranks, and broadcast the values they start with (collective)."""
+    replicas = find_shared(placed.module, placement.homes, placed.shares, together, team, sparse=sparse)
+    _raise_on_all(team, replicas.wrong(device))
+    replicas.start_equal(device)
+    return replicas
+
+
+def _make_gradients(placed: _Placed, replicas: Replicas, sparse: set[int], options: Options) -> Gradients:
+    layers = placed.layers
+
+    def validate(parameters: Sequence[Tensor]) -> None:
+        if (wrong := unfit(layers)) is not None:
+            raise PipelineError(wrong)
+        replicas.validate(parameters)
+
+    return Gradients(
+        options.gradients,
+        is_loose=lambda parameter: id(parameter) in sparse or replicas.is_sparse(parameter),
+        shared_as=replicas.shared_as,
+        validate=validate,
+        name_of=partial(_name_of, placed.module),
+    )
+
+
+def _make_stages(
+    device: torch.device,
+    placement: Placement,
+    placed: _Placed,
+    program: Program,
+    gradients: Gradients,
+    recomputed: Mapping[str, nn.Module],
+    options: Options,
+) -> dict[int, Stage]:
+    shares = placed.shares
+    return {
+        stage: Stage(
+            {number: placed.layers[number] for number in shares[stage]},
+            program.anatomy,
+            stage,
+            gradients=gradients,
+            device=device,
+            checkpointed=options.checkpoint,
+            elsewhere=partial(_name_elsewhere, layers=placed.modules),
+            replicated=sum(stage == other for _, other in placement.homes) > 1,
+            recomputed={name: module for name, module in recomputed.items() if layer_of(name) in shares[stage]},
+        )
+        for stage in placed.stages
+    }
+
+
+def _warm_up_autograd(device: torch.device) -> None:
+    """Run a backward on CUDA, so that autograd's thread has a context for its first matrix product."""
+    if device.type == "cuda":
+        torch.autograd.backward(torch.zeros(1, device=device, requires_grad=True).sum())
+
+
+def bind(
+    program: Program,
+    team: Team,
+    stages: dict[int, Stage],
+    transfers: Transfers,
+    starts: Agreement | None,
+    *,
+    reduce: Callable[[tuple[int, ...]], Work | None] | None = None,
+) -> StepBinding:
+    """Bind a program's tasks: a training step with `reduce`, otherwise an evaluation step."""
+    shape_cache = None if starts is None else ShapeCache(starts, team.size)
+    return StepBinding(program, team.supervisor, stages, transfers, reduce=reduce, shape_cache=shape_cache)
+
+
+def _raise_on_all(team: Team, wrong: str | None) -> None:
+    """Raise on all ranks if any rank has an error text (collective)."""
+
+    def validate() -> None:
+        if wrong is not None:
+            raise PipelineError(wrong)
+
+    team.all_or_none(validate)
+
+
+def _name_of(module: nn.Module, tensor: Tensor) -> str:
+    names = (name for name, parameter in module.named_parameters() if parameter is tensor)
+    return next(names, f"a parameter of shape {tuple(tensor.shape)}")
+
+
+def _name_elsewhere(tensor: Tensor, layers: Layers) -> str | None:
+    """Return a tensor's name among the parameters of all layers, including other ranks', or None."""
+    every = (layer.named_parameters(prefix=str(number)) for number, layer in enumerate(layers))
+    return next((name for named in every for name, other in named if other is tensor), None)

@@ -1,0 +1,80 @@
+"""The registry of schedules: each registers itself, with what a user wants to know before choosing one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TypeVar
+
+from stretto.ir.errors import PlanError
+from stretto.ir.plan import Plan
+
+Make = Callable[..., Plan]
+_M = TypeVar("_M", bound=Make)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule with its formulas: p devices, m microbatches, v stages per device, device r."""
+
+    name: str
+    make: Make
+    published: str
+    """Year and month, e.g. "2018-11"; listings follow it."""
+    meaning: str
+    limits: str
+    bubble: str
+    memory: str
+    """The most stage passes that device r holds, as parts of a device's whole model slice."""
+    stages_per_device: int = 1
+    variable: bool = False
+    """Whether it takes `stages_per_device` and `overlap`."""
+    aliases: tuple[str, ...] = ()
+    even: bool = False
+    """Whether devices and microbatches must be even."""
+    rounds: int = 0
+    """How many times as many microbatches as devices it needs at least."""
+
+
+SCHEDULES: dict[str, Schedule] = {}
+"""All schedules by name, the oldest first."""
+
+
+def register(
+    *,
+    published: str,
+    meaning: str,
+    limits: str,
+    bubble: str,
+    memory: str,
+    stages_per_device: int = 1,
+    variable: bool = False,
+    aliases: tuple[str, ...] = (),
+    even: bool = False,
+    rounds: int = 0,
+) -> Callable[[_M], _M]:
+    """Register a function that makes plans under its own name, for the command line, `doctor`, docs and tests."""
+
+    def registered(make: _M) -> _M:
+        name = make.__name__
+        about = Schedule(
+            name, make, published, meaning, limits, bubble, memory, stages_per_device, variable, aliases, even, rounds
+        )
+        if name in SCHEDULES:
+            raise PlanError(f"there already is a schedule {name}")
+        every = sorted([*SCHEDULES.values(), about], key=lambda schedule: (schedule.published, schedule.name))
+        SCHEDULES.clear()
+        SCHEDULES.update((schedule.name, schedule) for schedule in every)
+        return make
+
+    return registered
+
+
+def schedule_named(name: str) -> Schedule:
+    """Look a schedule up by name or alias; case and dashes do not matter."""
+    plain = name.lower().replace("-", "_")
+    for schedule in SCHEDULES.values():
+        if plain in (schedule.name, *schedule.aliases):
+            return schedule
+    near = get_close_matches(plain, SCHEDULES, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise PlanError(f"unknown schedule {name!r:.40}; {hint}known are {', '.join(SCHEDULES)}")

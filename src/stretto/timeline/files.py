@@ -1,0 +1,41 @@
+"""Timelines in files: traces, which can be read back, and figures, which `stretto.draw` writes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from stretto.costs import Costs
+from stretto.ir.errors import StrettoError, TextError
+from stretto.ir.files import read_text, write_text
+from stretto.timeline.timeline import Timeline
+from stretto.timeline.trace import parse_trace, trace_json
+
+FIGURES: dict[str, Callable[..., None]] = {}
+"""What writes a figure, by the ending of its file. `stretto.draw` fills it."""
+
+
+def save_timeline(timeline: Timeline, path: str | Path, *, costs: Costs | None = None, lanes: bool = False) -> None:
+    """Write a figure (.svg, .png) or a trace (.json), by the path's ending."""
+    path = Path(path)
+    ending = path.suffix.lower()
+    if ending == ".json":
+        write_text(path, trace_json(timeline, costs=costs))
+    elif ending in FIGURES:
+        FIGURES[ending](timeline, path, lanes=lanes)
+    else:
+        raise StrettoError(f"a timeline is saved as .svg, .png or .trace.json (got {path})")
+
+
+def load_timeline(path: str | Path) -> Timeline:
+    """Read a trace that `Timeline.save` wrote: the same program with the same times, to the bit.
+
+    >>> from stretto import load_timeline, simulate
+    >>> from stretto.schedules import gpipe
+    >>> simulate(gpipe(devices=2, microbatches=3)).save("/tmp/gpipe.trace.json")
+    >>> load_timeline("/tmp/gpipe.trace.json").makespan
+    12.0
+    """
+    text = read_text(path)
+    try:
+        return parse_trace(text)
+    except TextError as error:
+        raise TextError(f"{path}: {error}") from None

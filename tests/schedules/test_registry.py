@@ -1,0 +1,35 @@
+"""A schedule is added by one registration."""
+
+import pytest
+
+import stretto
+from stretto.schedules import SCHEDULES, register
+from stretto.schedules.registry import schedule_named
+
+ABOUT = {"meaning": "backwards from the last", "limits": "any", "bubble": "0", "memory": "1"}
+
+
+def test_a_registered_schedule_is_found_in_its_place() -> None:
+    def mine(*, devices: int, microbatches: int) -> stretto.Plan:
+        return stretto.schedules.gpipe(devices=devices, microbatches=microbatches)
+
+    try:
+        assert register(published="2019-01", aliases=("my",), **ABOUT)(mine) is mine
+        assert list(SCHEDULES)[:3] == ["gpipe", "mine", "one_f_one_b"]
+        assert schedule_named("My").make is mine
+        with pytest.raises(stretto.PlanError, match="there already is a schedule mine"):
+            register(published="2019-01", **ABOUT)(mine)
+    finally:
+        del SCHEDULES["mine"]
+
+
+def test_names_are_forgiving_and_near_misses_are_guessed() -> None:
+    assert schedule_named("1F1B").name == "one_f_one_b"
+    assert schedule_named("ZB-V").name == "zb_v"
+    with pytest.raises(stretto.PlanError, match="unknown schedule 'dualpip'; did you mean dualpipe"):
+        schedule_named("dualpip")
+
+
+def test_each_registered_function_has_the_name_that_it_is_registered_by() -> None:
+    for name, schedule in SCHEDULES.items():
+        assert getattr(stretto.schedules, name) is schedule.make
