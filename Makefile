@@ -12,7 +12,7 @@ figures: .venv/core
 	$(BIN)/python examples/figures.py docs/figures
 
 test: .venv/test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=20
 
 test-vllm: .venv-vllm/done
 	.venv-vllm/bin/python -m pytest tests/weights/adapters/live_vllm.py

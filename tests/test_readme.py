@@ -55,6 +55,17 @@ def test_the_tables_have_every_schedule() -> None:
         assert set(re.findall(r"^\| `(\w+)(?:\(.*?\))?` \|", text, re.MULTILINE)) >= set(stretto.schedules.SCHEDULES)
 
 
+def test_the_schedule_of_the_contributors_guide_is_sound() -> None:
+    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    try:
+        exec(code, {})
+        plan = stretto.schedules.SCHEDULES["last_first"].make(devices=3, microbatches=4)
+    finally:
+        stretto.schedules.SCHEDULES.pop("last_first", None)
+    assert stretto.check(plan) == []
+
+
 def test_the_woven_figures_are_simulated() -> None:
     costs = parse_costs_toml((Path(__file__).parent.parent / "examples" / "phases.toml").read_text())
     said = re.search(r"1F1B leaves (\S+) of a step of (\S+)\s.*?woven order (\S+) of (\S+)\.\n", README, re.DOTALL)
@@ -107,7 +118,12 @@ def test_the_demo_draws_trains_pushes_and_generates(tmp_path: Path) -> None:
 
 def test_every_linked_file_exists() -> None:
     root = Path(__file__).parent.parent
-    documents = [root / "README.md", *root.glob("docs/*.md"), *root.glob("benchmarks/*/README.md")]
+    documents = [
+        root / "README.md",
+        root / "CONTRIBUTING.md",
+        *root.glob("docs/*.md"),
+        *root.glob("benchmarks/*/README.md"),
+    ]
     for document in documents:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"

@@ -28,7 +28,7 @@ from stretto.ir.errors import (
     TextError,
     WeightsError,
 )
-from stretto.ir.extras import demand as _demand
+from stretto.ir.extras import require as _require
 from stretto.ir.plan import Plan
 from stretto.ir.text import load_plan, parse_plan
 from stretto.layers import Layer, Phase
@@ -98,6 +98,6 @@ def __getattr__(name: str) -> Any:
     """Import what needs PyTorch when it is asked for."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
-    _demand("torch", extra="train", what=f"stretto.{name}")
+    _require("torch", extra="train", what=f"stretto.{name}")
     module = import_module(_NEED_TORCH[name])
     return module if name == "weights" else getattr(module, name)

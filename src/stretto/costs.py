@@ -16,13 +16,13 @@ from stretto.ir.files import read_text, write_text
 from stretto.ir.units import parse_bytes
 
 PerStage: TypeAlias = float | tuple[float, ...]
-"""One number for all stages, or one for each."""
+"""One number for all stages, or one per stage."""
 
 Unit: TypeAlias = Literal["s"] | None
-"""What times are in: seconds, or None for a unit of the reader's own."""
+"""The unit of times: seconds, or None for any unit of the user's choice."""
 
 LANES = ("compute", "comm", "send", "recv", "d2h", "h2d", "reduce", "broadcast", "reload")
-"""The names of lanes, for `SharedResource`."""
+"""The names of lanes that a `SharedResource` may list."""
 _TIMES = ("F", "B", "I", "W", "FB", "BW", "R", "reduce")
 BYTES = (
     "activation_bytes",
@@ -32,7 +32,7 @@ BYTES = (
     "parameter_bytes",
     "message_bytes",
 )
-"""The costs that are no times."""
+"""The costs in bytes."""
 _OPTIONAL = ("B", "FB", "R", "activation_bytes", "offload_bytes", "recompute_bytes", "slowdown")
 
 
@@ -44,7 +44,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PhaseTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A phase's forward, input gradient, weight gradient, and recomputing what its forward discarded."""
+    """Times of a phase: forward, input gradient, weight gradient, and recompute of what its forward discarded."""
 
     F: float = 0.0
     I: float = 0.0  # noqa: E741
@@ -53,12 +53,12 @@ class PhaseTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def recompute(self) -> float:
-        """R, or F unless it is given."""
+        """R, or F if R is not given."""
         return self.F if self.R is None else self.R
 
 
 class BucketTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The steps of a weight update, for one bucket: host to device, broadcast, reload."""
+    """Times of a weight update's steps for one bucket: host to device, broadcast, reload."""
 
     h2d: float = 1.0
     broadcast: float = 1.0
@@ -66,28 +66,28 @@ class BucketTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SharedResource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that several lanes draw on, such as a PCIe link or the cores of a CPU.
+    """Something that several lanes share, such as a PCIe link or the cores of a CPU.
 
-    A task on one of `lanes`, by name, draws that much while it runs at full speed. Where the tasks under way want
-    more than `capacity`, it is shared fairly: each gets the same, or all that it wants if that is less, and
-    runs as much slower as it gets less.
+    `lanes` maps a lane's name to what a task on it draws at full speed. If running tasks demand more than `capacity`,
+    it is shared fairly: each task gets an equal share, or its whole demand if that is less, and its speed drops in
+    proportion.
     """
 
     capacity: float
     lanes: dict[str, float]
     devices: int = 1
-    """How many neighbouring devices have one together."""
+    """How many neighbouring devices share one."""
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Times in any one unit; bytes likewise.
+    """Times, all in one unit of your choice, and sizes in bytes.
 
     >>> Costs(F=1, I=1, W=1).per_stage("B", stages=2).tolist()
     [2.0, 2.0]
     """
 
     unit: Unit = None
-    """"s" if times are seconds; what is simulated with them is then comparable with what was measured."""
+    """"s" if times are seconds; simulated times are then comparable with measured ones."""
     F: PerStage = 1.0
     I: PerStage = 1.0  # noqa: E741
     W: PerStage = 1.0
@@ -96,43 +96,43 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     FB: PerStage | None = None
     """A woven pair, which takes at least as long as either pass alone; F + B unless given."""
     BW: PerStage = 0.0
-    """The part of B, and of a pair, that runs after the gradient has left. 0 is a fused backward, as the
-    closed forms of the literature assume; W is Kimi K2's decoupled weight gradient."""
+    """The part of B, and of a pair, that runs after the gradient is sent. 0 is a fused backward, as the closed forms
+    in the literature assume; W is Kimi K2's decoupled weight gradient."""
     R: PerStage | None = None
-    """Recomputing what a forward discarded; F unless given."""
+    """Recompute of what a forward discarded; F unless given."""
     reduce: PerStage = 0.0
-    """Summing a stage's gradients over the devices that it lives on, where it lives on several."""
+    """The sum of a stage's gradients over its devices, if it lives on several."""
     reduce_tied: float = 0.0
     """The same for weights that stages share."""
     slowdown: tuple[float, ...] | None = None
-    """A factor on all compute, for each device."""
+    """A factor on all compute times, per device."""
     link: Link = Link()
     links: dict[str, Link] = {}
-    """Links that differ, by "source>target" device, e.g. "3>4"."""
+    """Links that differ from `link`, by "source>target" device, e.g. "3>4"."""
     phases: dict[str, PhaseTimes] = {}
     """Times of phases, by "phase" or "layer.phase", e.g. "attn" or "moe.mlp"; for programs with layers."""
     calls: dict[str, float] = {}
-    """Times of calls in a user's own program, by name, or by name without the number at its end; without any, all are
-    1."""
+    """Times of calls in a user's own program, by name, or by name without the number at its end; if empty, every call
+    takes 1."""
     bucket: BucketTimes = BucketTimes()
     """Times of a weight update."""
     host: Link = Link()
-    """Each way between a device and host memory, for what is offloaded."""
+    """Each direction between a device and host memory, for offloading."""
     shared: dict[str, SharedResource] = {}
-    """What lanes draw on together, by any name."""
+    """Resources that lanes share, by any name."""
     message_bytes: PerStage = 0.0
-    """What a stage sends on, and its gradient weighs."""
+    """The size of a stage's output, and of the gradient of that output."""
     activation_bytes: PerStage | None = None
     """Held from the start of a stage's forward to the end of its B or I."""
     offload_bytes: PerStage | None = None
-    """The part of them that leaves for host memory, where a program offloads; unless given, all that is not
+    """The part of `activation_bytes` that goes to host memory, if a program offloads; unless given, all that is not
     recomputed."""
     recompute_bytes: PerStage | None = None
-    """The part of them that is discarded after the forward and recomputed, where a program does that."""
+    """The part of `activation_bytes` that is discarded after the forward, if a program recomputes."""
     pending_bytes: PerStage = 0.0
     """Held between I (or B's input part) and the end of the weight part."""
     parameter_bytes: PerStage = 0.0
-    """Held all the time, for each stage on a device."""
+    """Held throughout, for each stage on a device."""
 
     def save(self, path: str | Path) -> None:
         """Write a TOML file, for `load_costs` and the command line's --costs."""
@@ -141,7 +141,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         write_text(path, tomli_w.dumps(self._table()))
 
     def _table(self) -> dict[str, Any]:
-        """What differs from the defaults, and the times of passes, which have none in seconds."""
+        """Return what differs from the defaults, and F, I and W, which have no defaults in seconds."""
         defaults = msgspec.to_builtins(Costs())
         return {
             name: _without_none(value)
@@ -158,12 +158,12 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 continue
             if isinstance(value, list):
                 msgspec.structs.force_setattr(self, name, value := tuple(value))
-            _demand(name, value)
+            _validate(name, value)
         named = {"link": self.link, "host": self.host, **{f"links.{key}": link for key, link in self.links.items()}}
         for name, link in named.items():
             if not isinstance(link, Link):
                 raise CostError(f"{name} must be a Link (got {link!r:.40})")
-            _demand(f"{name}.latency", link.latency)
+            _validate(f"{name}.latency", link.latency)
             if math.isnan(link.bandwidth) or link.bandwidth <= 0:
                 raise CostError(f"{name}.bandwidth must be above 0 (got {link.bandwidth})")
         for key in self.links:
@@ -172,20 +172,20 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             if not isinstance(times, PhaseTimes):
                 raise CostError(f"phases.{key} must be PhaseTimes (got {times!r:.40})")
             for name in ("F", "I", "W", "recompute"):
-                _demand(f"phases.{key}.{name}", getattr(times, name))
+                _validate(f"phases.{key}.{name}", getattr(times, name))
         if not isinstance(self.calls, dict):
             raise CostError(f"calls are times by name (got {self.calls!r:.40})")
         for key, time in self.calls.items():
-            _demand(f"calls.{key}", time)
+            _validate(f"calls.{key}", time)
         if not isinstance(self.bucket, BucketTimes):
             raise CostError(f"bucket must be BucketTimes (got {self.bucket!r:.40})")
         for name in BucketTimes.__struct_fields__:
-            _demand(f"bucket.{name}", getattr(self.bucket, name))
+            _validate(f"bucket.{name}", getattr(self.bucket, name))
         for key, shared in self.shared.items():
-            _demand_shared(f"shared.{key}", shared, any_lane=bool(self.calls))
+            _validate_shared(f"shared.{key}", shared, any_lane=bool(self.calls))
 
     def per_stage(self, name: str, *, stages: int) -> NDArray[np.float64]:
-        """A time such as F, or bytes, for each stage."""
+        """Return a time such as F, or a size, for each stage."""
         value = getattr(self, name)
         if value is None and name == "B":
             return self.per_stage("I", stages=stages) + self.per_stage("W", stages=stages)
@@ -196,7 +196,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return _spread(name, 0.0 if value is None else value, stages, "stages")
 
     def call_time(self, name: str) -> float:
-        """How long a call of a user's own program takes."""
+        """Return how long a call of a user's own program takes."""
         for key in (name, family(name)):
             if key in self.calls:
                 return self.calls[key]
@@ -205,7 +205,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return 1.0
 
     def leaving_bytes(self, *, stages: int, recompute: bool) -> NDArray[np.float64]:
-        """What leaves for host memory of each stage's pass, in a program that offloads and perhaps recomputes."""
+        """Return the bytes that a pass of each stage offloads to host memory, with or without recompute."""
         if self.offload_bytes is not None:
             return self.per_stage("offload_bytes", stages=stages)
         held, again = (self.per_stage(name, stages=stages) for name in ("activation_bytes", "recompute_bytes"))
@@ -215,10 +215,10 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return _spread("slowdown", 1.0 if self.slowdown is None else self.slowdown, devices, "devices")
 
     def for_stages(self, stages: int, *, devices: int) -> "Costs":
-        """The same model cut into this many stages.
+        """Return the costs of the same model cut into this many stages.
 
         A single number is the cost of one of `devices` equal slices of the model; a list gives the
-        model's slices in order, however many. What stages send each other stays as it is.
+        model's slices in order, any number of them. Message sizes stay the same.
 
         >>> Costs(F=(1, 3)).for_stages(4, devices=2).F
         (0.5, 0.5, 1.5, 1.5)
@@ -236,7 +236,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return msgspec.structs.replace(self, **changed)
 
     def validate(self, *, stages: int, devices: int, recompute: bool = False) -> None:
-        """Refuse a table whose lists do not fit, or whose parts exceed the whole."""
+        """Raise CostError if a list has the wrong length or a part exceeds its whole."""
         sizes = {name: self.per_stage(name, stages=stages) for name in BYTES}
         parts, whole = sizes["offload_bytes"] + sizes["recompute_bytes"] * recompute, sizes["activation_bytes"]
         if (parts > whole * (1 + 1e-9)).any():
@@ -261,14 +261,14 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no null: what is not given is left out."""
+    """Leave out None values: TOML has no null."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return value
 
 
 def family(name: str) -> str:
-    """What calls are that differ by a number only.
+    """Return a call's name without the number at its end; calls of one family share a time.
 
     >>> family("load12"), family("7")
     ('load', '7')
@@ -277,7 +277,7 @@ def family(name: str) -> str:
 
 
 def link_ends(key: str) -> tuple[int, int]:
-    """The source and target device that a link's name speaks of."""
+    """Return the source and target device in a link's name."""
     if not isinstance(key, str):
         raise CostError(f'a link is named "source>target", e.g. "3>4" (got {key!r:.40})')
     source, arrow, target = key.partition(">")
@@ -303,16 +303,16 @@ def parse_costs(text: str) -> Costs:
             table[name] = value if name in ("unit", *BYTES) else float(value)
         except ValueError:
             raise CostError(f"cost {name} must be a number (got {value!r:.40})") from None
-    return _given(table)
+    return _user_costs(table)
 
 
 def parse_costs_toml(text: str) -> Costs:
     """Read a TOML table with the fields of `Costs`."""
     try:
         table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also numbers of thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError also covers numbers with thousands of digits
         raise CostError(f"not valid TOML: {error}") from None
-    return _given(table)
+    return _user_costs(table)
 
 
 def load_costs(path: str | Path) -> Costs:
@@ -329,8 +329,8 @@ def load_costs(path: str | Path) -> Costs:
         raise CostError(f"{path}: {error}") from None
 
 
-def _given(table: Mapping[str, Any]) -> Costs:
-    """Defaults are units, not seconds."""
+def _user_costs(table: Mapping[str, Any]) -> Costs:
+    """Make costs from user input; raise CostError if times in seconds would need defaults, which have no unit."""
     missing = [name for name in ("F", "I", "W") if name not in table]
     if table.get("unit") == "s" and missing and not any(map(table.get, ("phases", "bucket", "calls"))):
         raise CostError(f"times in seconds have no defaults: give {' and '.join(missing)} too")
@@ -358,18 +358,18 @@ def _sized(name: str, value: Any) -> Any:
         raise CostError(f"cost {name} must be a number, or a size such as 2GB (got {value!r:.40})") from None
 
 
-def _demand(name: str, value: PerStage) -> None:
+def _validate(name: str, value: PerStage) -> None:
     for number in value if isinstance(value, tuple) else (value,):
         sensible = isinstance(number, int | float) and not isinstance(number, bool)
         if not sensible or not math.isfinite(number) or number < 0:
             raise CostError(f"{name} must be a number of at least 0 (got {number!r:.40})")
 
 
-def _demand_shared(name: str, shared: SharedResource, *, any_lane: bool) -> None:
+def _validate_shared(name: str, shared: SharedResource, *, any_lane: bool) -> None:
     if not isinstance(shared, SharedResource):
         raise CostError(f"{name} must be a SharedResource (got {shared!r:.40})")
     for lane, draws in {"capacity": shared.capacity, **shared.lanes}.items():
-        _demand(f"{name}.{lane}", draws)
+        _validate(f"{name}.{lane}", draws)
         if draws <= 0:
             raise CostError(f"{name}.{lane} must be above 0 (got {draws})")
     if not any_lane and (unknown := [lane for lane in shared.lanes if lane not in LANES]):

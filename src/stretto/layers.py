@@ -20,7 +20,7 @@ PhaseLane = Literal["compute", "comm"]
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a layer that lives on one lane. Compute phases have weights, so a weight gradient each."""
+    """A part of a layer that runs on one lane. Each compute phase has weights, and so a weight gradient."""
 
     name: str
     lane: PhaseLane = "compute"
@@ -28,7 +28,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Phases that follow one another in the forward; the backward takes them in reverse."""
+    """Phases that run one after another in the forward, and in reverse in the backward."""
 
     name: str
     phases: tuple[Phase, ...]
@@ -63,7 +63,7 @@ def parse_layers(text: str) -> list[Layer]:
 def cut_layers(
     layers: Sequence[_T], *, stages: int, balance: Sequence[int] | None = None
 ) -> tuple[tuple[_T, ...], ...]:
-    """Share a model's layers out among stages: evenly, the first ones taking one more, or as `balance` says.
+    """Divide a model's layers among stages: evenly, with one more for the first stages, or as `balance` says.
 
     >>> [len(stage) for stage in cut_layers([EMBEDDING, *[MOE] * 5, LOSS], stages=3)]
     [3, 2, 2]

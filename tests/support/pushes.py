@@ -107,7 +107,7 @@ def push(
 
 def different(mesh: DeviceMesh, addresses: Sequence[str]) -> str:
     """Ranks that do not push the same."""
-    with Sender(mesh, device="cpu", keep=2) as sender:
+    with Sender(mesh, device="cpu", max_versions=2) as sender:
         for version in ("a", "b"):
             sender.register(version, {f"t{mesh.get_local_rank()}": torch.zeros(3)})
         try:

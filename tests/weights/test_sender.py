@@ -127,7 +127,7 @@ def test_memory_is_used_again_for_the_next_version(taking: Any) -> None:
             sender.push(f"v{number}", [taking[0]])
             assert taking[1].tensors["w"].unique().tolist() == [number]
         assert len(places) == 1
-        with pytest.raises(WeightsError, match=r"v1 was dropped, and there is v2; Sender\(keep=2\)"):
+        with pytest.raises(WeightsError, match=r"v1 was dropped, and there is v2; Sender\(max_versions=2\)"):
             sender.push("v1", [taking[0]])
 
 
@@ -196,7 +196,7 @@ def test_a_version_needs_a_name_and_tensors() -> None:
         with pytest.raises(WeightsError, match="v has no tensors"):
             sender.register("v", {})
     with pytest.raises(WeightsError, match=r"keeps at least 1 version \(got 0\)"):
-        Sender(device="cpu", keep=0)
+        Sender(device="cpu", max_versions=0)
 
 
 def test_a_closed_sender_says_so_and_touches_nobody(taking: Any) -> None:

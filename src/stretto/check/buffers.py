@@ -1,4 +1,4 @@
-"""Nothing is overwritten before it was used for the last time, or has left."""
+"""Rule: no buffer is refilled before its contents were used for the last time or copied out."""
 
 from collections.abc import Iterator
 

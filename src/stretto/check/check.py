@@ -1,4 +1,4 @@
-"""All rules, in the order in which a reader wants to hear of them."""
+"""All rules, in the order in which `check` reports them."""
 
 from stretto.check.buffers import buffers
 from stretto.check.coverage import coverage
@@ -18,26 +18,27 @@ from stretto.program.lower import lowered
 from stretto.program.program import Program
 
 
-def demand_sound(program: Program, what: str = "program") -> None:
-    """Raise if anything is wrong with a program, which is called so."""
-    if found := check(program):
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise ProgramError(f"the {what} is not sound: {found[0]}{more}")
+def validate_sound(program: Program, what: str = "program") -> None:
+    """Raise ProgramError if anything is wrong with a program; `what` names it in the message."""
+    if violations := check(program):
+        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+        raise ProgramError(f"the {what} is not sound: {violations[0]}{more}")
 
 
 def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: float | None = None) -> list[Violation]:
-    """Everything that is wrong with a program; an empty list proves it sound.
+    """Return everything that is wrong with a program; an empty list proves it sound.
 
-    Sound means: every action runs exactly once and where its stage lives; everything has what it
-    needs before it starts; every transfer has both ends, in the same order on both sides; what left for
-    host memory is back before it is used; no buffer is filled before what it held was used or has
-    left; gradients are summed over all devices that have them, once the last is there, if the program sums any;
-    and the program ends even if each device moves one transfer at a time and every transfer
-    blocks until its other end is there. A deadlock is looked for once the rest holds. Where actions
-    wait for each other in a circle, nothing is said of the order of transfers, which cannot be right then.
-    Of a user's own program (`program_of`): everything comes after what it needs, and nothing waits in a circle.
+    Sound means: every action runs exactly once, where its stage lives; every task has what it needs before it starts;
+    every transfer has both ends, in the same order on both sides; offloaded activations are back before they are used;
+    no buffer is refilled before its contents were used or copied out; if the program sums any gradients, it sums them
+    over all devices that hold them, once the last is ready; and the program ends even if each device moves one transfer
+    at a time and every transfer blocks until its other end is ready.
 
-    With `memory_limit`, no device may hold more bytes than that, by the bytes in `costs`.
+    `check` looks for a deadlock only if the other rules hold. If actions wait for each other in a circle, it does not
+    report the order of transfers, which cannot be right then. In a user-defined program (`program_of`), sound means
+    that every call comes after what it needs and nothing waits in a circle.
+
+    With `memory_limit`, no device may hold more bytes than that, by the sizes in `costs`.
 
     >>> from stretto.ir.text import parse_plan
     >>> for violation in check(parse_plan("0F0,0B0\\n1B0,1F0")):
@@ -49,13 +50,13 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
         return [Violation("transfers" if "rings" in wrong else "dependencies", wrong)]
     waits, actions = Waits(program), action_graph(program)
     if program.is_update:
-        found = [*update(program, waits), *buffers(program, waits)]
+        violations = [*update(program, waits), *buffers(program, waits)]
     elif program.is_own:
-        found = list(waits.missing(program.needing, program.need))
+        violations = list(waits.missing(program.needing, program.need))
     else:
         judged = judged_transfers(program)
         circular = bool(actions.stuck())
-        found = [
+        violations = [
             *coverage(program),
             *lanes(program),
             *placement(program, judged),
@@ -65,8 +66,8 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
             *buffers(program, waits),
             *sums(program, waits),
         ]
-    if not found:
-        found += deadlock(program, actions)
+    if not violations:
+        violations += deadlock(program, actions)
     if memory_limit is not None:
-        found += memory(program, costs or Costs(), memory_limit)
-    return found
+        violations += memory(program, costs or Costs(), memory_limit)
+    return violations

@@ -1,4 +1,4 @@
-"""Every action exactly once."""
+"""Rule: every action runs exactly once."""
 
 from collections.abc import Collection, Iterator
 
@@ -24,7 +24,7 @@ def coverage(program: Program) -> Iterator[Violation]:
 
 
 class _Tally:
-    """How often each part of a kind of work is done: a table with a row per part, a column per microbatch."""
+    """Counts how often each part of a kind of work runs, in a table with a row per part and a column per microbatch."""
 
     def __init__(self, program: Program, name: str, kinds: Collection[Kind], *, backward: bool = False) -> None:
         self.program, self.name = program, name
@@ -39,7 +39,7 @@ class _Tally:
         self.count = np.diff(self._start)
 
     def cells(self, wrong: Bools) -> Iterator[tuple[int, int, int, int]]:
-        """Index, stage, part and microbatch of each."""
+        """Yield the index, stage, part and microbatch of each wrong cell."""
         for cell in np.flatnonzero(wrong).tolist():
             row, microbatch = divmod(cell, self._microbatches)
             stage = int(np.searchsorted(self._rows, row, side="right")) - 1
@@ -77,7 +77,7 @@ def _backwards(program: Program) -> Iterator[Violation]:
 
 
 def _weights(program: Program) -> Iterator[Violation]:
-    """A full backward has its WGRADs, an input part its Ws, and nothing has both."""
+    """Require WGRADs for a full backward, Ws for an input part, and never both."""
     tally = _Tally(program, "weight gradient", WEIGHTS)
     steps = program.anatomy.weight_needs  # a weight gradient is judged with its part of the backward
     shape = (-1, program.placement.microbatches)
@@ -96,7 +96,7 @@ def _weights(program: Program) -> Iterator[Violation]:
 
 
 def _copies(program: Program) -> Iterator[Violation]:
-    """What leaves comes back, once."""
+    """Require everything that is offloaded to come back, once."""
     placement, work = program.placement, program.work
     cell = work.stage * placement.microbatches + work.microbatch
     size = placement.stages * placement.microbatches

@@ -1,4 +1,4 @@
-"""No task waits in a circle, however strictly transfers block."""
+"""Rule: no tasks wait in a circle, however strictly transfers block."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from stretto.program.task import Kind
 
 
 def deadlock(program: Program, actions: Graph) -> Iterator[Violation]:
-    """Look at the actions alone first, by their `action_graph`, then at the strictest machine we promise to run on.
+    """Check the actions alone first, by their `action_graph`, then the strictest machine we promise to run on.
 
-    There, a device's host issues everything in order, computing as it goes; the device moves one transfer
-    or sum at a time, in issue order; and such a one, one node with both its ends, takes place only when both devices
-    have come to it.
+    On that machine, a device's host issues everything in order, computing as it goes, and the device moves one transfer
+    or sum at a time, in issue order. A transfer or sum is one node with all its ends: it takes place only when all its
+    devices have reached it.
     """
     device, moving = program.device, program.joint
     strict = wait_graph(
@@ -41,28 +41,28 @@ def deadlock(program: Program, actions: Graph) -> Iterator[Violation]:
 
 
 def action_graph(program: Program) -> Graph:
-    """What waits for what if nothing had to be moved: actions wait for what they need, on whichever device it is
-    made, and for the action before them on their lane.
+    """Return what waits for what if no transfers were needed: actions wait for what they need, on whichever device
+    produces it, and for the action before them on their lane.
     """
     acting = ~program.moving
     demands = [] if program.is_update or program.is_own else [(need, task) for task, need in required(program)]
     needs = [
-        (before[there], after[there])
+        (before[exist], after[exist])
         for before, after in (need_edges(program), *demands)
-        for there in [(before >= 0) & (after >= 0) & acting[before] & acting[after]]
+        for exist in [(before >= 0) & (after >= 0) & acting[before] & acting[after]]
     ]
     return wait_graph(program, *needs, queue_edges(np.where(acting, program.lane, -1)))
 
 
 def _issued_after(compute: Bools, device: Ints) -> tuple[Ints, Ints]:
-    """An edge from each device's last compute task to everything else issued after it."""
+    """Return an edge to each non-compute task from the last compute task its device issued before it."""
     before, after = last_before(compute, device), np.arange(len(device))
     chosen = (before >= 0) & ~compute
     return before[chosen], after[chosen]
 
 
 def _short_cycle(graph: Graph, stuck: list[int]) -> list[int]:
-    """A cycle among the stuck nodes, each node waiting for the next."""
+    """Return a short cycle among the stuck nodes, each node waiting for the next."""
     waits: dict[int, list[int]] = {node: [] for node in stuck}
     for source, target in zip(graph.source.tolist(), graph.target.tolist(), strict=True):
         if source in waits and target in waits:
@@ -76,8 +76,8 @@ def _short_cycle(graph: Graph, stuck: list[int]) -> list[int]:
 
 
 def _cycle_through(start: int, waits: dict[int, list[int]]) -> list[int]:
-    """The shortest way from a node back to itself."""
-    came: dict[int, int] = {}
+    """Return the shortest path from a node back to itself."""
+    parent: dict[int, int] = {}
     queue = deque([start])
     while queue:
         node = queue.popleft()
@@ -85,16 +85,16 @@ def _cycle_through(start: int, waits: dict[int, list[int]]) -> list[int]:
             if following == start:
                 path = [node]
                 while path[-1] != start:
-                    path.append(came[path[-1]])
+                    path.append(parent[path[-1]])
                 return path[::-1]
-            if following not in came:
-                came[following] = node
+            if following not in parent:
+                parent[following] = node
                 queue.append(following)
     raise AssertionError("a node of a cycle leads back to itself")
 
 
 def _turns(program: Program, cycle: list[int]) -> list[int]:
-    """A cycle without the tasks it passes along a lane: each waits for all before it there."""
+    """Leave out of a cycle the tasks it only passes along a lane, where each task waits for all before it."""
     lane, moving = program.lane, program.moving
     return [
         task
@@ -104,7 +104,7 @@ def _turns(program: Program, cycle: list[int]) -> list[int]:
 
 
 def _wait(program: Program, waiting: int, awaited: int) -> str:
-    """Why one task, or transfer, waits for another: "needs …" or "comes after …"."""
+    """Return why one task or transfer waits for another: "needs …" or "comes after …"."""
     name = _name(program, awaited)
     ends, others = program.ends(waiting), program.ends(awaited)
     together = (

@@ -1,4 +1,4 @@
-"""Everything has what it needs before it starts."""
+"""Rule: every task has what it needs before it starts."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,14 +13,14 @@ from stretto.program.task import COPIES, Kind
 
 
 def dependencies(program: Program, waits: Waits, *, transfers: bool) -> Iterator[Violation]:
-    """Of all tasks, or of all but transfers."""
-    judged = np.append(~program.moving | transfers, True)  # −1, where there is no task, is the last
+    """Check all tasks, or all but transfers."""
+    judged = np.append(~program.moving | transfers, True)  # index −1, no task, reads the last entry
     for task, need in required(program):
         yield from waits.missing(task, np.where(judged[task] & judged[need], need, -1))
 
 
 def required(program: Program) -> Iterator[tuple[Ints, Ints]]:
-    """What training demands: (tasks, what they need), −1 where there is none."""
+    """Yield what training requires, in pairs of columns: tasks and what they need, −1 where there is none."""
     tables, anatomy = program.tables, program.anatomy
     forward, backward = tables.forward, tables.backward
     starts, results = tables.first(forward)[:-1], tables.last(forward)[:-1]

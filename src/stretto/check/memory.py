@@ -1,4 +1,4 @@
-"""No device holds more than it has."""
+"""Rule: no device holds more bytes than the limit."""
 
 from collections.abc import Iterator
 

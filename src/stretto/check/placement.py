@@ -1,4 +1,4 @@
-"""Every task on the device where its stage lives."""
+"""Rule: every task runs on the device where its stage lives."""
 
 from collections.abc import Iterator
 
@@ -11,42 +11,42 @@ from stretto.program.task import LANES, RECEIVES, SENDS, Kind
 
 
 def lanes(program: Program) -> Iterator[Violation]:
-    """Every task is on a lane of its kind."""
+    """Require every task to be on a lane of its kind."""
     fits = np.array([[kind in LANES and lane.name in LANES[kind] for kind in Kind] for lane in program.lanes])
-    for task in np.flatnonzero(~fits[program.lane, program.work.kind]).tolist():
-        it = program.task(task)
-        message = f"{it} on device {it.device} is on lane {it.lane}, where such tasks are not done"
-        yield Violation("placement", message, (task,))
+    for index in np.flatnonzero(~fits[program.lane, program.work.kind]).tolist():
+        task = program.task(index)
+        message = f"{task} on device {task.device} is on lane {task.lane}, where such tasks are not done"
+        yield Violation("placement", message, (index,))
 
 
 def placement(program: Program, judged: Bools) -> Iterator[Violation]:
-    """Of actions, and of the transfers that are to be judged."""
+    """Check actions, and the transfers in `judged`."""
     device, work = program.device, program.work
     judged = judged | ~program.joint
     home, home_b = home_devices(program, work.stage, work.microbatch), home_devices(program, *work.backward)
-    for task in np.flatnonzero(judged & ((device != home) | (device != home_b))).tolist():
-        it = program.task(task)
-        belongs = (it.stage, it.microbatch, home[task])
-        if device[task] == home[task] and it.backward is not None:
-            belongs = (*it.backward, home_b[task])
+    for index in np.flatnonzero(judged & ((device != home) | (device != home_b))).tolist():
+        task = program.task(index)
+        belongs = (task.stage, task.microbatch, home[index])
+        if device[index] == home[index] and task.backward is not None:
+            belongs = (*task.backward, home_b[index])
         message = "{} is on device {}, but stage {} of microbatch {} belongs on device {}"
-        yield Violation("placement", message.format(it, it.device, *belongs), (task,))
+        yield Violation("placement", message.format(task, task.device, *belongs), (index,))
     # A transfer's lane leads to the device where the neighbouring stage lives.
     peers = np.array([-1 if lane.peer is None else lane.peer for lane in program.lanes])[program.lane]
     origin, target = transfer_ends(program)
     neighbour = np.where(work.among(SENDS), target, origin)
     far = home_devices(program, neighbour, work.microbatch)
-    for task in np.flatnonzero(program.moving & judged & (device == home) & (peers != far) & (far >= 0)).tolist():
-        it = program.task(task)
+    for index in np.flatnonzero(program.moving & judged & (device == home) & (peers != far) & (far >= 0)).tolist():
+        task = program.task(index)
         message = (
-            f"{it} is on lane {it.lane} of device {it.device}, "
-            f"but stage {neighbour[task]} of microbatch {it.microbatch} lives on device {far[task]}"
+            f"{task} is on lane {task.lane} of device {task.device}, "
+            f"but stage {neighbour[index]} of microbatch {task.microbatch} lives on device {far[index]}"
         )
-        yield Violation("placement", message, (task,))
+        yield Violation("placement", message, (index,))
 
 
 def home_devices(program: Program, stage: Ints, microbatch: Ints) -> Ints:
-    """Where these stages live for these microbatches, by the placement; −1 for a stage that does not exist."""
+    """Return the device of each stage for each microbatch, by the placement; −1 for a stage that does not exist."""
     placement = program.placement
     routes = np.array(placement.routes)
     exists = (stage >= 0) & (stage < placement.stages)
@@ -55,7 +55,7 @@ def home_devices(program: Program, stage: Ints, microbatch: Ints) -> Ints:
 
 
 def transfer_ends(program: Program) -> tuple[Ints, Ints]:
-    """The stage each transfer comes from and the one it goes to; other tasks' own."""
+    """Return the stage each transfer comes from and the stage it goes to; for other tasks, their own stage."""
     work = program.work
     onward = np.where(work.among((Kind.SEND_F, Kind.RECV_F)), 1, np.where(program.moving, -1, 0))
     received = work.among(RECEIVES)
@@ -63,9 +63,9 @@ def transfer_ends(program: Program) -> tuple[Ints, Ints]:
 
 
 def settled(program: Program, *, gradient: bool) -> Bools:
-    """Which [stage + 1, microbatch] forwards (or backwards) run, and run where they should.
+    """Return which [stage + 1, microbatch] forwards (or backwards) run, and run where they should.
 
-    Row 0 and the last stand for stages that do not exist; nobody waits for those, so they are settled.
+    The first and last rows stand for stages that do not exist; nothing waits for them, so they count as settled.
     """
     tables = program.tables
     task = tables.first(tables.backward if gradient else tables.forward)[:-1]
@@ -75,9 +75,9 @@ def settled(program: Program, *, gradient: bool) -> Bools:
 
 
 def judged_transfers(program: Program) -> Bools:
-    """Transfers between two actions that run where they should.
+    """Return which tasks are transfers between two actions that run where they should.
 
-    One that is missing or misplaced is reported as such, and not its transfers with it.
+    A missing or misplaced action is reported by itself, without its transfers.
     """
     work = program.work
     origin, target = transfer_ends(program)

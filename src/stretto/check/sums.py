@@ -1,4 +1,4 @@
-"""Gradients that several devices hold are summed over them, once, when the last of them is there."""
+"""Rule: gradients that several devices hold are summed over them once, when the last is ready."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,13 +14,15 @@ _Sum = tuple[int, int]
 
 
 def sums(program: Program, waits: Waits) -> Iterator[Violation]:
-    """Of programs that sum anything: PyTorch's text need not say that."""
+    """Check programs that sum anything; PyTorch's CSV may leave sums out."""
     tasks = reduces(program.work).tolist()
     if not tasks:
         return
-    wanted = Sums(program.placement, program.anatomy)
-    there: dict[_Sum, dict[int, list[int]]] = defaultdict(dict)  # by sum and device, the tasks that are that
-    for stage, part, device in zip(wanted.stage.tolist(), wanted.part.tolist(), wanted.device.tolist(), strict=True):
+    expected = Sums(program.placement, program.anatomy)
+    there: dict[_Sum, dict[int, list[int]]] = defaultdict(dict)  # the tasks of each sum, by device
+    for stage, part, device in zip(
+        *(column.tolist() for column in (expected.stage, expected.part, expected.device)), strict=True
+    ):
         there[stage, part][device] = []
     for task in tasks:
         device, homes = int(program.device[task]), there.get(_sum(program, task), {})
@@ -31,12 +33,12 @@ def sums(program: Program, waits: Waits) -> Iterator[Violation]:
             message = f"{program.task(task)} is on device {device}, but what it sums {lives}"
             yield Violation("placement", message, (task,))
     for (stage, part), homes in there.items():
-        for device, found in homes.items():
-            if len(found) != 1:
-                times = f"runs {len(found)} times" if found else "never runs"
+        for device, ends in homes.items():
+            if len(ends) != 1:
+                times = f"runs {len(ends)} times" if ends else "never runs"
                 tied = f" tied to {', '.join(map(str, program.anatomy.ties[part - 1][1:]))}" if part else ""
                 message = f"the sum of the gradients of stage {stage}{tied} {times} on device {device}"
-                yield Violation("coverage", message, tuple(found))
+                yield Violation("coverage", message, tuple(ends))
     yield from _meetings(program, there)
     yield from _orders(program, there)
     yield from waits.missing(*sum_needs(program.work, program.anatomy, program.lane, program.device))
@@ -47,20 +49,20 @@ def _sum(program: Program, task: int) -> _Sum:
 
 
 def _meetings(program: Program, there: dict[_Sum, dict[int, list[int]]]) -> Iterator[Violation]:
-    """Its ends are one on every device that has any of it."""
+    """Require the ends of each sum to meet, one on every device that holds its gradients."""
     for homes in there.values():
-        if all(len(found) == 1 for found in homes.values()):
-            ends = [found[0] for found in homes.values()]
+        if all(len(tasks) == 1 for tasks in homes.values()):
+            ends = [tasks[0] for tasks in homes.values()]
             if sorted(ends) != sorted(program.ends(ends[0])):
                 message = f"the ends of {program.task(ends[0])} do not meet, one on every device that has those weights"
                 yield Violation("transfers", message, tuple(ends))
 
 
 def _orders(program: Program, there: dict[_Sum, dict[int, list[int]]]) -> Iterator[Violation]:
-    """Devices that have several sums in common have them in the same order."""
+    """Require devices that have several sums in common to have them in the same order."""
     common: dict[tuple[int, int], list[_Sum]] = defaultdict(list)
     for name, homes in there.items():
-        for two in combinations([device for device, found in homes.items() if len(found) == 1], 2):
+        for two in combinations([device for device, tasks in homes.items() if len(tasks) == 1], 2):
             common[two].append(name)
     for (one, other), names in common.items():
         for a, b in pairwise(sorted(names, key=lambda name: there[name][one])):

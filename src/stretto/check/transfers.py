@@ -1,4 +1,4 @@
-"""Every transfer has two ends, once; and these are in the same order on both sides."""
+"""Rule: every transfer has one send and one receive, in the same order on both sides."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from stretto.program.task import BACKWARDS, SENDS, Kind
 
 
 def transfers(program: Program, judged: Bools) -> Iterator[Violation]:
-    """Of the transfers that are to be judged: two ends each, once."""
+    """Check that the transfers in `judged` have two ends each, once."""
     yield from _ends(program, judged, gradient=False)
     if program.work.among((*BACKWARDS, Kind.SEND_B, Kind.RECV_B)).any():
         yield from _ends(program, judged, gradient=True)
@@ -20,26 +20,27 @@ def transfers(program: Program, judged: Bools) -> Iterator[Violation]:
 
 
 def _ends(program: Program, judged: Bools, *, gradient: bool) -> Iterator[Violation]:
-    """Each hand-over between devices has one send and one receive; nothing else is moved."""
+    """Require one send and one receive for each hand-over between devices, and no other transfers."""
     work = program.work
     stages, microbatches = program.placement.stages, program.placement.microbatches
     sends, receives, step = (Kind.SEND_B, Kind.RECV_B, -1) if gradient else (Kind.SEND_F, Kind.RECV_F, 1)
     stage, microbatch = (grid.ravel() for grid in np.indices((stages, microbatches)))
-    here, there = home_devices(program, stage, microbatch), home_devices(program, stage + step, microbatch)
+    sender, receiver = home_devices(program, stage, microbatch), home_devices(program, stage + step, microbatch)
     runs = settled(program, gradient=gradient)
-    wanted = (there >= 0) & (here != there) & runs[stage + 1, microbatch] & runs[stage + 1 + step, microbatch]
+    expected = (receiver >= 0) & (sender != receiver)
+    expected &= runs[stage + 1, microbatch] & runs[stage + 1 + step, microbatch]
 
     origin, _ = transfer_ends(program)
     for kind in (sends, receives):
         moved = (work.kind == kind) & (origin >= 0) & (origin < stages)
         count = np.bincount(origin[moved] * microbatches + work.microbatch[moved], minlength=stages * microbatches)
-        for k in np.flatnonzero(wanted & (count == 0)).tolist():
-            yield Violation("transfers", _missing(kind, int(stage[k]), int(microbatch[k]), here[k], there[k]))
-        for k in np.flatnonzero(wanted & (count > 1)).tolist():
+        for k in np.flatnonzero(expected & (count == 0)).tolist():
+            yield Violation("transfers", _missing(kind, int(stage[k]), int(microbatch[k]), sender[k], receiver[k]))
+        for k in np.flatnonzero(expected & (count > 1)).tolist():
             name = f"{stage[k] + (step if kind is receives else 0)}{kind.name}{microbatch[k]}"
             yield Violation("transfers", f"{name} takes place {count[k]} times")
     needed = np.zeros((stages + 2, microbatches), dtype=np.bool_)  # a spare row on either side
-    needed[stage + 1, microbatch] = wanted
+    needed[stage + 1, microbatch] = expected
     needless = work.among((sends, receives)) & judged & ~needed[origin + 1, work.microbatch]
     for task in np.flatnonzero(needless).tolist():
         message = f"{program.task(task)} on device {program.device[task]} moves what nobody there needs"
@@ -56,15 +57,15 @@ def _missing(kind: Kind, stage: int, microbatch: int, here: int, there: int) -> 
 
 
 def _unmatched(program: Program, judged: Bools) -> Iterator[Violation]:
-    for task in np.flatnonzero(judged & (program.counterpart < 0)).tolist():
-        it = program.task(task)
-        does, other = ("sends to", "receives it there") if it.kind in SENDS else ("waits for", "sends it from there")
-        message = f"{it} on device {it.device} {does} device {it.lane.peer}, but nothing {other}"
-        yield Violation("transfers", message, (task,))
+    for index in np.flatnonzero(judged & (program.counterpart < 0)).tolist():
+        task = program.task(index)
+        does, other = ("sends to", "receives it there") if task.kind in SENDS else ("waits for", "sends it from there")
+        message = f"{task} on device {task.device} {does} device {task.lane.peer}, but nothing {other}"
+        yield Violation("transfers", message, (index,))
 
 
 def transfer_order(program: Program) -> Iterator[Violation]:
-    """Along a link, things arrive in the order they were sent."""
+    """Require each link's receives to be in the order of its sends."""
     sent = np.flatnonzero(program.work.among(SENDS) & (program.counterpart >= 0))
     sent = sent[np.argsort(program.lane[sent], kind="stable")]
     first, second = sent[:-1], sent[1:]

@@ -1,4 +1,4 @@
-"""A weight update: every bucket once into every device, each step after the one before it."""
+"""Rules of a weight update: every bucket reaches every device once, each step after the one before it."""
 
 from collections.abc import Iterator
 
@@ -27,32 +27,32 @@ def _coverage(program: Program, *, alone: bool) -> Iterator[Violation]:
     devices, buckets = program.placement.stages, program.placement.microbatches
     source = np.arange(buckets) % devices
     for kind in UPDATES:
-        wanted: Bools = np.full((devices, buckets), not (alone and kind is Kind.BROADCAST))
+        expected: Bools = np.full((devices, buckets), not (alone and kind is Kind.BROADCAST))
         if kind is Kind.H2D:
-            wanted = np.arange(devices)[:, None] == source
+            expected = np.arange(devices)[:, None] == source
         task = np.flatnonzero(program.work.kind == kind)
         count = np.zeros((devices, buckets), dtype=np.int64)
         np.add.at(count, (program.device[task], program.work.microbatch[task]), 1)
-        for device, bucket in np.argwhere(count != wanted).tolist():
+        for device, bucket in np.argwhere(count != expected).tolist():
             times = f"{count[device, bucket]} times" if count[device, bucket] else "never"
             message = f"{kind.name}{bucket} runs {times} on device {device}"
-            if kind is Kind.H2D and not wanted[device, bucket]:
+            if kind is Kind.H2D and not expected[device, bucket]:
                 message += f", but its bucket comes from device {source[bucket]}"
             yield Violation("coverage", message)
 
 
 def _sources(program: Program) -> Iterator[Violation]:
-    """Bucket k comes from device k mod their number."""
+    """Require bucket k to come from device k mod the number of devices."""
     wrong = program.work.stage != program.work.microbatch % program.placement.stages
-    for task in np.flatnonzero(wrong).tolist():
-        it = program.task(task)
-        message = f"{it} on device {it.device} is to come from device {it.stage}, but its bucket is not there"
-        yield Violation("placement", message, (task,))
+    for index in np.flatnonzero(wrong).tolist():
+        task = program.task(index)
+        message = f"{task} on device {task.device} is to come from device {task.stage}, but its bucket is not there"
+        yield Violation("placement", message, (index,))
 
 
 def _meetings(program: Program, sent: Ints) -> Iterator[Violation]:
-    """The ends of a broadcast are those of its bucket, one on every device."""
-    sent = sent[:, (sent >= 0).all(axis=0)]  # a missing end is reported as such
+    """Require the ends of a broadcast to be those of its bucket, one on every device."""
+    sent = sent[:, (sent >= 0).all(axis=0)]  # _coverage reports missing ends
     bucket = np.arange(sent.shape[1])
     met = np.zeros(sent.shape, dtype=np.bool_)
     end = sent[0]

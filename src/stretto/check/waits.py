@@ -1,4 +1,4 @@
-"""Whether tasks wait for what they should."""
+"""Checks that tasks wait for what they need."""
 
 from collections.abc import Iterator
 
@@ -10,27 +10,27 @@ from stretto.program.program import Program
 
 
 class Waits:
-    """What a program's tasks are said to wait for, and what lanes make them wait for."""
+    """What a program's tasks wait for: their stated needs, and the tasks before them on their lanes."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._device = program, program.device
         self._stated = np.sort(program.needing * len(program) + program.need)
 
     def hold(self, task: Ints, need: Ints) -> Bools:
-        """Whether each task waits for the other: it says so, or stands behind it on the same lane."""
+        """Return whether each task waits for its need: it states it, or comes after it on the same lane."""
         lane = self._program.lane
-        found: Bools = (lane[task] == lane[need]) & (task > need)
-        across = np.flatnonzero(~found)
-        found[across] = _contains(self._stated, task[across] * len(self._program) + need[across])
-        return found
+        holds: Bools = (lane[task] == lane[need]) & (task > need)
+        across = np.flatnonzero(~holds)
+        holds[across] = _contains(self._stated, task[across] * len(self._program) + need[across])
+        return holds
 
     def missing(self, task: Ints, need: Ints) -> Iterator[Violation]:
-        """Where a task needs another's result and does not wait for it; −1 where either is not there."""
+        """Yield where a task needs another's result but does not wait for it; −1 where either does not exist."""
         program, device = self._program, self._device
-        there = (task >= 0) & (need >= 0)
-        task, need = task[there], need[there]
-        here = device[task] == device[need]  # on different devices: reported as misplaced, or by transfers
-        task, need = task[here], need[here]
+        exist = (task >= 0) & (need >= 0)
+        task, need = task[exist], need[exist]
+        local = device[task] == device[need]  # the rules for placement and transfers cover the others
+        task, need = task[local], need[local]
         for a, b in _pairs(task, need, task == need):
             pair = program.task(a)
             assert pair.backward is not None
@@ -47,9 +47,9 @@ class Waits:
 
 def _contains(ordered: Ints, keys: Ints) -> Bools:
     at = np.searchsorted(ordered, keys)
-    found = at < len(ordered)
-    found[found] = ordered[at[found]] == keys[found]
-    return found
+    contained = at < len(ordered)
+    contained[contained] = ordered[at[contained]] == keys[contained]
+    return contained
 
 
 def _pairs(task: Ints, need: Ints, chosen: Bools) -> Iterator[tuple[int, int]]:

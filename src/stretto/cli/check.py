@@ -1,4 +1,4 @@
-"""`stretto check`: is a schedule in a file sound?"""
+"""`stretto check`: find what is wrong with a schedule in a file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,7 @@ from stretto.ir.errors import CostError
 _SHOWN = 20
 
 
-class Found(msgspec.Struct, frozen=True):
+class JsonViolation(msgspec.Struct, frozen=True):
     """A violation, as --json prints it."""
 
     rule: str
@@ -24,17 +24,17 @@ class Found(msgspec.Struct, frozen=True):
 
 def check(
     file: Annotated[
-        Path, typer.Argument(help="PyTorch pipelining CSV, with transfers or without, our JSON, or a trace.")
+        Path, typer.Argument(help="PyTorch pipelining CSV, with or without transfers, Stretto's JSON, or a trace.")
     ],
     memory_limit: Annotated[
-        str | None, typer.Option(help="What no device may hold more of, e.g. 80GB, by the bytes in the costs.")
+        str | None, typer.Option(help="The most memory a device may hold, e.g. 80GB; needs bytes in --costs.")
     ] = None,
     costs: CostsOption = None,
     json: Json = False,
 ) -> None:
-    """Check a schedule from a file: nothing missing, nothing misplaced, nothing that can deadlock.
+    """Check a schedule in a file: nothing missing, nothing misplaced, no deadlock.
 
-    Exit code 0: sound. 1: it has violations, printed one per line. 2: it could not be read.
+    Exit code 0: sound. 1: violations, printed one per line. 2: the file could not be read.
 
     Examples:
 
@@ -48,15 +48,17 @@ def check(
     table = read_costs(costs)
     with working(f"checking {file}"):
         program = read_program(file)
-        found = find_violations(program, costs=table.costs, memory_limit=limit)
+        violations = find_violations(program, costs=table.costs, memory_limit=limit)
     if json:
-        out.print(msgspec.json.encode([Found(one.rule, one.message, list(one.at)) for one in found]).decode())
-        raise typer.Exit(1 if found else 0)
-    for violation in found[:_SHOWN]:
+        out.print(
+            msgspec.json.encode([JsonViolation(each.rule, each.message, list(each.at)) for each in violations]).decode()
+        )
+        raise typer.Exit(1 if violations else 0)
+    for violation in violations[:_SHOWN]:
         out.print(str(violation))
-    if len(found) > _SHOWN:
-        out.print(f"… and {len(found) - _SHOWN} more")
-    if found:
+    if len(violations) > _SHOWN:
+        out.print(f"… and {len(violations) - _SHOWN} more")
+    if violations:
         raise typer.Exit(1)
     placement = program.placement
     if program.is_update:

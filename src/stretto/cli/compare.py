@@ -40,7 +40,7 @@ from stretto.timeline import fit as fit_costs
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """One schedule's figures; devices' are the worst device's, and sizes are in p-ths of the model."""
+    """One schedule's figures: per device, the worst one's; activations and parameters count p-ths of the model."""
 
     name: str
     devices: int
@@ -48,7 +48,7 @@ class Comparison(msgspec.Struct, frozen=True):
     makespan: float
     bubble_ratio: float
     span_bubble: float
-    """Idle time within a device's own span."""
+    """Idle time between a device's first start and last end."""
     exposed_transfer: float
     exposed_comm: float
     exposed_copy: float
@@ -61,7 +61,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 def compare(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Schedules and CSV, JSON or trace files; none is all.")
+        list[str] | None, typer.Argument(help="Schedules, and CSV, JSON or trace files; without any, all schedules.")
     ] = None,
     devices: Devices = None,
     microbatches: Microbatches = None,
@@ -73,28 +73,31 @@ def compare(
     recompute: Recompute = False,
     wgrad_microbatches: WgradMicrobatches = 1,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Draw them all on one scale, as .svg or .png.")
+        Path | None, typer.Option("--output", "-o", help="Draw all of them on one time scale, as .svg or .png.")
     ] = None,
     fit: Annotated[
         bool,
-        typer.Option("--fit", help="Also simulate each trace with costs fitted to it, and say how far off that is."),
+        typer.Option("--fit", help="Also simulate each trace with costs fitted to it, and print the error."),
     ] = False,
     cores: Annotated[
-        int | None, typer.Option(min=1, help="With --fit: the devices were processes that shared this many cores.")
+        int | None, typer.Option(min=1, help="With --fit: the devices were processes that shared this many CPU cores.")
     ] = None,
     json: Json = False,
 ) -> None:
     """Compare schedules at the same sizes and costs.
 
-    All do the same work: a number is the cost of a p-th of the model, and a list gives the model's
-    slices in order, however many; each schedule's stages take their share. bubble is idle time over
-    the step, in span the worst device's within its own first start and last end; activations, I to W
-    (between the two), params, exposed (transfer time not hidden), comm (the same of dispatch and
-    combine), copy (of copies to and from host memory), host late (idle because a measured run's host
-    had not issued what comes next) and bytes are the worst device's.
-    A .trace.json is compared as it is; with --fit, so is what a simulation makes of the costs that it shows.
-    What was measured is in seconds, and can only be compared with costs in seconds (unit=s).
-    What cannot be made at these sizes, and which files have others, is said below the table.
+    All schedules do the same work: a number is the cost of 1/p of the model, a list gives the costs of
+    the model's slices in order (any number of them), and each schedule's stages take their share.
+
+    bubble is idle time over the step. All other columns after it show the worst device. in span: idle
+    time between its first start and last end. activations, I to W (passes between I and W), params and
+    bytes: the most it holds. exposed: transfer time not hidden by compute; comm: the same for dispatch
+    and combine; copy: for copies to and from host memory. host late: idle time because the host of a
+    measured run had not issued the next task.
+
+    A .trace.json is compared as recorded; --fit adds a simulation with costs fitted to it. Measured
+    times are in seconds and compare only with costs in seconds (unit=s). Below the table: schedules
+    that cannot be made at these sizes, and files with other sizes.
 
     Examples:
 
@@ -112,20 +115,22 @@ def compare(
     if output is not None and output.suffix.lower() not in (".svg", ".png"):
         raise PlanError(f"-o draws .svg or .png (got {output})")
     options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
-    simulated = not names or not all(map(is_trace, names))  # anything that costs and the like are for
+    simulated = not names or not all(map(is_trace, names))  # whether costs and options apply to anything
     timelines, refused = {}, []
     for name, sizes in _targets(names or [], Sizes(devices, microbatches, stages_per_device, overlap)):
         label = name + " +overlap" * sizes.overlap
         with working(f"simulating {label}"):
             try:
-                given = (LowerOptions(), CostTable(table.costs)) if simulated and is_trace(name) else (options, table)
-                timelines[label] = training_of(name, sizes, *given, same_model=True)
+                arguments = (
+                    (LowerOptions(), CostTable(table.costs)) if simulated and is_trace(name) else (options, table)
+                )
+                timelines[label] = training_of(name, sizes, *arguments, same_model=True)
             except StrettoError as error:
                 reason = str(error) if str(error).startswith(name) else f"{label}: {error}"
                 if names:
                     raise type(error)(reason) from None
                 refused.append(reason)
-    _demand_one_unit(timelines)
+    _validate_one_unit(timelines)
     note_free_copies(options, timelines.values())
     sizes_differ = _differing_sizes(timelines)
     fitted = {name: _fitted(timeline, cores) for name, timeline in timelines.items() if fit and is_trace(name)}
@@ -150,7 +155,7 @@ def compare(
         err.print(f"left out: {reason}")
 
 
-def _demand_one_unit(timelines: dict[str, Timeline]) -> None:
+def _validate_one_unit(timelines: dict[str, Timeline]) -> None:
     seconds = [name for name, timeline in timelines.items() if timeline.unit == "s"]
     others = [name for name, timeline in timelines.items() if timeline.unit is None]
     if seconds and others:
@@ -161,9 +166,9 @@ def _demand_one_unit(timelines: dict[str, Timeline]) -> None:
 
 
 def _differing_sizes(timelines: dict[str, Timeline]) -> str:
-    """Which timelines have how many devices, stages and microbatches, as far as these differ; "" if they do not.
+    """Return the devices, stages and microbatches of each timeline, as far as they differ; "" if they do not.
 
-    Simulations share one model out among their stages, however many, so these matter only to traces.
+    Simulations cut one model into any number of stages, so stages matter only if there are traces.
     """
     placements = {name: timeline.program.placement for name, timeline in timelines.items()}
     kinds = ("devices", "stages", "microbatches") if any(map(is_trace, timelines)) else ("devices", "microbatches")
@@ -176,14 +181,14 @@ def _differing_sizes(timelines: dict[str, Timeline]) -> str:
 
 
 def _fitted(timeline: Timeline, cores: int | None) -> Timeline:
-    """What a simulation makes of a timeline's program, with costs fitted to its times."""
+    """Simulate a timeline's program with costs fitted to its times."""
     program = timeline.program
     shared = {} if cores is None else {"cores": SharedResource(cores, {"compute": 1}, devices=program.devices)}
     return simulate(program, msgspec.structs.replace(fit_costs(timeline), shared=shared))
 
 
 def _targets(names: list[str], sizes: Sizes) -> list[tuple[str, Sizes]]:
-    """What to compare, each with the sizes it takes."""
+    """Return what to compare, each with the sizes that apply to it."""
     if names and sizes.given() and all(map(is_file, names)):
         raise PlanError("files have their own sizes; --devices and the like go with a schedule's name")
     plain = replace(sizes, stages_per_device=None, overlap=False)
@@ -206,7 +211,7 @@ def _compared(name: str, timeline: Timeline, costs: Costs) -> Comparison:
     program = timeline.program
     stages, devices = program.placement.stages, program.devices
     summary = timeline.summary(costs.for_stages(stages, devices=devices))
-    share = devices / stages  # of a p-th of the model, that a stage is
+    share = devices / stages  # how much of a p-th of the model a stage is
     return Comparison(
         name=name,
         devices=devices,
@@ -228,7 +233,7 @@ def _compared(name: str, timeline: Timeline, costs: Costs) -> Comparison:
 
 
 def _print(rows: list[Comparison], *, seconds: bool) -> None:
-    # Columns that say nothing here are left out.
+    # Leave out columns that are the same, or empty, in all rows.
     devices, microbatches = len({row.devices for row in rows}) > 1, len({row.microbatches for row in rows}) > 1
     exposed, comm = any(row.exposed_transfer for row in rows), any(row.exposed_comm for row in rows)
     copy, late = any(row.exposed_copy for row in rows), any(row.host_late for row in rows)

@@ -1,4 +1,4 @@
-"""Where commands print."""
+"""Output of commands: consoles, a spinner, tables."""
 
 from contextlib import AbstractContextManager
 
@@ -6,18 +6,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# Names of files and schedules are printed as they are: nothing in them is markup.
+# No markup: names of files and schedules are printed as they are.
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def working(what: str) -> AbstractContextManager[object]:
-    """A spinner on a terminal while something runs; nothing elsewhere."""
+    """Show a spinner on a terminal while something runs; elsewhere, nothing."""
     return err.status(Text(what))
 
 
 def print_table(headings: list[str], rows: list[list[str]]) -> None:
-    """A plain table; all but the first column align right. Only a terminal cuts it to its width."""
+    """Print a plain table; all columns but the first align right. Only a terminal cuts it to its width."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What commands take: schedules or files, sizes, costs."""
+"""Arguments that commands share: schedules or files, sizes, costs."""
 
 import tomllib
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ from stretto.schedules.registry import schedule_named
 from stretto.simulate import simulate
 from stretto.timeline import Timeline, load_timeline
 
-LARGEST = 20_000_000  # actions; beyond this a machine runs out of memory before it runs out of time
+LARGEST = 20_000_000  # actions; above this, a machine runs out of memory first, not of time
 
 Devices = Annotated[int | None, typer.Option("--devices", "-d", help="Pipeline devices (p). [default: 4]")]
 Microbatches = Annotated[
@@ -37,36 +37,37 @@ CostsOption = Annotated[
     str | None,
     typer.Option(
         "--costs",
-        help="Times per stage, e.g. F=1,I=1,W=1,B=2,FB=3, or a TOML file of them, in which lists give a value per "
-        "stage. B defaults to I+W, FB (a woven pair) to F+B. BW is the part of B that runs after the gradient has "
-        "left; reduce sums a stage's gradients over its devices, where it has several. Bytes too: activation_bytes=…",
+        help="Times per stage, e.g. F=1,I=1,W=1,B=2,FB=3, or a TOML file, in which lists give a value per stage. "
+        "B defaults to I+W, FB (a woven pair) to F+B. BW is the part of B that runs after the gradient is sent; "
+        "reduce is the sum of a stage's gradients over its devices, if it has several. Also sizes, e.g. "
+        "activation_bytes=2GB.",
     ),
 ]
 Layers = Annotated[
     str | None,
     typer.Option(
-        help="The model's layers, e.g. embedding,dense,moe*13,loss: passes are then taken apart into phases, and "
-        "pairs woven. Times from [phases.attn] and the like in --costs; without, phases share their stage's."
+        help="The model's layers, e.g. embedding,dense,moe*13,loss: splits passes into phases and weaves pairs. Phase "
+        "times come from [phases.attn] and the like in --costs; without them, phases share their stage's time."
     ),
 ]
 Offload = Annotated[
     int,
     typer.Option(
-        help="Send what forwards saved to host memory and back, each copy beside this many actions; 1 is "
-        "Kimi K2's rule. Bytes from activation_bytes or offload_bytes, speed from [host] in --costs."
+        help="Offload saved activations to host memory and load them back, each copy beside this many actions; 1 is "
+        "Kimi K2's rule. Sizes come from activation_bytes or offload_bytes, speed from [host] in --costs."
     ),
 ]
 Recompute = Annotated[
     bool,
     typer.Option(
-        "--recompute", help="Compute again what forwards discarded, right before the backward, in R (F unless given)."
+        "--recompute", help="Recompute what forwards discarded, right before the backward; takes R (F unless given)."
     ),
 ]
 WgradMicrobatches = Annotated[
     int,
     typer.Option(
-        help="Compute the weight gradients of this many microbatches at once: those that wait take memory "
-        "(pending_bytes), a B is an I and a W, and W says what each then takes."
+        help="Compute the weight gradients of this many microbatches at once. Waiting ones take memory "
+        "(pending_bytes), a B is split into I and W, and W is the time per microbatch."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -74,7 +75,7 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes as given on the command line; None where they were not."""
+    """Sizes from the command line; None if not given."""
 
     devices: int | None = None
     microbatches: int | None = None
@@ -87,7 +88,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class LowerOptions:
-    """How a plan is to be lowered, as given on the command line."""
+    """Options of `lower`, from the command line."""
 
     layers: str | None = None
     offload: int = 0
@@ -100,15 +101,15 @@ class LowerOptions:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Costs as given on the command line."""
+    """Costs from the command line."""
 
     costs: Costs
     times: tuple[str, ...] = ()
-    """The names of those given that are no bytes."""
+    """The names of the costs given, except bytes."""
 
 
 def read_costs(given: str | None) -> CostTable:
-    """Read costs as given on the command line: by name, or in a file."""
+    """Read costs from the command line: by name, or in a file."""
     if given is None or ("=" in given and not Path(given).exists()):
         costs, names = parse_costs(given or ""), [part.partition("=")[0].strip() for part in (given or "").split(",")]
     else:
@@ -117,7 +118,7 @@ def read_costs(given: str | None) -> CostTable:
 
 
 def size_of(option: str, text: str, *, per: str = "") -> float:
-    """Read the size that an option gives, in bytes, or bytes per second with "/s" as `per`."""
+    """Read an option's size, in bytes, or in bytes per second if `per` is "/s"."""
     try:
         return parse_bytes(text.removesuffix(per))
     except TextError as error:
@@ -133,7 +134,7 @@ def is_trace(target: str) -> bool:
 
 
 def read_program(path: Path) -> Program:
-    """A program from a file, not yet checked."""
+    """Read a program from a file, without checking it."""
     if is_trace(path.name):
         return load_timeline(path).program
     text = read_text(path)
@@ -162,7 +163,7 @@ def make_plan(name: str, sizes: Sizes) -> Plan:
 
 
 def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, same_model: bool) -> Program:
-    """A schedule or file as a program that has passed `check`."""
+    """Lower a schedule, or read a file; raise ProgramError if `check` finds violations in it."""
     if not is_file(target):
         plan = make_plan(target, sizes)
         if same_model:
@@ -184,16 +185,16 @@ def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Cost
     if sizes.given():
         raise PlanError(f"{target} has its own sizes; --devices and the like go with a schedule's name")
     program = read_program(Path(target))
-    if found := check(program):
-        more = f" (and {len(found) - 1} more; see stretto check {target})" if len(found) > 1 else ""
-        raise ProgramError(f"{target} is not sound: {found[0]}{more}")
+    if violations := check(program):
+        more = f" (and {len(violations) - 1} more; see stretto check {target})" if len(violations) > 1 else ""
+        raise ProgramError(f"{target} is not sound: {violations[0]}{more}")
     return program
 
 
 def training_of(
     target: str, sizes: Sizes, options: LowerOptions, table: CostTable, *, same_model: bool = False
 ) -> Timeline:
-    """The same of what can only be a training step."""
+    """Return `timeline_of` of a training step; raise PlanError if it is a weight update."""
     timeline = timeline_of(target, sizes, options, table, same_model=same_model)
     if timeline.program.is_update:
         raise PlanError(f"{target} shows a weight update; stretto show draws it, stretto update simulates one")
@@ -203,9 +204,9 @@ def training_of(
 def timeline_of(
     target: str, sizes: Sizes, options: LowerOptions, table: CostTable, *, same_model: bool = False
 ) -> Timeline:
-    """What a trace shows, or what the simulation of a schedule or file gives.
+    """Load a trace, or simulate a schedule or file.
 
-    With `same_model`, costs are a p-th of the model's, and each schedule's stages take their share.
+    With `same_model`, costs are those of 1/p of the model, and each schedule's stages take their share.
     """
     if is_trace(target):
         if options.given() or sizes.given():
@@ -221,7 +222,7 @@ def timeline_of(
 
 
 def note_free_copies(options: LowerOptions, timelines: Iterable[Timeline]) -> None:
-    """Say so where offloading was asked for and costs nothing."""
+    """Print a note if offloading was requested but takes no time."""
     copies = [(timeline.end - timeline.start)[timeline.program.work.among(COPIES)] for timeline in timelines]
     if options.offload and any(len(times) and not times.any() for times in copies):
         err.print(
@@ -231,7 +232,7 @@ def note_free_copies(options: LowerOptions, timelines: Iterable[Timeline]) -> No
 
 
 def figure_kind(path: Path) -> str:
-    """The ending of a path that says what to draw: .svg, .png, .trace.json, or whatever it is."""
+    """Return the extension that says what to draw: .svg, .png, .trace.json, or any other."""
     return ".trace.json" if is_trace(path.name) else path.suffix.lower()
 
 

@@ -24,8 +24,8 @@ for command in (show, simulate, check, compare, update, push, doctor):
     app.command()(command)
 app.add_typer(onegpu, name="onegpu")
 
-# The base of what typer raises for a bad command line: click's, of which typer carries a copy whose
-# import path varies between versions.
+# The base class of errors that typer raises for a bad command line. It is click's, of which typer carries a copy
+# whose import path varies between versions.
 _BadCommandLine: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
@@ -46,8 +46,8 @@ def stretto(
 ) -> None:
     """Plan, check, simulate and compare pipeline schedules and weight updates; push weights. Start with: stretto show
 
-    Exit code 0: fine. 1: a schedule has violations, a push failed, or doctor found something. 2: bad input. One line
-    says why.
+    Exit code 0: success. 1: a schedule has violations, a push failed, or doctor found a failure. 2: bad input. One
+    line says why.
     """
     if context.invoked_subcommand is None:
         out.print(context.get_help())
@@ -66,7 +66,7 @@ def main() -> None:
         code = _fail(f"{getattr(error, 'format_message', error.__str__)()} (see stretto --help)")
     except MemoryError:
         code = _fail("this is too large for the memory of this machine")
-    except BrokenPipeError:  # the reader of our output has gone; nothing is left to say
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except (KeyboardInterrupt, typer.Abort):

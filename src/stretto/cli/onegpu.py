@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from stretto.cli.console import err, out
-from stretto.ir.extras import demand
+from stretto.ir.extras import require
 from stretto.onegpu_broker.launch import launch
 from stretto.onegpu_broker.link_model import PRESETS, SimulatedLink
 
@@ -24,19 +24,17 @@ def onegpu(context: typer.Context) -> None:
 )
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="A script as torchrun takes it, and its arguments.")],
+    script: Annotated[str, typer.Argument(help="A script and its arguments, as for torchrun.")],
     devices: Annotated[int, typer.Option("--devices", "-d", help="Ranks, each with an equal share of the GPU.")] = 4,
     link: Annotated[
         str | None,
-        typer.Option(
-            help=f"Let messages take as long as on such links: {', '.join(PRESETS)} or GB/s:µs such as 400:3."
-        ),
+        typer.Option(help=f"Delay messages as on such links: {', '.join(PRESETS)} or GB/s:µs such as 400:3."),
     ] = None,
     mps: Annotated[
-        bool, typer.Option(help="Ranks run at the same time, by CUDA MPS. Without, they take turns.")
+        bool, typer.Option(help="Run ranks at the same time with CUDA MPS; without it, they take turns.")
     ] = True,
 ) -> None:
-    """Run a script by torchrun, as many ranks as you like on the one GPU you have.
+    """Run a script with torchrun, with any number of ranks on one GPU.
 
     In the script, `import stretto.onegpu` and `init_process_group("onegpu")`; all ranks use cuda:0.
 
@@ -46,7 +44,7 @@ def run(
 
       stretto onegpu run -d 8 --link nvlink benchmarks/onegpu/prove.py numerics
     """
-    demand("torch", extra="train", what="stretto onegpu")
+    require("torch", extra="train", what="stretto onegpu")
     if link is not None:
         SimulatedLink.parse(link)
     if not mps:

@@ -1,4 +1,4 @@
-"""`stretto push`: bring a checkpoint into running inference engines."""
+"""`stretto push`: push a checkpoint into running inference engines."""
 
 import os
 import time
@@ -13,7 +13,7 @@ from stretto.cli.console import err, number, out, print_table
 from stretto.cli.inputs import Json, figure_kind, size_of, write_figure
 from stretto.draw import draw_text
 from stretto.ir.errors import WeightsError, one_line
-from stretto.ir.extras import demand
+from stretto.ir.extras import require
 from stretto.program.update import MODES, Mode
 
 if TYPE_CHECKING:
@@ -21,74 +21,77 @@ if TYPE_CHECKING:
 
     from stretto.weights import Report
 
-_SPEAKING = 20.0  # seconds at most; it is ended once the first has spoken
-_DRAWN = 160  # tasks; more of them do not fit a terminal
+_REPORT_TIME = 20.0  # seconds at most; torchrun ends the process once the first rank has exited
+_DRAWN = 160  # tasks; more do not fit a terminal
 
 
 @contextmanager
-def _one_voice() -> "Iterator[None]":
-    """What is wrong with weights is known to all ranks: of those on a machine, the first speaks of it."""
+def _report_once() -> "Iterator[None]":
+    """Let only the first rank on each machine report a WeightsError: all ranks raise the same one."""
     try:
         yield
     except WeightsError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(_SPEAKING)  # torchrun ends all ranks as soon as one has failed, and that one is to have spoken
+            time.sleep(_REPORT_TIME)  # torchrun ends all ranks when one fails: the first must report before that
             raise typer.Exit(error.code if isinstance(error, FailedPushError) else 2) from error
         raise
 
 
 class FailedPushError(WeightsError):
-    """Not the input was wrong: receivers were asked, and the push failed."""
+    """The push itself failed, after receivers were contacted; the input was good."""
 
     code = 1
 
 
-@_one_voice()
+@_report_once()
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="A safetensors file, or a directory of them.")],
     to: Annotated[
-        list[str] | None, typer.Option(help="A receiver: unix:///path or tcp://host:port; several, or commas.")
+        list[str] | None, typer.Option(help="A receiver: unix:///path or tcp://host:port. Repeat it, or use commas.")
     ] = None,
     version: Annotated[
-        str | None, typer.Option(help="What receivers call it; the checkpoint's name if not given.")
+        str | None, typer.Option(help="The version's name at the receivers. [default: the checkpoint's name]")
     ] = None,
-    in_flight: Annotated[str, typer.Option(help="Generations under way: wait for them, abort or keep them.")] = "wait",
-    mode: Annotated[str | None, typer.Option(help="serial, two or three; the fastest that fits if not given.")] = None,
-    bucket: Annotated[str | None, typer.Option(help="A bucket, and so each buffer, e.g. 512MiB.")] = None,
+    in_flight: Annotated[str, typer.Option(help="What to do with running generations: wait, abort or keep.")] = "wait",
+    mode: Annotated[str | None, typer.Option(help="serial, two or three. [default: the fastest that fits]")] = None,
+    bucket: Annotated[str | None, typer.Option(help="Size of a bucket, and so of each buffer, e.g. 512MiB.")] = None,
     split: Annotated[
-        bool, typer.Option("--split", help="Let tensors larger than a bucket go in parts, into receivers that can.")
+        bool, typer.Option("--split", help="Send tensors larger than a bucket in parts, to receivers that support it.")
     ] = False,
     timeout: Annotated[
         float, typer.Option(help="Seconds that a receiver may take to pause, to finish, and to resume.")
     ] = 60.0,
     bucket_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that a receiver may take for a bucket; 8 if not given.")
+        float | None, typer.Option(help="Seconds that a receiver may take for a bucket. [default: 8]")
     ] = None,
-    secret_file: Annotated[Path | None, typer.Option(help="The secret that tcp receivers ask for.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    secret_file: Annotated[Path | None, typer.Option(help="File with the secret that tcp receivers require.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is a GPU]")] = None,
     backend: Annotated[
-        str | None, typer.Option(help="Between senders: gloo, nccl or onegpu; by the device if not given.")
+        str | None, typer.Option(help="Between senders: gloo, nccl or onegpu. [default: by the device]")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would happen, and how long it takes; asks no receiver.")
+        bool, typer.Option("--dry-run", help="Only print the plan and its predicted time; contact no receiver.")
     ] = False,
     devices: Annotated[
-        int | None, typer.Option("--devices", "-d", help="Senders, for --dry-run; as many as torchrun starts, or 1.")
+        int | None,
+        typer.Option("--devices", "-d", help="Senders, for --dry-run. [default: as many as torchrun starts, or 1]"),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The timeline: .svg, .png, or .trace.json for Perfetto.")
+        Path | None,
+        typer.Option("--output", "-o", help="Write the timeline as .svg, .png, or .trace.json for Perfetto."),
     ] = None,
     json: Json = False,
 ) -> None:
     """Push a checkpoint into live inference engines, pipelined and verified.
 
-    Every receiver is paused, takes all tensors, and serves the new version once all have them. If anything
-    fails, one line says what and where; receivers that had begun are dirty until the next push.
+    Every receiver pauses, takes all tensors, and serves the new version once all receivers have them. If
+    anything fails, one line says what and where; receivers that had begun are dirty until the next push.
 
-    Exit code 0: all serve it. 1: the push failed, one line on stderr says why. 2: bad input; nobody was paused.
-    With --json, a push that failed prints its error, and who serves the version if anybody does.
+    Exit code 0: all receivers serve the version. 1: the push failed; one line on stderr says why. 2: bad
+    input; no receiver was paused. With --json, a failed push prints its error and the receivers that serve
+    the version, if any.
 
-    One sender for each device: start them with torchrun next to the engines. Without it there is one.
+    Run one sender per device: start them with torchrun next to the engines. Without torchrun there is one.
 
     Examples:
 
@@ -98,7 +101,7 @@ def push(
 
       stretto push checkpoint/ --dry-run --devices 8
     """
-    demand("torch", extra="train", what="stretto push")
+    require("torch", extra="train", what="stretto push")
     from stretto.weights.messages import InFlight
     from stretto.weights.sources.safetensors import Safetensors
 
@@ -106,7 +109,7 @@ def push(
         raise WeightsError(f"--in-flight is one of {', '.join(get_args(InFlight))} (got {in_flight!r:.40})")
     if mode is not None and mode not in MODES:
         raise WeightsError(f"--mode is one of {', '.join(MODES)} (got {mode!r:.40})")
-    addresses = [it for given in to or [] for it in given.split(",") if it]
+    addresses = [address for option in to or [] for address in option.split(",") if address]
     files = Safetensors(checkpoint)
     name = version or checkpoint.resolve().name
     options: dict[str, Any] = {"split": split, "bucket_bytes": None if bucket is None else _bucket_bytes(bucket)}
@@ -129,8 +132,8 @@ def push(
 
         waits: dict[str, Any] = {"timeout": timeout, "bucket_timeout": bucket_timeout}
         with Sender(mesh, device=where, secret_file=secret_file, **waits, **options) as sender:
-            sender.homes(addresses)  # before anything else, so that a wrong one costs no time
-            nbytes = sum(it.entry.nbytes for it in files.held())
+            sender.homes(addresses)  # first, so that a wrong address fails at once
+            nbytes = sum(tensor.entry.nbytes for tensor in files.held())
             bar("registering", 0, nbytes)
             sender.register(name, files)
             try:
@@ -144,14 +147,14 @@ def push(
                 )
             except WeightsError as error:
                 if json and rank == 0:
-                    _tell_failure(name, error)
+                    _print_failure(name, error)
                 raise FailedPushError(str(error)) from error
         if rank == 0:
-            _tell(report, output, json=json)
+            _print_report(report, output, json=json)
 
 
 def _bucket_bytes(text: str) -> int:
-    """Read the size of a bucket, a multiple of 256 bytes."""
+    """Read the size of a bucket, rounded down to a multiple of 256 bytes."""
     size = size_of("--bucket", text)
     if not 1024 <= size <= 2**40:
         raise WeightsError(f"--bucket is a size from 1KiB to 1TiB (got {text!r:.40})")
@@ -160,7 +163,7 @@ def _bucket_bytes(text: str) -> int:
 
 @contextmanager
 def _senders(device: str | None, backend: str | None) -> "Iterator[tuple[int, Any, Any]]":
-    """This process's rank, its mesh and its device."""
+    """Yield this process's rank, its mesh and its device."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -175,7 +178,7 @@ def _senders(device: str | None, backend: str | None) -> "Iterator[tuple[int, An
         yield 0, None, where
         return
     if backend == "onegpu":
-        import stretto.onegpu  # noqa: F401  (registers it)
+        import stretto.onegpu  # noqa: F401  (registers the backend)
     dist.init_process_group(backend or ("nccl" if kind == "cuda" else "gloo"))
     try:
         yield _rank(), init_device_mesh(kind, (size,)), where
@@ -204,35 +207,35 @@ def _ranks() -> int:
 
 @contextmanager
 def _bar(*, shown: bool) -> "Iterator[Any]":
-    """A progress bar on a terminal: what is being done, how far it is, and how fast."""
+    """Show a progress bar on a terminal: the current step, its progress and its speed."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=err, disable=not shown or not err.is_terminal, transient=True) as progress:
         tasks = {"connecting": progress.add_task("connecting", total=None)}
 
-        def told(what: str, done: int, total: int) -> None:
-            if what not in tasks:  # each stage has its own speed
+        def advance(what: str, done: int, total: int) -> None:
+            if what not in tasks:  # each step has its own speed
                 for before in tasks.values():
                     progress.update(before, visible=False)
                 tasks[what] = progress.add_task(what, total=total)
             progress.update(tasks[what], completed=done)
 
-        yield told
+        yield advance
 
 
-def _tell_failure(version: str, error: WeightsError) -> None:
-    whos = {name: getattr(error, name, {}) for name in ("serving", "failed", "unknown")}
-    told = {"version": version, "error": str(error), **whos}
-    out.print(msgspec.json.format(msgspec.json.encode(told)).decode())
+def _print_failure(version: str, error: WeightsError) -> None:
+    receivers = {name: getattr(error, name, {}) for name in ("serving", "failed", "unknown")}
+    fields = {"version": version, "error": str(error), **receivers}
+    out.print(msgspec.json.format(msgspec.json.encode(fields)).decode())
 
 
-def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
+def _print_report(report: "Report", output: Path | None, *, json: bool) -> None:
     from stretto.weights.send.report import counted, size
 
-    drawn = output is not None and _drawn(report, output)
+    written = output is not None and _write_timeline(report, output)
     if json:
-        told = {
+        fields = {
             "version": report.version,
             "content": report.content,
             "bytes": report.nbytes,
@@ -241,27 +244,29 @@ def _tell(report: "Report", output: Path | None, *, json: bool) -> None:
             "mode": report.mode,
             "seconds": report.seconds,
             "gb_per_second": report.gb_per_second,
-            "steps": {name: {"predicted": it.predicted, "actual": it.actual} for name, it in report.steps.items()},
+            "steps": {
+                name: {"predicted": step.predicted, "actual": step.actual} for name, step in report.steps.items()
+            },
             "receivers": report.receivers,
         }
-        out.print(msgspec.json.format(msgspec.json.encode(told)).decode())
+        out.print(msgspec.json.format(msgspec.json.encode(fields)).decode())
         return
     rate = f"{size(report.nbytes)} in {report.seconds:.3g} s, {report.gb_per_second:.3g} GB/s"
     out.print(
         f"{report.version} ({report.content[:8]}): {rate}; {counted(report.buckets, 'bucket')}, mode {report.mode}"
     )
     print_table(
-        ["step", "foreseen, s", "took, s"],
-        [[name, number(it.predicted), number(it.actual)] for name, it in report.steps.items()],
+        ["step", "predicted, s", "took, s"],
+        [[name, number(step.predicted), number(step.actual)] for name, step in report.steps.items()],
     )
     for name, how in report.receivers.items():
         out.print(f"{name} serves it, {how}")
-    if drawn:
+    if written:
         out.print(f"wrote {output}")
 
 
-def _drawn(report: "Report", output: Path) -> bool:
-    """Whether the timeline could be written; the push has gone well in any case."""
+def _write_timeline(report: "Report", output: Path) -> bool:
+    """Write the timeline; if that fails, print a note and return False, for the push itself has succeeded."""
     try:
         if report.timeline is None:
             raise WeightsError("other senders could not be asked for their times")
@@ -281,7 +286,7 @@ def _predict(
     options: dict[str, Any],
     output: Path | None,
 ) -> None:
-    """The plan of a push, with what this machine's copies are measured to be; a broadcast is taken as twice as fast."""
+    """Print the plan of a push, predicted from measured copy speeds; a broadcast is assumed to be twice as fast."""
     from stretto.weights.ipc_buffers import resolved
     from stretto.weights.layout import lay_out
     from stretto.weights.manifest import Manifest
@@ -292,7 +297,7 @@ def _predict(
 
     if not 1 <= devices <= 4096:
         raise WeightsError(f"--devices is a number of senders from 1 to 4096 (got {devices})")
-    manifest = Manifest(version, tuple(it.entry for it in files.held()))
+    manifest = Manifest(version, tuple(tensor.entry for tensor in files.held()))
     manifest.check()
     where = resolved(_kind(device))
     free = free_bytes(where)
@@ -300,12 +305,12 @@ def _predict(
     buckets = lay_out(manifest, bucket_bytes, split=options["split"])
     speeds = copies(where)
 
-    def foreseen(mode: Mode, count: int) -> Choice:
+    def predict(mode: Mode, count: int) -> Choice:
         return choose(devices, count, bucket_bytes, speeds, free, mode=mode)
 
-    fits = [it for it in MODES if buffers(devices, it) * bucket_bytes <= free]
-    rows = {it: foreseen(it, len(buckets)) for it in ([mode] if mode is not None else fits or MODES)}
-    best = min(rows.values(), key=lambda it: it.predicted.makespan)
+    fits = [name for name in MODES if buffers(devices, name) * bucket_bytes <= free]
+    rows = {name: predict(name, len(buckets)) for name in ([mode] if mode is not None else fits or MODES)}
+    best = min(rows.values(), key=lambda choice: choice.predicted.makespan)
     if output is not None:
         write_figure(best.predicted, output)
     out.print(f"{version}: {len(manifest.entries)} tensors, {manifest.nbytes:,} bytes")
@@ -314,15 +319,15 @@ def _predict(
         f"{where} copies {speeds.h2d / 1e9:.3g} GB/s from the host, {speeds.reload / 1e9:.3g} GB/s within"
     )
     print_table(
-        ["mode", "foreseen, s", "GB/s", "buffers, MiB"],
+        ["mode", "predicted, s", "GB/s", "buffers, MiB"],
         [
             [
-                f"{name}{' (chosen)' if it is best else ''}",
-                number(it.predicted.makespan),
-                f"{manifest.nbytes / it.predicted.makespan / 1e9:.1f}",
+                f"{name}{' (chosen)' if choice is best else ''}",
+                number(choice.predicted.makespan),
+                f"{manifest.nbytes / choice.predicted.makespan / 1e9:.1f}",
                 f"{buffers(devices, name) * bucket_bytes / (1 << 20):.6g}",
             ]
-            for name, it in rows.items()
+            for name, choice in rows.items()
         ],
     )
     shown = min(len(buckets), _DRAWN * len(buckets) // len(best.program))
@@ -333,5 +338,5 @@ def _predict(
     else:
         if shown < len(buckets):
             out.print(f"the first {shown} buckets; all of them with -o push.svg:")
-        drawn = best if shown == len(buckets) else foreseen(best.mode, shown)
+        drawn = best if shown == len(buckets) else predict(best.mode, shown)
         out.print(draw_text(drawn.predicted, width=out.width))

@@ -37,7 +37,7 @@ from stretto.timeline.units import time_text
 
 def show(
     name: Annotated[
-        str | None, typer.Argument(help="A schedule, or a CSV, JSON or trace file; none lists them.")
+        str | None, typer.Argument(help="A schedule, or a CSV, JSON or trace file; without one, list the schedules.")
     ] = None,
     devices: Devices = None,
     microbatches: Microbatches = None,
@@ -49,17 +49,19 @@ def show(
     recompute: Recompute = False,
     wgrad_microbatches: WgradMicrobatches = 1,
     lanes: Annotated[
-        bool, typer.Option("--lanes", help="A row each for computation, communication and offload.")
+        bool, typer.Option("--lanes", help="Draw a row each for computation, communication and offload.")
     ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help="Write FILE: its order as .csv or .json, a figure as .svg or .png, or a .trace.json for Perfetto.",
+            help="Write FILE: the order as .csv or .json, a figure as .svg or .png, or a .trace.json for Perfetto.",
         ),
     ] = None,
-    transfers: Annotated[bool, typer.Option("--transfers", help="With -o FILE.csv: sends and receives too.")] = False,
+    transfers: Annotated[
+        bool, typer.Option("--transfers", help="With -o FILE.csv: include sends and receives.")
+    ] = False,
     width: Annotated[int | None, typer.Option(help="Columns to draw in. [default: the terminal's]")] = None,
 ) -> None:
     """List the schedules, or draw one.
@@ -123,7 +125,7 @@ def _write(
     costs: str | None,
     lanes: bool,
 ) -> None:
-    """An order as CSV or JSON, or a timeline as a figure or trace."""
+    """Write an order as CSV or JSON, or a timeline as a figure or trace."""
     kind = figure_kind(path)
     if kind in (".svg", ".png", ".trace.json"):
         table = read_costs(costs)

@@ -1,4 +1,4 @@
-"""`stretto simulate`: what a schedule costs."""
+"""`stretto simulate`: time, bubbles and memory of a schedule."""
 
 from typing import Annotated
 
@@ -43,11 +43,12 @@ def simulate(
 ) -> None:
     """Simulate a schedule: time, bubbles and memory of each device.
 
-    Costs are per stage: with two stages per device, halve them to compare with one. bubble is the
-    makespan less busy; exposed is idle time with an awaited transfer under way, comm with an awaited
-    dispatch or combine, copy with an awaited copy to or from host memory; of a measured trace, host
-    late is idle time because a host had not issued what comes next; activations, those between
-    I and W, and bytes are peaks.
+    Costs are per stage: with two stages per device, halve them to compare with one.
+
+    bubble is the makespan minus busy. exposed is idle time spent waiting for a running transfer, comm
+    for a running dispatch or combine, copy for a running copy to or from host memory. For a measured
+    trace, host late is idle time because a host had not issued the next task. activations, I to W
+    (passes between I and W) and bytes are peaks.
 
     Examples:
 

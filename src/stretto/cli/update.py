@@ -1,4 +1,4 @@
-"""`stretto update`: how long a weight update takes, in each of its modes."""
+"""`stretto update`: how long a weight update takes in each mode."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,7 @@ from stretto.simulate import simulate
 from stretto.timeline import Timeline
 
 LARGEST = 2_000_000  # tasks
-_DRAWN = 160  # tasks; more of them do not fit a terminal
+_DRAWN = 160  # tasks; more do not fit a terminal
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -26,18 +26,20 @@ class Update(msgspec.Struct, frozen=True):
     mode: str
     seconds: float
     gb_per_second: float
-    """Of the whole model into every device."""
+    """The rate at which the whole model reaches every device."""
     busy: dict[str, float]
-    """The share of the time that each step is under way, on the first device."""
+    """The share of the time that each step runs on the first device."""
 
 
 def update(
-    devices: Annotated[int, typer.Option("--devices", "-d", help="Devices, each with its shard in host memory.")] = 4,
-    size: Annotated[str, typer.Option(help="The model.")] = "16GB",
-    bucket: Annotated[str, typer.Option(help="A bucket, and so each buffer.")] = "2GB",
-    h2d: Annotated[str, typer.Option(help="Host to device, for each device.")] = "50GB/s",
-    broadcast: Annotated[str, typer.Option(help="A broadcast to all devices.")] = "100GB/s",
-    reload: Annotated[str, typer.Option(help="Reading a buffer into the engine's weights.")] = "200GB/s",
+    devices: Annotated[
+        int, typer.Option("--devices", "-d", help="Devices, each with a shard of the model in host memory.")
+    ] = 4,
+    size: Annotated[str, typer.Option(help="Size of the model.")] = "16GB",
+    bucket: Annotated[str, typer.Option(help="Size of a bucket, and so of each buffer.")] = "2GB",
+    h2d: Annotated[str, typer.Option(help="Speed from host to device, for each device.")] = "50GB/s",
+    broadcast: Annotated[str, typer.Option(help="Speed of a broadcast to all devices.")] = "100GB/s",
+    reload: Annotated[str, typer.Option(help="Speed of loading a buffer into the engine's weights.")] = "200GB/s",
     mode: Annotated[str, typer.Option(help="The mode to draw: serial, two or three (stages overlapped).")] = "two",
     costs: CostsOption = None,
     output: Annotated[
@@ -47,10 +49,9 @@ def update(
 ) -> None:
     """Simulate a weight update: host to device, broadcast, reload, in buckets.
 
-    All three modes are compared, and one is drawn. serial does one thing after the other; two
-    overlaps broadcast and reload (Kimi K2's figure); three copies from the host beside them, and
-    needs a second H2D buffer. The last bucket is taken as a full one. From --costs only what is
-    shared is taken, e.g. a PCIe link.
+    Compares all three modes and draws one. serial runs one step after the other; two overlaps broadcast
+    and reload (Kimi K2's figure); three also overlaps copies from the host, and needs a second H2D
+    buffer. The last bucket counts as full. --costs gives only shared resources, e.g. a PCIe link.
 
     Examples:
 

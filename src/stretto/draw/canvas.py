@@ -1,4 +1,4 @@
-"""What all figures are made of: boxes in rows, labels that fit, a time axis, a legend, an SVG or PNG file."""
+"""The building blocks of all figures: boxes in rows, labels that fit, a time axis, a legend, an SVG or PNG file."""
 
 import math
 from collections import defaultdict
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.costs import Unit
 from stretto.ir.errors import StrettoError
-from stretto.ir.extras import demand
+from stretto.ir.extras import require
 from stretto.timeline.units import time_scale
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 FONT = 8.0  # points
 READABLE = 5.0
-_LINE = 0.17  # inches, of a legend
-_WIDE = 0.72  # the width of a character over its height, with some room
+_LINE = 0.17  # inches per line of a legend
+_WIDE = 0.72  # the width of a character over its height, with a margin
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A coloured stretch of time. Rows are counted downwards, and a box may fill a part of its row's height."""
+    """A coloured interval of time. Rows count downwards, and a box may fill part of its row's height."""
 
     row: float
     start: float
@@ -34,20 +34,20 @@ class Box:
     label: str = ""
     height: float = 1.0
     dark: bool = False
-    """Whether its label is better white."""
+    """Whether the colour is dark, so that the label must be white."""
     thin: bool = False
-    """Whether it may be too thin for an edge, which would hide it."""
+    """Whether it may be so thin that an edge would hide it."""
 
 
 @contextmanager
 def figure_at(
     path: Path, width: float, height: float, rows: Sequence[float] = (1.0,)
 ) -> "Iterator[tuple[Figure, list[Axes]]]":
-    """A figure in inches, with axes one below the other of these relative heights; written to the path in the end.
+    """Yield a figure, sized in inches, with axes stacked in these relative heights; write it to the path on exit.
 
-    Nothing of it is left in matplotlib's own state.
+    Matplotlib's global state stays unchanged.
     """
-    demand("matplotlib", extra="draw", what="a figure")
+    require("matplotlib", extra="draw", what="a figure")
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -55,7 +55,7 @@ def figure_at(
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(len(rows), squeeze=False, gridspec_kw={"height_ratios": rows})
         yield figure, list(axes[:, 0])
-        undated = {"Date": None} if path.suffix.lower() == ".svg" else None  # the same figure is the same file
+        undated = {"Date": None} if path.suffix.lower() == ".svg" else None  # identical figures give identical files
         try:
             figure.savefig(path, dpi=150, metadata=undated)
         except OSError as error:
@@ -63,7 +63,7 @@ def figure_at(
 
 
 def bare(axes: "Axes", *, length: float, rows: float) -> None:
-    """No frame, no ticks: only rows, the first at the top, over a length of time."""
+    """Remove frame and ticks, and set the limits: rows from the top down, over a length of time."""
     axes.set_xlim(0, length)
     axes.set_ylim(rows, 0)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
@@ -72,7 +72,7 @@ def bare(axes: "Axes", *, length: float, rows: float) -> None:
 
 
 def time_axis(axes: "Axes", *, length: float, unit: Unit) -> None:
-    """Ticks below the rows, each with its unit: a number alone is a microbatch."""
+    """Add ticks below the rows, each with its unit: a bare number would read as a microbatch."""
     from matplotlib.ticker import FuncFormatter
 
     size, name = time_scale(length, unit)
@@ -92,9 +92,9 @@ def paint(axes: "Axes", boxes: Sequence[Box], *, edge: str = "white") -> None:
 
 
 def write_labels(axes: "Axes", boxes: Iterable[Box], *, points: float, alike: bool = True) -> None:
-    """Labels where there is room for them; `points` are those of a unit of time.
+    """Write labels where they fit; `points` is the width of one unit of time.
 
-    `alike`: all in one size, or, where the narrowest box has no room, none.
+    With `alike`, all labels have the same size; if the narrowest box is too narrow for it, none is written.
     """
     sizes = [(box, box.width * points / (_WIDE * len(box.label))) for box in boxes if box.label]
     if alike:
@@ -114,7 +114,7 @@ def write_labels(axes: "Axes", boxes: Iterable[Box], *, points: float, alike: bo
 
 
 def legend(figure: "Figure", entries: Mapping[str, str | tuple[str, ...]], *, edge: str | None = None) -> None:
-    """Labels with their colours, below everything, in as many lines as they need; a tuple is a split swatch."""
+    """Add labels with their colours below the axes, in as many lines as they need; a tuple is a split swatch."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Rectangle
 

@@ -1,4 +1,4 @@
-"""Several timelines below one another, on one scale of time."""
+"""Several timelines stacked on one time scale."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +15,9 @@ _WIDTH = 11.0
 
 
 def draw_comparison(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """Write an SVG or PNG: each timeline by name, in the given order, with a thin row per device.
+    """Write an SVG or PNG: each timeline under its name, in the given order, with a thin row per device.
 
-    What is coloured is compute, as in `draw_figure`; what is white is idle.
+    Compute is coloured as in `draw_figure`; idle time is white.
     """
     longest = max((timeline.makespan for timeline in timelines.values()), default=0.0)
     if longest <= 0:

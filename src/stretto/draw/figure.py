@@ -45,18 +45,18 @@ _LEGEND = {
 }
 _PAIR = "Overlapped forward & Backward"
 _ROW = 0.3  # inches
-_THIN = 0.2  # of a row in a figure with one for each lane
+_THIN = 0.2  # inches, in a figure with a row for each lane
 _WIDTH = (6.0, 24.0)
 
 
 def draw_figure(timeline: Timeline, path: str | Path, *, number_up_flow: bool = False, lanes: bool = False) -> None:
-    """Write an SVG or PNG, by the path's ending.
+    """Write an SVG or PNG, by the path's extension.
 
-    Cells carry their microbatch where there is room for it; a plan too large for that shows colours
-    only. Of a bidirectional plan only the first route is numbered, unless `number_up_flow`. With `lanes`,
-    each device has a row for computation, one for communication, one for what is offloaded and one for sums of
-    gradients. Where it was recorded, a thin line shows that a device was idle because a host had not issued what
-    comes next. A weight update has a row for each buffer, a user's own program one for each lane.
+    Cells show their microbatch; a plan too large for that shows colours only. In a bidirectional plan only the first
+    route is numbered, unless `number_up_flow`. With `lanes`, each device has a row each for computation,
+    communication, offload and sums of gradients. If issue times were recorded, a thin line shows where a device was
+    idle because a host had not issued the next task. A weight update has a row for each buffer, a user's own program
+    one for each lane.
     """
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
@@ -87,7 +87,7 @@ def draw_figure(timeline: Timeline, path: str | Path, *, number_up_flow: bool = 
 
 
 def _length(timeline: Timeline) -> float:
-    """In units of a forward, which is what costs without a unit are mostly given in."""
+    """Return the makespan in typical compute tasks; costs without a unit are mostly multiples of a forward already."""
     if timeline.unit is None:
         return timeline.makespan
     times = (timeline.end - timeline.start)[timeline.program.compute]
@@ -96,7 +96,7 @@ def _length(timeline: Timeline) -> float:
 
 
 def legend_entries(boxes: Iterable[Box], timelines: Iterable[Timeline]) -> dict[str, str | tuple[str, ...]]:
-    """What the colours of these timelines' boxes mean."""
+    """Return what the colours of these timelines' boxes mean."""
     programs = [timeline.program for timeline in timelines]
     calls = {name: colour for program in programs for name, colour in _colours(program).items()}
     known = _LEGEND if any(not program.is_own for program in programs) else {_IDLE: _LATE}
@@ -110,32 +110,32 @@ def legend_entries(boxes: Iterable[Box], timelines: Iterable[Timeline]) -> dict[
 
 
 def _colours(program: Program) -> dict[str, str]:
-    """Of the calls of a user's own program: those that differ by a number only have the same."""
+    """Return the colours of a user's own calls; calls whose names differ only by a number share one."""
     names = dict.fromkeys(map(family, program.anatomy.calls))
     return {name: _CALLS[number % len(_CALLS)] for number, name in enumerate(names)}
 
 
 def boxes_of(timeline: Timeline, *, lanes: bool = False, number_up_flow: bool = False) -> Iterator[Box]:
-    """What each task paints: in its device's row or, with `lanes`, in one of them."""
+    """Yield the boxes of each task, in its device's only row or, with `lanes`, in the row of its lane."""
     placement = timeline.program.placement
     numbered = placement.microbatches // (1 if number_up_flow else len(placement.routes))
     rows = len(rows_of(timeline)) if lanes else 1
     colours = _colours(timeline.program)
-    for it in shown(timeline):
-        if lanes or it.task.lane.name == "compute":
-            row = it.task.device * rows + (it.row if lanes else 0)
-            if it.task.kind is Kind.CALL:
-                name = it.task.phase
-                yield Box(row, it.start, it.end - it.start, colours[family(name)], name)
+    for item in shown(timeline):
+        if lanes or item.task.lane.name == "compute":
+            row = item.task.device * rows + (item.row if lanes else 0)
+            if item.task.kind is Kind.CALL:
+                name = item.task.phase
+                yield Box(row, item.start, item.end - item.start, colours[family(name)], name)
             else:
-                yield from _boxes(it, row, numbered)
-    for gap in host_late(timeline):  # after the tasks, whose edges would hide the shortest
+                yield from _boxes(item, row, numbered)
+    for gap in host_late(timeline):  # after the tasks, whose edges would hide short gaps
         row = gap.device * rows + (gap.row if lanes else 0)
         yield Box(row + 0.4, gap.start, gap.end - gap.start, _LATE, height=0.2, thin=True)
 
 
 def _boxes(it: Shown, row: float, numbered: int) -> Iterator[Box]:
-    """One, or a third forward and two thirds backward for a pair. What runs beside each other shares a row's height."""
+    """Yield one box, or two for a pair: a third forward, two thirds backward. Concurrent tasks share a row's height."""
     task, length = it.task, it.end - it.start
 
     def number(microbatch: int) -> str:

@@ -1,4 +1,4 @@
-"""What is shown of each task, and in which of its device's rows: computation, communication, offload, sums."""
+"""Which tasks are shown, and in which of their device's rows: computation, communication, offload, sums."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _SHORT = {"attn": "Attn", "mlp": "MLP", "dispatch": "EP-D", "combine": "EP-C"}
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A task that takes time, from the timeline's start on."""
+    """A task that takes time; times count from the timeline's start."""
 
     task: Task
     row: int
@@ -33,17 +33,17 @@ class Shown:
 
 
 def rows_of(timeline: Timeline) -> list[str]:
-    """The names of the rows in which a device shows anything, top to bottom."""
+    """Return the names of the rows in which any device shows something, top to bottom."""
     program, rows = timeline.program, _rows(timeline)
     busy = np.bincount(program.lane, timeline.end - timeline.start, minlength=len(program.lanes)) > 0
-    shows_late = timeline.issued is not None  # where a host was late, though nothing may take time there
+    shows_late = timeline.issued is not None  # in the compute row, even if no task takes time there
     busy |= shows_late & np.array([lane.name == "compute" for lane in program.lanes])
-    used = {rows[lane.name] for lane, there in zip(program.lanes, busy, strict=True) if there}
+    used = {rows[lane.name] for lane, is_busy in zip(program.lanes, busy, strict=True) if is_busy}
     return [name for name in dict.fromkeys(rows.values()) if name in used] or [""]
 
 
 def shown(timeline: Timeline) -> Iterator[Shown]:
-    """Everything that takes time, with its row among its device's."""
+    """Yield every task that takes time, with its row among its device's."""
     names = rows_of(timeline)
     rows = {lane: names.index(row) for lane, row in _rows(timeline).items() if row in names}
     begin = float(timeline.start.min())
@@ -54,10 +54,10 @@ def shown(timeline: Timeline) -> Iterator[Shown]:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A device that is idle because a task was not issued yet."""
+    """A time when a device was idle because a task was not issued yet."""
 
     cause: Task
-    """Of that device, or of the one at the other end of a transfer."""
+    """On that device, or on the one at the other end of a transfer."""
     device: int
     row: int
     start: float
@@ -65,7 +65,7 @@ class Late:
 
 
 def host_late(timeline: Timeline) -> Iterator[Late]:
-    """Where a compute lane stood idle because a host had not issued something yet; nothing if none is shown."""
+    """Yield where a compute lane stood idle because a host had not issued a task yet, if the lane is shown."""
     names, begin = rows_of(timeline), float(timeline.start.min())
     name = _rows(timeline).get("compute")
     if timeline.issued is None or name not in names:
@@ -77,7 +77,7 @@ def host_late(timeline: Timeline) -> Iterator[Late]:
 
 
 def _rows(timeline: Timeline) -> dict[str, str]:
-    """The row of each lane, by name; in a user's own program each has one, in the order in which they are used."""
+    """Return the row of each lane, by name; in a user's own program each lane has its own, in order of first use."""
     program = timeline.program
     if program.is_own:
         return {name: name for name in (program.lanes[lane].name for lane in program.lane.tolist())}
@@ -85,7 +85,7 @@ def _rows(timeline: Timeline) -> dict[str, str]:
 
 
 def short_name(task: Task) -> str:
-    """What a task is called in the papers' figures."""
+    """Return what the papers' figures call a task."""
     if task.kind is Kind.WGRAD or (task.kind is Kind.W and task.phase):
         return "WGrad"
     if task.kind in COPIES:

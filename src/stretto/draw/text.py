@@ -21,7 +21,7 @@ _LETTER = {
     Kind.RELOAD: "R",
     Kind.REDUCE: "G",
 }
-_SHADES = {  # two of each, so that neighbours stand apart
+_SHADES = {  # two of each, so that neighbours differ
     "F": ("on #f5a742", "on #f8c177"),
     "B": ("on #2e8b57", "on #4aa873"),
     "I": ("on #8fd694", "on #b4e5b8"),
@@ -59,11 +59,11 @@ _WIDEST = 4  # columns for the shortest task; more adds nothing
 
 
 def draw_text(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> str:
-    """One line per device. Where a task is wide enough it says which microbatch, otherwise which op.
+    """Draw one line per device. A task shows its op and microbatch if it is wide enough, otherwise its op.
 
-    With `lanes`, and for a weight update always, a line for each of computation, communication, offload and sums over
-    devices; for a user's own program a line for each lane. Of what runs beside each other in one line, the first is
-    shown. Dots are idle time; of a measured timeline, "!" is idle time because a host had not issued what comes next.
+    With `lanes`, and always for a weight update, each device has a line each for computation, communication, offload
+    and sums over devices; in a user's own program, a line for each lane. If tasks in one line overlap, the first is
+    shown. Dots are idle time; in a measured timeline, "!" is idle time because a host had not issued the next task.
 
     >>> from stretto import simulate
     >>> from stretto.schedules import one_f_one_b
@@ -84,7 +84,7 @@ def draw_text(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> s
 
 
 def draw_rich(timeline: Timeline, *, width: int = 100, lanes: bool = False) -> Text:
-    """The same in colour, with a legend: orange forward, green backward, light green for input, blue for weights."""
+    """Draw in colour, with a legend: orange forward, green backward, light green for input, blue for weights."""
     grid = _Grid.of(timeline, width, lanes=lanes)
     text = Text(no_wrap=True, overflow="crop")
     used = set("FBIW") if not timeline.program.is_update and not timeline.program.is_own else set()
@@ -121,7 +121,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Columns of equal time; of each line its label, and its blocks from left to right."""
+    """Columns of equal time; each line has a label and its blocks from left to right."""
 
     lines: list[tuple[str, list[_Block]]]
     columns: int
@@ -133,20 +133,20 @@ class _Grid:
         names = [f" {name}" for name in rows_of(timeline)] if lanes else [""]
         digits, longest = len(str(program.devices - 1)), max(map(len, names))
         labels = [f"{device:>{digits}}{name:<{longest}} " for device in range(program.devices) for name in names]
-        found = [it for it in shown(timeline) if lanes or it.task.lane.name == "compute"]
-        if not found or timeline.makespan <= 0:
+        visible = [item for item in shown(timeline) if lanes or item.task.lane.name == "compute"]
+        if not visible or timeline.makespan <= 0:
             return _Grid([(label, []) for label in labels], 0)
-        room = max(10, width - len(labels[0]))
-        shortest = min(it.end - it.start for it in found)
-        per_shortest = min(_WIDEST, int(room * shortest / timeline.makespan))
-        scale = per_shortest / shortest if per_shortest else room / timeline.makespan
+        available = max(10, width - len(labels[0]))
+        shortest = min(item.end - item.start for item in visible)
+        per_shortest = min(_WIDEST, int(available * shortest / timeline.makespan))
+        scale = per_shortest / shortest if per_shortest else available / timeline.makespan
         if not math.isfinite(scale):  # times too small for any scale
             return _Grid([(label, []) for label in labels], 0)
         lines: list[list[_Block]] = [[] for _ in labels]
-        every: list[tuple[float, float, int, int, Task | None]]
-        every = [(it.start, it.end, it.task.device, it.row, it.task) for it in found]
-        every += [(it.start, it.end, it.device, it.row, None) for it in host_late(timeline)]
-        for begin, stop, device, row, task in sorted(every, key=lambda block: block[0]):
+        intervals: list[tuple[float, float, int, int, Task | None]]
+        intervals = [(item.start, item.end, item.task.device, item.row, item.task) for item in visible]
+        intervals += [(item.start, item.end, item.device, item.row, None) for item in host_late(timeline)]
+        for begin, stop, device, row, task in sorted(intervals, key=lambda interval: interval[0]):
             line = lines[device * len(names) + (row if lanes else 0)]
             start = max(int(np.rint(begin * scale)), line[-1].end if line else 0)
             end = int(np.rint(stop * scale))
@@ -154,10 +154,10 @@ class _Grid:
                 line.append(_Block(start, end, task))
         columns = max((line[-1].end for line in lines if line), default=0)
         labelled = list(zip(labels, lines, strict=True))
-        if program.is_own:  # whose devices need not have the same lanes
-            there = {(lane.device, f" {lane.name}") for lane in program.lanes}
-            places = [(device, name) for device in range(program.devices) for name in names]
-            labelled = [line for line, where in zip(labelled, places, strict=True) if where in there]
+        if program.is_own:  # its devices may have different lanes
+            existing = {(lane.device, f" {lane.name}") for lane in program.lanes}
+            positions = [(device, name) for device in range(program.devices) for name in names]
+            labelled = [line for line, position in zip(labelled, positions, strict=True) if position in existing]
         return _Grid(labelled, columns)
 
 
@@ -176,7 +176,7 @@ def _letter(task: Task) -> str:
 
 
 def _number(task: Task) -> int:
-    """What tells a task from others of its kind: a microbatch, or of a sum the stage."""
+    """Return the number that a task shows: the stage of a sum, otherwise the microbatch."""
     return task.stage if task.kind is Kind.REDUCE else task.microbatch
 
 
@@ -194,7 +194,7 @@ def _plain(block: _Block) -> str:
 
 
 def _parts(block: _Block) -> Iterator[tuple[str, int, int]]:
-    """The coloured parts of a block: letter, microbatch, columns. A pair is a third forward, two thirds backward."""
+    """Yield a block's coloured parts: letter, number, columns. A pair is a third forward, two thirds backward."""
     columns, task = block.end - block.start, block.task
     if task is None:
         yield "!", 0, columns

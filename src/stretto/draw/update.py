@@ -24,12 +24,12 @@ _LEGEND = {
 }
 _ROW = 0.22  # inches
 _GAP = 0.7  # rows between two devices
-_STACK = 0.05  # of the length, for the buffers at the left
+_STACK = 0.05  # of the length, for the buffers on the left
 _WIDTH = (7.0, 24.0)
 
 
 def draw_update(timeline: Timeline, path: Path) -> None:
-    """Write an SVG or PNG, by the path's ending. Boxes carry their bucket where there is room for it."""
+    """Write an SVG or PNG, by the path's extension. Boxes show their bucket where it fits."""
     program = timeline.program
     buffers = _buffers(program)
     rows = len(buffers) + _GAP
@@ -56,7 +56,7 @@ def draw_update(timeline: Timeline, path: Path) -> None:
 
 
 def _buffers(program: Program) -> list[str]:
-    """A device's buffers, top to bottom. One device alone has no H2D buffers: it copies into the others."""
+    """Return a device's buffers, top to bottom. A single device has no H2D buffers: it copies into IPC buffers."""
     kind, slot = program.work.kind, program.work.slot
     copies = int(slot[kind == Kind.H2D].max()) + 1
     alone = not (kind == Kind.BROADCAST).any()
@@ -65,10 +65,10 @@ def _buffers(program: Program) -> list[str]:
 
 def _boxes(timeline: Timeline, buffers: list[str], rows: float) -> Iterator[Box]:
     ipc = buffers.index("IPC")
-    for it in shown(timeline):
-        task = it.task
+    for item in shown(timeline):
+        task = item.task
         row = task.slot if task.kind is Kind.H2D else ipc + task.microbatch % 2
-        yield Box(task.device * rows + row, it.start, it.end - it.start, _colour(task), str(task.microbatch))
+        yield Box(task.device * rows + row, item.start, item.end - item.start, _colour(task), str(task.microbatch))
 
 
 def _colour(task: Task) -> str:

@@ -7,7 +7,7 @@ from inspect import iscoroutine, isgenerator
 
 import numpy as np
 
-from stretto.check import demand_sound
+from stretto.check import validate_sound
 from stretto.execute.executor import Executor, HostLanes
 from stretto.execute.host_lanes import Awaited, HostLane
 from stretto.ir.errors import ProgramError, named
@@ -37,7 +37,7 @@ def execute(program: Plan | Program, bind: Callable[[Task], Callable[[], object]
     (['read', 'work'], True)
     """
     program = lowered(program)
-    demand_sound(program)
+    validate_sound(program)
     if not callable(bind):
         raise ProgramError(f"bind is a function of a task that gives the function to run (got {bind!r:.60})")
     run = _Run(program)

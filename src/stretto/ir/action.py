@@ -1,4 +1,4 @@
-"""What a device can be told to do: actions, pairs of them, and the two ends of a transfer."""
+"""What a device does: actions, pairs of them, the two ends of a transfer, and sums of gradients."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -65,7 +65,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Reduce:
-    """A stage's gradients are summed over devices: "3REDUCE_GRAD"."""
+    """A sum of a stage's gradients over devices: "3REDUCE_GRAD"."""
 
     stage: int
 

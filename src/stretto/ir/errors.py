@@ -1,18 +1,18 @@
-"""Errors a user can cause; each message states the fact, the values and the way out."""
+"""Errors that a user can cause; each message states the fact, the values and the way out."""
 
-_LONGEST = 300  # characters of what an error says, where it is only a part of what is said
+_LONGEST = 300  # characters of an error's message when it is quoted inside another
 
 
 class StrettoError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
     is_told = False
-    """Whether its words say all, because another process reported it or was watched. The place where it was raised says
-    nothing then; uncaught, it is printed as one line."""
+    """Whether the message says everything, because another process reported or caused the failure. A traceback would
+    add nothing; uncaught, the error is printed as one line."""
 
 
 class MissingPackageError(StrettoError, ImportError):
-    """A package is not installed that only a part of the system needs."""
+    """An optional package is not installed."""
 
 
 class PlanError(StrettoError, ValueError):
@@ -20,7 +20,7 @@ class PlanError(StrettoError, ValueError):
 
 
 class TextError(StrettoError, ValueError):
-    """A file or text is not in the form it should have."""
+    """A file or text is malformed, or cannot be read or written."""
 
 
 class CostError(StrettoError, ValueError):
@@ -32,33 +32,33 @@ class ProgramError(StrettoError, ValueError):
 
 
 class PipelineError(StrettoError):
-    """A step cannot be run as it was asked for, or failed, here or on another rank."""
+    """A step cannot run as requested, or failed, on this rank or another."""
 
 
 class PeerError(StrettoError):
-    """Ranks that work together cannot go on: one of them failed, died, stood still, or was given something else."""
+    """Ranks that work together cannot continue: one of them failed, died, stalled, or was given different input."""
 
     is_told = True
 
 
 def told(text: str) -> PipelineError:
-    """The same of the ranks of a pipeline."""
+    """Return a PipelineError with `is_told`: its message says everything."""
     error = PipelineError(text)
     error.is_told = True
     return error
 
 
 class WeightsError(StrettoError):
-    """A push of weights cannot be made as it was asked for, or failed, at a sender or a receiver."""
+    """A push of weights cannot run as requested, or failed, at a sender or a receiver."""
 
 
 def named(error: BaseException) -> str:
-    """An error by its type and what it says, if it says anything."""
+    """Return an error's type and its message, if it has one."""
     return ": ".join(filter(None, (type(error).__name__, one_line(error))))
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, whatever that is."""
+    """Return an error's message as one short line, even if the error cannot be printed."""
     try:
         text = str(error)
     except BaseException as broken:

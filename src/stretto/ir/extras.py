@@ -1,12 +1,12 @@
-"""Packages that only a part of the system needs, by the extra that installs them."""
+"""Optional packages, and the extras that install them."""
 
 from importlib import import_module
 
 from stretto.ir.errors import MissingPackageError
 
 
-def demand(package: str, *, extra: str, what: str) -> None:
-    """Refuse, with the way out, where a package is not installed."""
+def require(package: str, *, extra: str, what: str) -> None:
+    """Raise MissingPackageError, with the command that installs it, if a package is missing."""
     try:
         import_module(package)
     except ModuleNotFoundError:

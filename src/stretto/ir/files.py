@@ -1,4 +1,4 @@
-"""Text files that users name: each failure is one clear line."""
+"""Read and write text files that users name; each failure is one clear line."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ LARGEST_FILE = 256 * 2**20  # bytes
 
 
 def read_text(path: str | Path) -> str:
-    """Read a UTF-8 file of a sensible size; raise TextError if that is impossible."""
+    """Read a UTF-8 file of at most `LARGEST_FILE` bytes; raise TextError if that fails."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(LARGEST_FILE + 1)

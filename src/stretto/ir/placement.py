@@ -7,7 +7,7 @@ from stretto.ir.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Routes through the devices; the microbatches are shared out among them in equal runs.
+    """Routes through the devices; each route takes an equal run of consecutive microbatches.
 
     `routes[r][stage]` is a device. One route is the ordinary pipeline. DualPipe has two: the first
     half of the microbatches flows down, the second half up, so each stage sits on two devices.
@@ -37,7 +37,7 @@ class Placement:
 
     @property
     def homes(self) -> set[tuple[int, int]]:
-        """Every (device, stage) such that the stage lives on the device."""
+        """All pairs (device, stage) where the device holds the stage."""
         return {(device, stage) for route in self.routes for stage, device in enumerate(route)}
 
     def route(self, microbatch: int) -> int:
@@ -48,17 +48,17 @@ class Placement:
 
 
 def looped(*, devices: int, stages_per_device: int, microbatches: int) -> Placement:
-    """Stage s on device s mod devices."""
+    """Place stage s on device s mod devices."""
     return Placement((tuple(range(devices)) * stages_per_device,), microbatches)
 
 
 def folded(*, devices: int, microbatches: int) -> Placement:
-    """A "V": stages go down the devices and come back up, two on each."""
+    """Place stages in a "V": down the devices and back up, two on each."""
     down = tuple(range(devices))
     return Placement((down + down[::-1],), microbatches)
 
 
 def opposed(*, devices: int, microbatches: int) -> Placement:
-    """Two routes in opposite directions over the same devices, one stage of each per device."""
+    """Make two routes in opposite directions over the same devices, with one stage of each per device."""
     down = tuple(range(devices))
     return Placement((down, down[::-1]), microbatches)

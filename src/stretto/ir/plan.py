@@ -44,7 +44,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write PyTorch's CSV (.csv), or JSON with the placement (.json); `load_plan` reads both."""
-        from stretto.ir.text import save_plan  # which needs this file
+        from stretto.ir.text import save_plan  # here, because it imports this module
 
         save_plan(self, path)
 
@@ -57,7 +57,7 @@ def actions_of(slot: Slot) -> tuple[Action, ...]:
 
 
 def infer_placement(rows: Sequence[Sequence[Slot]]) -> Placement:
-    """The placement that most of the rows' actions follow: one route, or two for the two halves.
+    """Return the placement that most actions follow: one route, or one for each half of the microbatches.
 
     A few actions in a wrong row do not change it, so `check` can name them.
     """

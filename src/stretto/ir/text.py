@@ -93,7 +93,7 @@ def _slot(cell: str, line: int) -> Slot:
 
 
 def parse_rows(text: str) -> list[list[Item]]:
-    """Read either form, line by line. Empty cells and PyTorch's sharding actions are left out."""
+    """Read CSV with or without transfers, line by line; skip empty cells and PyTorch's sharding actions."""
     lines = text.removeprefix("\ufeff").rstrip().splitlines()
     if not lines:
         raise TextError("the text is empty; expected one line of comma-separated actions per device")
@@ -124,5 +124,5 @@ def _parse_item(cell: str, line: int) -> Item:
 
 
 def _short(cell: str) -> str:
-    """The cell, printable and on one line whatever it holds."""
+    """Return the cell, shortened and printable on one line."""
     return repr(cell if len(cell) <= 40 else cell[:37] + "...")

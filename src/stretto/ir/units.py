@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> float:
 
 
 def bytes_text(nbytes: float) -> str:
-    """Write a number of bytes for people.
+    """Format a number of bytes for people.
 
     >>> bytes_text(2.1e10), bytes_text(1536), bytes_text(12)
     ('21 GB', '1.54 kB', '12 bytes')

@@ -4,7 +4,7 @@ import ctypes
 import mmap
 
 from stretto import cuda
-from stretto.wire.memory import demand_sealed, sealed_file
+from stretto.wire.memory import sealed_file, validate_sealed
 
 RING = 256  # messages of a channel that may be in progress
 _SENDER, _RECEIVER, _DONE = 0, RING, 2 * RING
@@ -26,7 +26,7 @@ class Flags:
         """Map the flags in this file, or create a file for them."""
         if file is None:
             file = sealed_file("stretto-board", _BYTES)
-        demand_sealed(file, _BYTES)
+        validate_sealed(file, _BYTES)
         self.file = file
         self._memory = mmap.mmap(file, _BYTES)
         self._words = memoryview(self._memory).cast("I")

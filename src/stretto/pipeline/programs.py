@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.check import demand_sound
+from stretto.check import validate_sound
 from stretto.costs import Costs
 from stretto.ir.errors import PipelineError, PlanError, ProgramError, StrettoError
 from stretto.ir.plan import Plan
@@ -65,13 +65,13 @@ def program_for(
     assert plan is not None
     costs = costs if costs is not None or phases is None else even_costs(phases)
     program = lower(plan, layers=phases, ties=ties, costs=costs, wgrad_microbatches=wgrad_microbatches)
-    demand_sound(program, "plan")
+    validate_sound(program, "plan")
     return program
 
 
 def _validate_fits(program: Program, phases: Sequence[Sequence[Layer]] | None, ties: Sequence[Sequence[int]]) -> None:
     """Raise ProgramError if a program does not fit these layers, or is not sound."""
-    demand_sound(program)
+    validate_sound(program)
     anatomy = program.anatomy
     if not anatomy.is_whole:
         for stage, layers in enumerate(anatomy.layers):
@@ -100,7 +100,7 @@ def evaluation_of(program: Program) -> Program:
     """Return a program of only the forwards, in the same order."""
     layers = None if program.anatomy.is_whole else program.anatomy.layers
     evaluation = lower(forwards_of(program), layers=layers)
-    demand_sound(evaluation)
+    validate_sound(evaluation)
     return evaluation
 
 

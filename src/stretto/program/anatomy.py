@@ -1,4 +1,4 @@
-"""What a pass through each stage consists of: the phases of its layers, in order."""
+"""The anatomy of each stage's passes: the phases of its layers, in order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ class Part:
 
 
 class Anatomy:
-    """The parts of every pass through every stage: a forward, its backward in reverse, its weight gradients.
+    """The parts of each stage's forward, of its backward (the same in reverse) and of its weight gradients.
 
-    A program of whole actions has one nameless part in each. `ties` are the stages that share weights, a tuple of them
-    for each set of stages that does. Weight gradients of `wgrad_microbatches` are computed together. A program of a
-    user's own has the names of its calls instead.
+    A program of whole actions has a single unnamed part per pass. Each tuple in `ties` lists stages that share
+    weights. The weight gradients of `wgrad_microbatches` microbatches are computed together. In a user-defined program
+    (`program_of`), `calls` holds the names of the calls.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Anatomy:
             if not any(part.phase.lane == "compute" for part in parts):
                 raise PlanError(f"stage {stage} has no layer that computes anything")
         self.backward = tuple(parts[::-1] for parts in self.forward)
-        # Of each weight gradient, the step of the backward it follows.
+        # For each weight gradient, the backward step it follows.
         self.weight_steps = tuple(
             tuple(step for step, part in enumerate(parts) if part.phase.lane == "compute") for parts in self.backward
         )
@@ -67,12 +67,12 @@ class Anatomy:
     def whole(
         stages: int, *, ties: Iterable[Iterable[int]] = (), calls: Iterable[str] = (), wgrad_microbatches: int = 1
     ) -> "Anatomy":
-        """Of stages that are not taken apart."""
+        """Return the anatomy of stages that are not split into layers."""
         layers = [[Layer("", (Phase(""),))]] * stages
         return Anatomy(layers, ties=ties, calls=calls, wgrad_microbatches=wgrad_microbatches, is_whole=True)
 
     def name(self, kind: Kind, stage: int, index: int) -> str:
-        """What a part of a pass is called; nothing for a whole one or a transfer."""
+        """Return the name of a part; empty for whole passes and transfers."""
         if kind is Kind.CALL:
             return self.calls[index]
         if kind is Kind.REDUCE and index:
@@ -84,27 +84,27 @@ class Anatomy:
         return str(self.backward[stage][self.weight_steps[stage][index] if kind in WEIGHTS else index])
 
     def summed(self, stage: int, part: int) -> tuple[int, ...]:
-        """The stages whose gradients a sum adds up: its own, or those of a tie, which are counted from 1."""
+        """Return the stages whose gradients a sum adds up: its own for part 0, else those of tie `part`, from 1 on."""
         return self.ties[part - 1] if part else (stage,)
 
     @cached_property
     def pass_rows(self) -> Ints:
-        """Where each stage's parts begin in a table of all stages' parts, forward or backward; and the end."""
+        """The row where each stage's parts begin in a table of all forward (or backward) parts, then the row count."""
         return np.array([0, *accumulate(map(len, self.forward))])
 
     @cached_property
     def first_compute_rows(self) -> Ints:
-        """The row of the first part of each stage's backward that is on the compute lane."""
+        """The row of each stage's first backward part on the compute lane."""
         rows: Ints = self.pass_rows[:-1] + np.array([steps[0] for steps in self.weight_steps])
         return rows
 
     @cached_property
     def weight_rows(self) -> Ints:
-        """The same for weight gradients."""
+        """The row where each stage's parts begin in a table of all weight gradients, then the row count."""
         return np.array([0, *accumulate(map(len, self.weight_steps))])
 
     @cached_property
     def weight_needs(self) -> Ints:
-        """Of each row of weights, the row of the backward part it needs."""
+        """For each row of weight gradients, the row of the backward part it needs."""
         rows = zip(self.pass_rows[:-1], self.weight_steps, strict=True)
         return np.concatenate([row + np.array(steps) for row, steps in rows])

@@ -1,4 +1,4 @@
-"""Buffers that tasks fill one after the other, and which task empties each."""
+"""Reused buffers: which tasks refill each one, and which task empties it in between."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,10 @@ from stretto.program.task import Kind
 
 
 def refills(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """For each time a buffer is filled again: the task that fills it, the one that filled it before, and the one
-    that empties it in between (−1 where none does).
+    """Yield three columns per kind of buffer: the tasks that refill a buffer, the tasks that filled it before, and
+    the tasks that empty it in between (−1 where none does).
 
-    Activations are one kind of buffer, filled by forwards and onloads; the buffers of H2D and of broadcasts
-    are two more.
+    Forwards and onloads fill activation buffers. H2D copies and broadcasts have buffers of their own.
     """
     work = tables.work
     fills = np.flatnonzero(work.slot >= 0)
@@ -30,10 +29,10 @@ def refills(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints, Ints]
 
 
 def _emptying(tables: TaskIndex, device: Ints, fills: Ints) -> Ints:
-    """The task that empties what each of these filled, for the last time.
+    """Return, for each task that fills a buffer, the task that uses the contents last.
 
-    What a forward filled is emptied by its offload, if there is one, or else by its backward; what an onload
-    filled by the backward; what H2D filled by the broadcast, and what a broadcast filled by the reload.
+    A forward's buffer is emptied by its offload if there is one, otherwise by its backward; an onload's by the
+    backward; an H2D copy's by the broadcast (without one, by the reload); a broadcast's by the reload.
     """
     work = tables.work
     kind, stage, microbatch = work.kind[fills], work.stage[fills], work.microbatch[fills]
@@ -48,7 +47,7 @@ def _emptying(tables: TaskIndex, device: Ints, fills: Ints) -> Ints:
 
 
 def by_bucket(work: TaskColumns, device: Ints, kind: Kind) -> Ints:
-    """A weight update's tasks of this kind, with a row per device and a column per bucket; −1 where there is none."""
+    """Return a weight update's tasks of this kind as a table [device, bucket]; −1 where there is none."""
     table = np.full((int(device.max()) + 1, int(work.microbatch.max()) + 1), -1)
     task = np.flatnonzero(work.kind == kind)[::-1]
     table[device[task], work.microbatch[task]] = task

@@ -1,4 +1,4 @@
-"""Programs of a user's own: calls by name on lanes of devices, and what each of them needs."""
+"""User-defined programs: named calls on device lanes, and what each call needs."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -17,10 +17,10 @@ from stretto.program.task import Kind, Lane, Task
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Something that is done on a lane of a device, once all that it needs there has ended.
+    """A call on one lane of a device; it starts once everything it needs has ended.
 
-    Calls of one name on several devices take place as one, as the two ends of a transfer do. That is how devices wait
-    for each other: a call needs only calls of its own device.
+    Calls with the same name on several devices run as one, like the two ends of a transfer. That is how devices wait
+    for each other: a call can need only calls on its own device.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Call:
 
 
 def program_of(calls: Iterable[Call]) -> Program:
-    """These calls as a program. A lane runs its calls in the order in which they are given here.
+    """Return a program of these calls. Each lane runs its calls in the order given here.
 
     >>> from stretto import simulate
     >>> read = [Call(f"read{k}", lane="disk") for k in range(3)]
@@ -40,7 +40,7 @@ def program_of(calls: Iterable[Call]) -> Program:
     """
     calls = list(calls)
     for call in calls:
-        _demand(call)
+        _validate(call)
     if not calls:
         raise ProgramError("a program needs one call at least")
     names = {name: number for number, name in enumerate(dict.fromkeys(call.name for call in calls))}
@@ -58,16 +58,16 @@ def program_of(calls: Iterable[Call]) -> Program:
     needs = [(at, place[_needed(call, need, place)]) for at, call in enumerate(calls) for need in call.needs]
     needing, need = np.array(needs, dtype=np.int64).reshape(-1, 2).T
     counterpart = np.full(len(calls), -1)
-    for some in ends.values():
-        if len(some) > 1:
-            counterpart[some] = np.roll(some, -1)
+    for ring in ends.values():
+        if len(ring) > 1:
+            counterpart[ring] = np.roll(ring, -1)
     lanes, lane = lanes_of(tasks)
     devices = 1 + max(call.device for call in calls)
     placement, anatomy = Placement((tuple(range(devices)),), 1), Anatomy.whole(devices, calls=names)
     return Program.of(lanes, lane, TaskColumns.of_tasks(tasks), [(needing, need)], counterpart, placement, anatomy)
 
 
-def _demand(call: Call) -> None:
+def _validate(call: Call) -> None:
     if not isinstance(call, Call):
         raise ProgramError(f"a program is made of Calls (got {call!r:.60})")
     for what, value in (("name", call.name), ("lane", call.lane)):

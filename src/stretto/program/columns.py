@@ -1,4 +1,4 @@
-"""What tasks do, as columns of numbers."""
+"""Tasks as columns of numbers."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskColumns:
-    """One entry per task: its kind, and the stage and microbatch it is done for.
+    """One entry per task: its kind, and the stage and microbatch it works on.
 
-    In a weight update, the microbatch is the bucket and the stage the device it comes from.
+    In a weight update, `microbatch` is the bucket and `stage` is the device it comes from.
     """
 
     kind: Ints
@@ -28,9 +28,9 @@ class TaskColumns:
     """A pair's backward stage, else −1."""
     microbatch_b: Ints
     part: Ints
-    """Which part of its pass a task is; 0 for a whole one."""
+    """The task's part of its pass; 0 for a whole pass."""
     slot: Ints
-    """Which of its device's buffers a task fills, −1 for none or one of its own."""
+    """The buffer of its device that the task fills; −1 if it fills none, or one that is not reused."""
 
     @staticmethod
     def of_tasks(tasks: Iterable[Task]) -> "TaskColumns":
@@ -45,14 +45,14 @@ class TaskColumns:
     def simple(
         kind: Ints, stage: Ints, microbatch: Ints, *, part: Ints | None = None, slot: Ints | None = None
     ) -> "TaskColumns":
-        """Work without pairs."""
+        """Return columns of tasks that are not pairs."""
         none = np.full(len(stage), -1)
         part = np.zeros_like(none) if part is None else part
         return TaskColumns(kind, stage, microbatch, none, none, part, none if slot is None else slot)
 
     @staticmethod
     def joined(parts: Iterable["TaskColumns"], order: Ints) -> "TaskColumns":
-        """The parts one after the other, then put into this order."""
+        """Concatenate the parts, then put the tasks into this order."""
         columns = zip(*(part.columns() for part in parts), strict=True)
         return TaskColumns(*(np.concatenate(column)[order] for column in columns))
 
@@ -63,19 +63,19 @@ class TaskColumns:
         return len(self.kind)
 
     def among(self, kinds: Collection[Kind]) -> Bools:
-        """Which tasks are of these kinds."""
+        """Return a mask of the tasks of these kinds."""
         table = np.zeros(len(Kind), dtype=np.bool_)
         table[list(kinds)] = True
         return table[self.kind]
 
     @property
     def backward(self) -> tuple[Ints, Ints]:
-        """The stage and microbatch of each task's backward part: a pair's own, else the task's."""
+        """The stage and microbatch of each pair's backward; for all other tasks, their own."""
         paired = self.stage_b >= 0
         return np.where(paired, self.stage_b, self.stage), np.where(paired, self.microbatch_b, self.microbatch)
 
-    def demand(self, placement: Placement) -> None:
-        """Every stage and microbatch exists."""
+    def validate(self, placement: Placement) -> None:
+        """Raise ProgramError if a stage or microbatch does not exist."""
         stage_b, microbatch_b = self.backward
         for name, column, limit in (
             ("stage", self.stage, placement.stages),
@@ -89,7 +89,7 @@ class TaskColumns:
 
 
 def grouped(keys: Ints, count: int) -> tuple[Ints, Ints]:
-    """Indexes sorted by key, stably, and where each key's run of them starts.
+    """Return the indexes sorted stably by key, and where each key's run of them starts.
 
     >>> order, start = grouped(np.array([1, 0, 1]), 2)
     >>> order.tolist(), start.tolist()
@@ -99,14 +99,14 @@ def grouped(keys: Ints, count: int) -> tuple[Ints, Ints]:
 
 
 def stable_order(keys: Ints, count: int) -> Ints:
-    """Indexes sorted by key, stably; keys are −1 or below `count`."""
+    """Return the indexes sorted stably by key; keys are at least −1 and below `count`."""
     return np.argsort(keys.astype(np.int16) if count < 2**15 else keys, kind="stable")  # small keys sort by radix
 
 
 def last_before(chosen: Bools, device: Ints) -> Ints:
-    """For each task, the last of the chosen ones on its device up to it, −1 if there is none."""
+    """Return, for each task, the last chosen task on its device up to and including it; −1 if there is none."""
     order = stable_order(device, int(device.max()) + 1)
     last = np.maximum.accumulate(np.where(chosen[order], np.arange(len(order)), -1))
-    found = np.empty_like(order)
-    found[order] = np.where(last >= 0, order[last], -1)
-    return np.where((found >= 0) & (device[found] == device), found, -1)
+    latest = np.empty_like(order)
+    latest[order] = np.where(last >= 0, order[last], -1)
+    return np.where((latest >= 0) & (device[latest] == device), latest, -1)

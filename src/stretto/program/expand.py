@@ -1,4 +1,4 @@
-"""What each action becomes: its own task and a weight part, or the phases of its layers, woven in a pair."""
+"""Expands actions into tasks: the action and its weight part, or its layers' phases, which pairs weave."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,21 +16,21 @@ from stretto.program.weave import Passes, Step, Token, Weight, weave
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expansion:
-    """The tasks that actions become, and of each: its action, its place in it, its lane, whether it comes late."""
+    """The tasks of all actions, with each task's action, place within the action, lane, and whether it is late."""
 
     work: TaskColumns
     action: Ints
     place: Ints
-    """From 1 on; 0 is left for copies."""
+    """Counted from 1; 0 is reserved for copies."""
     comm: Bools
     late: Bools
-    """Issued right before the device's next action, behind what this one sends."""
+    """Whether the task is issued right before the device's next action, after this action's sends."""
 
 
 class _Piece(NamedTuple):
     kind: Kind
     backward: bool
-    """Whether it belongs to a pair's backward."""
+    """Whether the piece belongs to a pair's backward."""
     part: int
     comm: bool = False
     late: bool = False
@@ -43,23 +43,23 @@ def expand(actions: TaskColumns, anatomy: Anatomy, costs: Costs | None, *, recom
 
 
 def _whole(actions: TaskColumns, *, recompute: bool) -> Expansion:
-    """Every action is a task; a full backward, alone or in a pair, has a WGRAD besides."""
-    again = np.flatnonzero(actions.among(BACKWARDS)) if recompute else np.empty(0, dtype=np.int64)
+    """Make each action one task; a full backward, alone or in a pair, also gets a WGRAD."""
+    recomputed = np.flatnonzero(actions.among(BACKWARDS)) if recompute else np.empty(0, dtype=np.int64)
     split = np.flatnonzero(actions.among((Kind.B, Kind.PAIR)))
     stage, microbatch = actions.backward
     recomputes, wgrads = (
-        TaskColumns.simple(np.full(len(of), kind), stage[of], microbatch[of])
-        for kind, of in ((Kind.RECOMPUTE, again), (Kind.WGRAD, split))
+        TaskColumns.simple(np.full(len(action), kind), stage[action], microbatch[action])
+        for kind, action in ((Kind.RECOMPUTE, recomputed), (Kind.WGRAD, split))
     )
-    action = np.concatenate((again, np.arange(len(actions)), split))
+    action = np.concatenate((recomputed, np.arange(len(actions)), split))
     work = TaskColumns.joined((recomputes, actions, wgrads), np.arange(len(action)))
     late = np.arange(len(action)) >= len(action) - len(split)
-    place = np.where(np.arange(len(action)) < len(again), 1, 2)
+    place = np.where(np.arange(len(action)) < len(recomputed), 1, 2)
     return Expansion(work, action, place, np.zeros_like(late), late)
 
 
 def _phases(actions: TaskColumns, anatomy: Anatomy, costs: Costs, *, recompute: bool) -> Expansion:
-    """Actions of the same kind and stages become the same pieces, so those are found once and repeated."""
+    """Split actions into phases. Actions of the same kind and stages yield the same pieces, so each set is cut once."""
     stages = len(anatomy.forward)
     code = (actions.kind * (stages + 1) + actions.stage) * (stages + 1) + actions.stage_b + 1
     alike, group = np.unique(code, return_inverse=True)
@@ -92,7 +92,7 @@ def _phases(actions: TaskColumns, anatomy: Anatomy, costs: Costs, *, recompute: 
 
 
 class _Cutter:
-    """Cuts actions into pieces; like pairs are woven once."""
+    """Cuts actions into pieces; equal pairs are woven only once."""
 
     def __init__(self, anatomy: Anatomy, times: Times, *, recompute: bool) -> None:
         self._anatomy, self._times, self._recompute = anatomy, times, recompute
@@ -105,7 +105,7 @@ class _Cutter:
         weights = range(len(self._anatomy.weight_steps[stage]))
         match kind:
             case Kind.F:
-                return [_Piece(kind, False, part, there) for part, there in enumerate(comm)]
+                return [_Piece(kind, False, part, is_comm) for part, is_comm in enumerate(comm)]
             case Kind.W:
                 return [_Piece(kind, False, part) for part in weights]
             case _:
@@ -115,25 +115,25 @@ class _Cutter:
                 return pieces
 
     def _backward(self, kind: Kind, stage: int, part: int, paired: bool) -> list[_Piece]:
-        """A part of a backward, behind the recomputation of what it uses."""
+        """Return a backward part, preceded by the recomputation of what it uses."""
         comm = self._anatomy.backward[stage][part].phase.lane == "comm"
-        again = [] if comm or not self._recompute else [_Piece(Kind.RECOMPUTE, paired, part)]
-        return [*again, _Piece(kind, paired, part, comm)]
+        recomputation = [] if comm or not self._recompute else [_Piece(Kind.RECOMPUTE, paired, part)]
+        return [*recomputation, _Piece(kind, paired, part, comm)]
 
     def _weave(self, stage: int, stage_b: int) -> list[_Piece]:
         times = self._times
         forward, backward = self._anatomy.forward[stage], self._anatomy.backward[stage_b]
         steps = self._anatomy.weight_steps[stage_b]
-        again = times[Kind.RECOMPUTE][stage_b] if self._recompute else [0.0] * len(backward)
+        recompute = times[Kind.RECOMPUTE][stage_b] if self._recompute else [0.0] * len(backward)
         passes = Passes(
             tuple(Step(part.phase.lane, times[Kind.F][stage][k]) for k, part in enumerate(forward)),
-            tuple(Step(part.phase.lane, again[k] + times[Kind.B][stage_b][k]) for k, part in enumerate(backward)),
+            tuple(Step(part.phase.lane, recompute[k] + times[Kind.B][stage_b][k]) for k, part in enumerate(backward)),
             tuple(Weight(step, times[Kind.WGRAD][stage_b][k]) for k, step in enumerate(steps)),
         )
         if passes not in self._woven:
             self._woven[passes] = weave(passes)
         order = self._woven[passes]
-        results = max(place for place, token in enumerate(order) if token.of != "W")
+        last_result = max(place for place, token in enumerate(order) if token.of != "W")
         pieces = []
         for place, (of, number) in enumerate(order):
             if of == "F":
@@ -141,5 +141,5 @@ class _Cutter:
             elif of == "B":
                 pieces += self._backward(Kind.B, stage_b, number, True)
             else:
-                pieces.append(_Piece(Kind.WGRAD, True, number, late=place > results))
+                pieces.append(_Piece(Kind.WGRAD, True, number, late=place > last_result))
         return pieces

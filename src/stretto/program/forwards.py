@@ -7,7 +7,7 @@ from stretto.program.task import FORWARDS
 
 
 def forwards_of(program: Program) -> Plan:
-    """Each device's forwards, in the order in which it begins them.
+    """Return each device's forwards, in the order in which the device starts them.
 
     >>> from stretto.program.lower import lower
     >>> from stretto.schedules.one_f_one_b import one_f_one_b

@@ -1,4 +1,4 @@
-"""What waits for what in a program: nodes, and an edge from each thing to what waits for it."""
+"""The wait graph of a program: an edge leads from each node to a node that waits for it."""
 
 from dataclasses import dataclass
 
@@ -11,25 +11,25 @@ from stretto.program.program import Program
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """A node is a task, or all ends of a transfer or broadcast together; numbered in program sequence."""
+    """A node is a task, or all ends of a transfer or collective; nodes are numbered in program sequence."""
 
     node: Ints
     """The node of each task."""
     task: Ints
-    """A task of each node."""
+    """One task of each node, which stands for it."""
     source: Ints
     target: Ints
 
     def stuck(self) -> list[int]:
-        """The nodes that can never start: they wait in a circle, or for one that does."""
+        """Return the nodes that can never start: they wait in a circle, or for a node that does."""
         return [] if self.in_order() else self._sequence()[1]
 
     def in_order(self) -> bool:
-        """Whether every edge leads from a lower to a higher number."""
+        """Return whether every edge leads from a lower number to a higher one."""
         return bool((self.source < self.target).all())
 
     def ordered(self) -> "Graph":
-        """The same graph, numbered so that every edge leads upwards; nodes that are stuck come last."""
+        """Return the graph renumbered so that every edge leads to a higher number; stuck nodes come last."""
         if self.in_order():
             return self
         number = np.empty(len(self.task), dtype=np.int64)
@@ -53,7 +53,7 @@ class Graph:
 
 
 def wait_graph(program: Program, *edges: tuple[Ints, Ints]) -> Graph:
-    """These edges (before, after) between the program's tasks, as a graph of nodes."""
+    """Return the graph of these (before, after) edges between the program's tasks."""
     leader = leaders(program)
     leads = leader == np.arange(len(program))
     node = (np.cumsum(leads) - 1)[leader]
@@ -63,23 +63,23 @@ def wait_graph(program: Program, *edges: tuple[Ints, Ints]) -> Graph:
 
 
 def leaders(program: Program) -> Ints:
-    """For each task the last end of what it is an end of, which stands for all; a task by itself is its own."""
+    """Return, for each task, the last end of its transfer or collective, which stands for all ends; else the task."""
     index = np.arange(len(program))
     ahead, leader = np.where(program.counterpart < 0, index, program.counterpart), index
     while not np.array_equal(further := np.maximum(leader, leader[ahead]), leader):
-        leader, ahead = further, ahead[ahead]  # of twice as many ends, until that finds no later one
+        leader, ahead = further, ahead[ahead]  # look twice as far round the ring, until no later end turns up
     return leader
 
 
 def need_edges(program: Program) -> tuple[Ints, Ints]:
-    """An edge from each need to its task, where the lane's own order does not say so already."""
+    """Return an edge from each need to its task, except where lane order already implies it."""
     need, task = program.need, program.needing
     across = (program.lane[need] != program.lane[task]) | (need >= task)
     return need[across], task[across]
 
 
 def queue_edges(queue: Ints) -> tuple[Ints, Ints]:
-    """An edge between neighbours in each queue, given the queue of each task (−1: none)."""
+    """Return the edges between neighbours in each queue; `queue` holds each task's queue, −1 for none."""
     order = stable_order(queue, int(queue.max()) + 1)
     before, after = order[:-1], order[1:]
     same = (queue[before] == queue[after]) & (queue[before] >= 0)
@@ -87,13 +87,13 @@ def queue_edges(queue: Ints) -> tuple[Ints, Ints]:
 
 
 def lane_graph(program: Program) -> Graph:
-    """Tasks wait for their needs and for the task before them on their lane."""
+    """Return the graph in which tasks wait for their needs and for the task before them on their lane."""
     if (wrong := program.malformed) is not None:
         raise ProgramError(f"this is no program: {wrong}")
     before, after = queue_edges(program.lane)
     previous = np.full(len(program), -1, dtype=np.int64)
     previous[after] = before
-    # Where a link's two lanes agree, one edge between two transfers says it all.
+    # Where a link's two lanes have two transfers in the same order, one edge between them is enough.
     other = program.counterpart[after]
     twice = (other >= 0) & (other < after) & (previous[other] == program.counterpart[before]) & (previous[other] >= 0)
     return wait_graph(program, need_edges(program), (before[~twice], after[~twice]))

@@ -1,4 +1,4 @@
-"""Which task does a given thing, by stage, part and microbatch."""
+"""Looks tasks up by stage, part and microbatch."""
 
 from collections.abc import Collection
 from functools import cached_property
@@ -12,11 +12,11 @@ from stretto.program.task import BACKWARDS, FORWARDS, WEIGHTS, Kind
 
 
 class TaskIndex:
-    """Task indexes in tables with a column per microbatch; −1 where there is none, the first of several.
+    """Tables of task indexes with a column per microbatch; −1 where there is no task, the first if there are several.
 
-    `forward`, `backward`, `recompute` (a row for each part of the backward) and `weight` have a row for each
-    part of each stage's pass. The others have a row per stage and a spare one at the end, so that stage −1 and
-    the one after the last exist, empty.
+    `forward`, `backward`, `weight` and `recompute` have a row for each part of each stage's pass; the parts of
+    `recompute` are those of the backward. The other tables have a row per stage and an empty row at the end, so that
+    stage −1 and the stage after the last can be looked up.
     """
 
     def __init__(self, work: TaskColumns, anatomy: Anatomy, placement: Placement) -> None:
@@ -39,23 +39,23 @@ class TaskIndex:
         return self._table((Kind.RECOMPUTE,), self.anatomy.pass_rows, self.work.stage, self.work.microbatch)
 
     def first(self, table: Ints) -> Ints:
-        """The first part of each stage's pass."""
+        """Return the first part of each stage's pass."""
         return np.concatenate((table[self.anatomy.pass_rows[:-1]], self._spare()))
 
     def last(self, table: Ints) -> Ints:
-        """The last part of each stage's pass, which has its result."""
+        """Return the last part of each stage's pass, which produces its result."""
         return np.concatenate((table[self.anatomy.pass_rows[1:] - 1], self._spare()))
 
     def first_compute(self, table: Ints) -> Ints:
-        """The first part of each stage's backward, or of its recomputation, that is on the compute lane."""
+        """Return the first part of each stage's backward, or of its recomputation, on the compute lane."""
         return np.concatenate((table[self.anatomy.first_compute_rows], self._spare()))
 
     def per_part(self, table: Ints) -> Ints:
-        """A table with a row per stage, repeated for each part of the stage's pass."""
+        """Repeat each stage's row of a table for every part of the stage's pass."""
         return np.repeat(table[: self.placement.stages], np.diff(self.anatomy.pass_rows), axis=0)
 
     def end(self, kind: Kind) -> Ints:
-        """The sends, receives or copies of a kind."""
+        """Return the sends, receives or copies of this kind."""
         rows = np.arange(self.placement.stages + 1)
         return np.concatenate((self._table((kind,), rows, self.work.stage, self.work.microbatch), self._spare()))
 

@@ -1,4 +1,4 @@
-"""Plan → program: every action a task or its phases, every hand-over a transfer, all in one global order."""
+"""Lowers a plan to a program: actions become tasks or phases, hand-overs transfers, all in one global order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,30 +26,30 @@ from stretto.program.task import GRADIENTS, Kind, Lane
 from stretto.program.wgrads import apart, side_by_side
 
 _OWN_LANES = ("compute", "comm", "d2h", "h2d", "reduce")
-"""The lanes of a device, before those of its links: one to each device, then one from each."""
+"""A device's own lanes. Its link lanes are numbered after them: one to each device, then one from each."""
 _KIND = {op: int(Kind[op.name]) for op in Op}
 
 
 @dataclass(frozen=True)
 class _Actions:
-    """A plan's actions, device by device: what each one is, where it runs, and at which tick it starts."""
+    """A plan's actions, device by device: what each one does, where it runs, and the tick it starts in."""
 
     columns: TaskColumns
     device: Ints
     start: Ints
     forward: Ints
-    """Of each stage and microbatch, the action that runs its forward; −1 if there is none."""
+    """For each stage and microbatch, the action that runs its forward; −1 if there is none."""
     backward: Ints
 
     @cached_property
     def result(self) -> Ints:
-        """The tick at which each action's result is there."""
+        """The tick at which each action's result is ready."""
         result: Ints = self.start + RESULT[self.columns.kind]
         return result
 
     @cached_property
     def follows(self) -> Ints:
-        """The tick at which each action's device starts its next one, or is free if there is none."""
+        """The tick at which each action's device starts its next action, or is free after its last."""
         follows = np.append(self.start[1:], 0)
         last = np.append(self.device[1:] != self.device[:-1], True)
         follows[last] = (self.start + FREE[self.columns.kind])[last]
@@ -58,10 +58,11 @@ class _Actions:
 
 @dataclass(frozen=True, slots=True)
 class _SortKey:
-    """Puts tasks into the program's order: by half tick, then by transfer, then by place within an action.
+    """Sorts tasks into program order: by half tick, then by transfer, then by place within an action.
 
-    What a tick's results set moving, in its first half, comes before its actions, in its second. Transfers are numbered
-    so that both ends of one stand side by side. The three are packed into one number, by which sorting is faster.
+    The first half of a tick holds the transfers of results that are ready then, the second half the actions that start
+    then. Transfers are numbered so that the two ends of each are adjacent. All three are packed into one number, which
+    sorts faster.
     """
 
     actions: _Actions
@@ -73,22 +74,22 @@ class _SortKey:
         return key
 
     def late(self, action: Ints, place: Ints | int = 0) -> Ints:
-        """Right before the next action of an action's device, behind what leaves the device after this one."""
+        """Return the key right before the next action of the action's device, after the sends of this one."""
         return self.of(2 * self.actions.follows[action] + 1, 0, place)
 
     def beside(self, action: Ints, place: Ints | int = 0) -> Ints:
-        """Where an action itself stands."""
+        """Return the key of the action itself."""
         return self.of(2 * self.actions.start[action] + 1, 1, place)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tasks:
-    """Tasks of one sort: what they do, on which lane of which device, and where they stand in the order."""
+    """Tasks of one sort: what they do, their devices and lanes, and their sort keys."""
 
     columns: TaskColumns
     device: Ints
     lane: Ints | Bools | int
-    """Counted within the device."""
+    """Each lane's number within its device."""
     key: Ints
 
     def __len__(self) -> int:
@@ -96,7 +97,7 @@ class _Tasks:
 
 
 def lowered(program: Plan | Program) -> Program:
-    """Return a program as it is, and a plan lowered."""
+    """Return a program unchanged; lower a plan."""
     return program if isinstance(program, Program) else lower(program)
 
 
@@ -110,30 +111,29 @@ def lower(
     recompute: bool = False,
     wgrad_microbatches: int = 1,
 ) -> Program:
-    """Tasks on lanes: compute, and one lane for each end of every directed link.
+    """Lower a plan to tasks on lanes: compute, and one lane for each end of every directed link.
 
-    A full backward, alone or in a pair, becomes its input part and a WGRAD task; what the device
-    sends and receives before its next action is issued between them, the gradient first of all.
+    A full backward, alone or in a pair, becomes its input part and a WGRAD task. What the device sends and receives
+    before its next action is issued between the two, the input gradient first.
 
-    With `layers`, those of each stage, every pass becomes its layers' phases on compute and comm
-    lanes, and a pair's two passes are woven into one order from the phases' costs.
+    With `layers`, one sequence per stage, every pass becomes its layers' phases on compute and comm lanes, and a
+    pair's two passes are woven into one order, chosen by the phases' costs.
 
-    Gradients of a stage that lives on several devices are summed over them, on a lane `reduce`, as soon as the
-    stage's last weight gradients are there; with `ties`, the stages that share weights, so are these.
+    The gradients of a stage that lives on several devices are summed over them on a `reduce` lane, as soon as the
+    stage's last weight gradients are ready. So are the gradients of stages that share weights, listed in `ties`.
 
-    With `offload`, what a forward saved goes to host memory and comes back before its backward, on lanes of
-    its own; each copy has that many actions' time, and 1 is Kimi K2's rule. With `recompute`, what a forward
-    discarded is computed again right before the backward, phase by phase.
+    With `offload`, what a forward saved is copied to host memory and back before its backward, on separate lanes. Each
+    copy may take as long as `offload` actions; 1 is Kimi K2's rule. With `recompute`, what a forward discarded is
+    recomputed right before the backward, phase by phase.
 
-    With `wgrad_microbatches`, so many weight gradients of a stage, or of a phase of it, wait for the last of them and
-    stand side by side, to be computed as one; a full backward that is in no pair is an I and a W then.
+    With `wgrad_microbatches`, that many weight gradients of a stage, or of one of its phases, wait for the last of
+    them and stand next to each other, to be computed as one. A full backward outside a pair then becomes an I and a W.
 
-    All tasks are put into one order, by the times of a run in which every pass takes one tick and
-    transfers take none; a device issues its own tasks in that order. Since every task stands behind
-    all that it needs, and a transfer's two ends side by side, the program completes even if every
-    transfer blocks until its other end is there.
+    All tasks are put into one global order, taken from a run in which every pass takes one tick and transfers take
+    none; a device issues its own tasks in that order. Every task comes after all that it needs, and a transfer's two
+    ends are adjacent, so the program completes even if every transfer blocks until its other end is ready.
 
-    An unsound plan is lowered too, as far as it goes: `check` says what is wrong with it.
+    An unsound plan is lowered as far as possible; `check` reports what is wrong with it.
     """
     _validate(plan, layers, offload, wgrad_microbatches)
     joined = min(wgrad_microbatches, plan.microbatches)
@@ -179,16 +179,16 @@ def _validate(plan: Plan, layers: Sequence[Sequence[Layer]] | None, offload: int
 
 
 def _actions(plan: Plan) -> _Actions:
-    """Read a plan's actions, and when each would start."""
+    """Read a plan's actions, and compute when each would start."""
     device, columns = _columns(plan)
-    columns.demand(plan.placement)
+    columns.validate(plan.placement)
     index = TaskIndex(columns, Anatomy.whole(plan.stages), plan.placement)
     forward, backward = index.first(index.forward), index.first(index.backward)
     return _Actions(columns, device, start_ticks(device, columns, forward, backward), forward, backward)
 
 
 def _columns(plan: Plan) -> tuple[Ints, TaskColumns]:
-    """Return the device of each action of a plan, and what the action is."""
+    """Return the device of each action of a plan, and the actions as columns."""
     slots = [slot for row in plan.rows for slot in row]
     pairs = [(at, slot) for at, slot in enumerate(slots) if isinstance(slot, Pair)]
     first: list[Slot] = slots.copy()
@@ -211,15 +211,15 @@ def _columns(plan: Plan) -> tuple[Ints, TaskColumns]:
 
 
 def _computed(actions: _Actions, parts: Expansion, key: _SortKey) -> _Tasks:
-    """What the actions become, on the lanes compute and comm. What is late, such as a WGRAD, waits for the device's
-    next action.
+    """Return the tasks that the actions expand to, on the compute and comm lanes. A late task, such as a WGRAD, comes
+    right before the device's next action.
     """
     late, beside = key.late(parts.action, parts.place), key.beside(parts.action, parts.place)
     return _Tasks(parts.work, actions.device[parts.action], parts.comm, np.where(parts.late, late, beside))
 
 
 class _HandOvers(NamedTuple):
-    """What one device's action hands to another's: both actions, and whether it is a gradient."""
+    """What actions hand to actions on other devices: both actions, and whether it is a gradient."""
 
     source: Ints
     target: Ints
@@ -236,7 +236,7 @@ def _hand_overs(actions: _Actions) -> _HandOvers:
 
 
 def _transfers(actions: _Actions, hand_overs: _HandOvers, devices: int, key: _SortKey) -> tuple[_Tasks, _Tasks]:
-    """Both ends of every hand-over, in the tick in which its result is there."""
+    """Return both ends of every hand-over, in the tick in which its result is ready."""
     (source, target, gradient), device = hand_overs, actions.device
     columns = actions.columns
     stages, microbatches = columns.backward
@@ -254,7 +254,7 @@ def _transfers(actions: _Actions, hand_overs: _HandOvers, devices: int, key: _So
 
 
 def _copied(actions: _Actions, copies: Copies, key: _SortKey) -> tuple[_Tasks, _Tasks]:
-    """Copies of activations to host memory, and back."""
+    """Return the copies of activations to host memory, and back."""
     forward = copies.forward
     device, stage, microbatch = (
         column[forward] for column in (actions.device, actions.columns.stage, actions.columns.microbatch)
@@ -271,14 +271,14 @@ def _copied(actions: _Actions, copies: Copies, key: _SortKey) -> tuple[_Tasks, _
 
 
 def _linked(groups: Sequence[_Tasks], order: Ints, plan: Plan, anatomy: Anatomy) -> Program:
-    """Put all tasks into their order, join the ends of transfers, and give each task its needs."""
+    """Put all tasks in order, join the ends of transfers and sums, and give each task its needs."""
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     first = len(groups[0])
     sends, receives = np.split(place[first : first + 2 * len(groups[1])], 2)
     counterpart = np.full(len(order), -1)
     counterpart[sends], counterpart[receives] = receives, sends
-    possible = len(_OWN_LANES) + 2 * plan.devices  # lanes that a device could have
+    possible = len(_OWN_LANES) + 2 * plan.devices  # lanes a device could have
     lane = np.concatenate([group.device * possible + group.lane for group in groups])
     lanes, at = _used_lanes(lane[order], plan.devices)
     columns = TaskColumns.joined([group.columns for group in groups], order)

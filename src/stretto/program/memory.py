@@ -1,4 +1,4 @@
-"""Which activations leave for host memory, when they come back, and which buffer each takes on the device."""
+"""Plans activation offload: what goes to host memory, when it comes back, and which device buffers are used."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from stretto.program.task import FORWARDS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
-    """The passes whose activations leave and come back, one entry each; and every forward's buffer."""
+    """The passes whose activations are offloaded, one entry each, and the buffer of every forward."""
 
     forward: Ints
-    """The action each leaves after."""
+    """The action after which each is copied out."""
     beside: Ints
-    """The action beside which it comes back."""
+    """The action beside which it is copied back."""
     slot: Ints
-    """The buffer it comes back into."""
+    """The buffer it is copied back into."""
     forward_slot: Ints
-    """Of every action, the buffer that its forward fills, −1 without a forward."""
+    """For every action, the buffer its forward fills; −1 if it has no forward."""
 
 
 def no_copies(actions: int) -> Copies:
@@ -30,17 +30,17 @@ def no_copies(actions: int) -> Copies:
 
 
 def plan_copies(device: Ints, actions: TaskColumns, backward: Ints, room: int) -> Copies:
-    """Kimi K2's rule: what a forward saved leaves during the `room` actions after it, and comes back during the
-    `room` actions before its backward; in a steady state of pairs, the previous microbatch's forward goes
-    while the next one's backward comes.
+    """Plan copies by Kimi K2's rule: what a forward saved is copied out during the `room` actions after it, and back
+    during the `room` actions before its backward. In a steady state of pairs, the activations of the previous forward
+    are copied out while those of the next backward are copied back.
 
-    What is used again too soon for that stays. Buffers are shared out in issue order: one is free again
-    when what it held has left, or was used for the last time.
+    Activations that are used again too soon for that stay. Buffers are assigned in issue order; a buffer is free again
+    once its contents have been copied out, or used for the last time.
 
-    Actions are listed device by device; `backward` says which one runs each [stage, microbatch]'s.
+    Actions are listed device by device; `backward` holds the action that runs each [stage, microbatch]'s backward.
     """
     count = len(actions)
-    uses = np.full(count, -1)  # of each action with a forward, the action of its backward
+    uses = np.full(count, -1)  # for each action with a forward, the action of its backward
     runs = np.flatnonzero(actions.among(FORWARDS))
     uses[runs] = backward[actions.stage[runs], actions.microbatch[runs]]
     sound = (uses >= 0) & (device[uses] == device) & (uses > np.arange(count))
@@ -53,7 +53,7 @@ def plan_copies(device: Ints, actions: TaskColumns, backward: Ints, room: int) -
 
 
 def _share_out(device: Ints, runs: Ints, uses: Ints, leaving: Ints, room: int) -> tuple[Ints, Ints]:
-    """The buffer of each action's forward, and the one that what left after it comes back into."""
+    """Return the buffer of each action's forward, and the buffer its activations are copied back into."""
     count = len(device)
     slots, back = [-1] * count, [-1] * count
     last = uses.tolist()
@@ -63,7 +63,7 @@ def _share_out(device: Ints, runs: Ints, uses: Ints, leaving: Ints, room: int) -
     for begin, stop in pairwise(bounds):
         free: deque[int] = deque()
         released: dict[int, list[int]] = {}  # buffers, by the last action during which they are held
-        made = 0
+        buffers = 0
         for action in range(begin, stop):
             free.extend(released.pop(action - 1, ()))
             for filler, into, until in (
@@ -72,9 +72,9 @@ def _share_out(device: Ints, runs: Ints, uses: Ints, leaving: Ints, room: int) -
             ):
                 if filler >= 0:
                     if not free:
-                        free.append(made)
-                        made += 1
+                        free.append(buffers)
+                        buffers += 1
                     into[filler] = buffer = free.popleft()
-                    if until >= 0:  # what no backward uses is never given back
+                    if until >= 0:  # a buffer that no backward uses is never released
                         released.setdefault(until, []).append(buffer)
     return np.array(slots), np.array(back)

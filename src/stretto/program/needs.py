@@ -15,7 +15,7 @@ from stretto.program.task import COMPUTE, COPIES, RECEIVES, SENDS, Kind, Lane, T
 
 
 def link_tasks(tasks: Iterable[Task], placement: Placement, anatomy: Anatomy | None = None) -> Program:
-    """A program of these tasks in this order."""
+    """Return a program of these tasks, in this order."""
     tasks = list(tasks)
     lanes, lane = lanes_of(tasks)
     work = TaskColumns.of_tasks(tasks)
@@ -26,7 +26,7 @@ def link_tasks(tasks: Iterable[Task], placement: Placement, anatomy: Anatomy | N
 
 
 def lanes_of(tasks: Sequence[Task]) -> tuple[tuple[Lane, ...], Ints]:
-    """The lanes that tasks use, and the one of each as an index into them."""
+    """Return the lanes that tasks use, and each task's lane as an index into them."""
     lanes = tuple(sorted({task.lane for task in tasks}))
     index = {lane: k for k, lane in enumerate(lanes)}
     return lanes, np.array([index[task.lane] for task in tasks])
@@ -35,15 +35,15 @@ def lanes_of(tasks: Sequence[Task]) -> tuple[tuple[Lane, ...], Ints]:
 def link(
     lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns, counterpart: Ints, placement: Placement, anatomy: Anatomy
 ) -> Program:
-    """A program of this work on these lanes, with the needs that training gives it.
+    """Return a program of this work on these lanes, with the needs that training implies.
 
-    Nothing is demanded here: a task whose need is not there goes without, and `check` says so.
+    A missing need is no error here: the task goes without it, and `check` reports it.
     """
-    work.demand(placement)
+    work.validate(placement)
     device = np.array([lane.device for lane in lanes])[lane]
     tables = TaskIndex(work, anatomy, placement)
     needs = (
-        (task, np.where(device[task] == device[need], need, -1))  # the rest is what transfers are for
+        (task, np.where(device[task] == device[need], need, -1))  # transfers cover the others
         for task, need in (
             *_needs(tables, device),
             *_memory_needs(tables, device),
@@ -54,16 +54,16 @@ def link(
 
 
 def _needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Tasks and what they need, in pairs; −1 where either is not there."""
+    """Yield pairs of columns, tasks and what they need; −1 where either does not exist."""
     anatomy = tables.anatomy
     forward, backward = tables.forward, tables.backward
-    # A pass begins with what the stage before (backward: after) it hands over: by a transfer, or on this device.
+    # A pass starts from what the previous stage (backward: the next) hands over, by a transfer or on this device.
     for table, receive, step in ((forward, Kind.RECV_F, 1), (backward, Kind.RECV_B, -1)):
         first, arrival = tables.first(table), tables.end(receive)
         arrives = (arrival >= 0) & (device[arrival] == device[first])
         yield first, np.where(arrives, arrival, np.roll(tables.last(table), step, axis=0))
     yield tables.first(backward), tables.last(forward)
-    # Its parts follow one another; a weight gradient follows its own part of the backward.
+    # A pass's parts follow one another; a weight gradient follows its own part of the backward.
     inside = np.ones(len(forward), dtype=np.bool_)
     inside[anatomy.pass_rows[:-1]] = False
     for table in (forward, backward):
@@ -74,7 +74,7 @@ def _needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
 
 
 def _memory_needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """The same for what is recomputed, and for what leaves the device and comes back."""
+    """Yield the same for reused buffers, for recomputation, and for copies to host memory and back."""
     work = tables.work
     for fills, _, empties in refills(tables, device):
         yield fills, empties
@@ -86,22 +86,22 @@ def _memory_needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]
     offload, onload = tables.end(Kind.OFFLOAD), tables.end(Kind.ONLOAD)
     yield offload, tables.last(tables.forward)
     yield onload, offload
-    # Communication may come first in a backward, and recomputing before it all: each waits.
+    # A backward may start with communication, and recomputation comes before it: each waits for the onload.
     yield tables.first(tables.backward), onload
     yield tables.first_compute(tables.backward), onload
     yield tables.recompute, tables.per_part(onload)
-    comes = np.flatnonzero(work.kind == Kind.ONLOAD)
-    yield comes, last_before(work.among(COMPUTE), device)[comes]  # not before the action beside which it is to come
+    onloads = np.flatnonzero(work.kind == Kind.ONLOAD)
+    yield onloads, last_before(work.among(COMPUTE), device)[onloads]  # no earlier than the action it runs beside
 
 
 def _counterparts(lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns) -> Ints:
-    """The n-th send of a thing from one device to another meets its n-th receive."""
+    """Match the n-th send of a tensor from one device to another with its n-th receive."""
     counterpart = np.full(len(work), -1, dtype=np.int64)
     send, receive = np.flatnonzero(work.among(SENDS)), np.flatnonzero(work.among(RECEIVES))
     sent, received = (_meeting_points(lanes, lane, work, ends) for ends in (send, receive))
     send_order, receive_order = np.argsort(sent, kind="stable"), np.argsort(received, kind="stable")
     sent, received = sent[send_order], received[receive_order]
-    repeat = np.arange(len(sent)) - np.searchsorted(sent, sent)  # how many of the same were sent before
+    repeat = np.arange(len(sent)) - np.searchsorted(sent, sent)  # how many equal ones were sent before
     at = np.searchsorted(received, sent) + repeat
     met = at < len(received)
     met[met] = received[at[met]] == sent[met]
@@ -111,7 +111,7 @@ def _counterparts(lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns) -> Int
 
 
 def _meeting_points(lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns, ends: Ints) -> Ints:
-    """One number for what moves and along which link; a send and a receive that meet share it."""
+    """Return a number for what each end moves and along which link; a matching send and receive share it."""
     devices = 1 + max(max(lane.device, lane.peer or 0) for lane in lanes)
     link = np.array(
         [
@@ -123,7 +123,7 @@ def _meeting_points(lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns, ends
     )
     kind = work.kind[ends]
     gradient = (kind == Kind.SEND_B) | (kind == Kind.RECV_B)
-    boundary = work.stage[ends] - ((kind == Kind.RECV_F) | (kind == Kind.SEND_B))  # the stage before it
+    boundary = work.stage[ends] - ((kind == Kind.RECV_F) | (kind == Kind.SEND_B))  # the stage before the boundary
     number = link[lane[ends]] * (work.stage.max() + 2) + boundary + 1
     number = number * (work.microbatch.max() + 1) + work.microbatch[ends]
     return np.asarray(number * 2 + gradient)

@@ -11,11 +11,10 @@ FREE = np.array([1, 2, 1, 1, 3])
 
 
 def start_ticks(device: Ints, work: TaskColumns, forward: Ints, backward: Ints) -> Ints:
-    """The tick each action starts in.
+    """Return the tick in which each action starts.
 
-    Actions are listed device by device, each device's in row order. Those of a row that are stuck, and so
-    never start, come after all others, in row order. `forward` and `backward` say which action runs each
-    [stage, microbatch].
+    Actions are listed device by device, each device's in row order. Actions that are stuck, and so never start, come
+    after all others, in row order. `forward` and `backward` hold the action that runs each [stage, microbatch].
     """
     index = np.arange(len(work))
     back_stage, back_microbatch = work.backward
@@ -24,7 +23,7 @@ def start_ticks(device: Ints, work: TaskColumns, forward: Ints, backward: Ints) 
     after = np.where(is_backward, backward[np.where(is_backward, back_stage + 1, 0), back_microbatch], -1)
     own = np.where(is_backward, forward[back_stage, back_microbatch], -1)
     own = np.where(work.kind == Kind.W, backward[work.stage, work.microbatch], own)
-    # What stands before an action in its own row is no wait; what stands at or after it never comes.
+    # A need before the action in its own row is met by row order; a need at or after the action is never met.
     for need in (before, after):
         need[(need >= 0) & (need < index) & (device[need] == device)] = -1
     never = (own >= index) & (device[own] == device)
@@ -41,7 +40,7 @@ def start_ticks(device: Ints, work: TaskColumns, forward: Ints, backward: Ints) 
 
 
 def _replay(bounds: list[int], before: list[int], after: list[int], result: list[int], free: list[int]) -> list[int]:
-    """Run every device's actions in order, each once its needs have a result; −1 for what never starts."""
+    """Return when each action starts if devices run in row order and wait for needs; −1 if it never does."""
     head, clock = bounds[:-1], [0] * (len(bounds) - 1)
     start, done = [-1] * len(before), [-1] * len(before)
     waiting: dict[int, list[int]] = {}  # devices, by the action they wait for
@@ -50,7 +49,7 @@ def _replay(bounds: list[int], before: list[int], after: list[int], result: list
         device = runnable.pop()
         action, time, stop = head[device], clock[device], bounds[device + 1]
         while action < stop:
-            first, second = before[action], after[action]  # taken one by one: this loop is hot
+            first, second = before[action], after[action]  # unrolled: this loop is hot
             if first >= 0:
                 if (ready := done[first]) < 0:
                     waiting.setdefault(first, []).append(device)

@@ -1,4 +1,4 @@
-"""A program: tasks on lanes, what each needs, and the order each device issues them in."""
+"""A program: tasks on lanes, what each needs, and the order in which each device issues them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,11 +16,10 @@ _KINDS = tuple(Kind)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Columns over tasks, one entry each, in one sequence; a device issues its own tasks in that order.
+    """Columns with one entry per task, in one sequence; a device issues its own tasks in that order.
 
-    `lower` makes the sequence a global order: a transfer's two ends stand together, and running the
-    tasks one at a time in sequence is always possible. In a program read from a file the sequence
-    says no more than each device's own order.
+    `lower` makes the sequence a global order: a transfer's two ends are adjacent, and the tasks can always be run one
+    at a time in sequence. In a program read from a file, the sequence fixes only each device's own order.
     """
 
     placement: Placement
@@ -33,8 +32,7 @@ class Program:
     """Task t needs `need[need_start[t]:need_start[t + 1]]`."""
     need: Ints
     counterpart: Ints
-    """The next end of the transfer or broadcast that a task is an end of, the first following the last; else −1.
-    All ends take place as one."""
+    """For an end of a transfer or collective, the next end in its ring; else −1. All ends of a ring run as one."""
 
     @staticmethod
     def of(
@@ -46,8 +44,8 @@ class Program:
         placement: Placement,
         anatomy: Anatomy,
     ) -> "Program":
-        """From needs in pairs of columns, tasks and what they need; −1 where either is not there."""
-        edges = [(task[there], need[there]) for task, need in needs for there in [(task >= 0) & (need >= 0)]]
+        """Build a program from needs in pairs of columns, tasks and what they need; −1 where either does not exist."""
+        edges = [(task[exist], need[exist]) for task, need in needs for exist in [(task >= 0) & (need >= 0)]]
         order, need_start = grouped(np.concatenate([task for task, _ in edges]), len(work))
         need = np.concatenate([need for _, need in edges])[order]
         return Program(placement, anatomy, lanes, lane, work, need_start, need, counterpart)
@@ -70,32 +68,32 @@ class Program:
         return self.on_lane("compute")
 
     def on_lane(self, name: str) -> Bools:
-        """Which tasks are on a lane of this name."""
+        """Return a mask of the tasks on lanes of this name."""
         return np.array([lane.name == name for lane in self.lanes])[self.lane]
 
     @property
     def moving(self) -> Bools:
-        """Which tasks are an end of a transfer."""
+        """Which tasks are ends of a transfer."""
         return self.work.among((*SENDS, *RECEIVES))
 
     @property
     def joint(self) -> Bools:
-        """Which tasks of a training step are an end of something that several devices do together."""
+        """Which tasks of a training step are ends of a transfer or of a sum over devices."""
         return self.work.among((*SENDS, *RECEIVES, Kind.REDUCE))
 
     @property
     def is_update(self) -> bool:
-        """Whether this is a weight update, and no training step."""
+        """Whether this is a weight update rather than a training step."""
         return bool(self.work.among(UPDATES).any())
 
     @property
     def is_own(self) -> bool:
-        """Whether this is a program of a user's own."""
+        """Whether this is a user-defined program (`program_of`)."""
         return bool(self.anatomy.calls)
 
     @property
     def recomputes(self) -> bool:
-        """Whether what forwards discarded is computed again."""
+        """Whether the program recomputes what forwards discarded."""
         return bool((self.work.kind == Kind.RECOMPUTE).any())
 
     @property
@@ -131,7 +129,7 @@ class Program:
 
     @property
     def malformed(self) -> str | None:
-        """What is wrong if its columns refer to tasks that are not there, or its ends do not form rings."""
+        """What is wrong if the columns refer to missing tasks or the ends do not form rings; else None."""
         count = len(self)
         ends = np.flatnonzero(self.counterpart != -1)
         counterparts, starts = self.counterpart[ends], np.diff(self.need_start)
@@ -144,14 +142,14 @@ class Program:
         return None
 
     def ends(self, index: int) -> list[int]:
-        """All ends of the transfer or broadcast that a task is part of, itself first; only itself if of none."""
+        """Return all ends of the task's transfer or collective, the task first; only the task if it is in none."""
         ends = [index]
         while (end := self.counterpart.item(ends[-1])) not in (-1, index):
             ends.append(end)
         return ends
 
     def __str__(self) -> str:
-        """One line per device, in issue order. Of whole actions without ties this is PyTorch's CSV with transfers."""
+        """Return a line per device, in issue order: PyTorch's CSV with transfers, if of whole actions without ties."""
         rows: list[list[str]] = [[] for _ in range(self.devices)]
         for task in self.tasks():
             if task.phase or task.kind is not Kind.WGRAD:

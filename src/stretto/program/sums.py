@@ -1,4 +1,4 @@
-"""Sums of gradients over devices: which there are, and which tasks each one waits for."""
+"""Sums of gradients over devices: which sums a step has, and which tasks each one waits for."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,9 +12,9 @@ from stretto.program.task import GRADIENTS, Kind
 
 
 class Sums:
-    """Every sum of a step: of a stage that lives on several devices, or of weights that several stages share.
+    """All sums of a step: one for each stage that lives on several devices, and for weights that stages share.
 
-    All columns have an entry for each end of a sum, on each of its devices; the ends of a sum stand together.
+    All columns have an entry for each end of a sum, one per device; the ends of a sum are adjacent.
     """
 
     def __init__(self, placement: Placement, anatomy: Anatomy) -> None:
@@ -23,17 +23,17 @@ class Sums:
             homes[stage].add(device)
         every: list[tuple[int, int, tuple[int, ...]]] = [(stage, 0, (stage,)) for stage in range(placement.stages)]
         every += [(tie[0], part, tie) for part, tie in enumerate(anatomy.ties, 1)]
-        found = [
+        ends = [
             (stage, part, stages, device)
             for stage, part, stages in every
-            for devices in [sorted(set().union(*(homes[it] for it in stages)))]
+            for devices in [sorted(set().union(*(homes[member] for member in stages)))]
             if len(devices) > 1
             for device in devices
         ]
-        self.stages = [stages for _, _, stages, _ in found]
+        self.stages = [stages for _, _, stages, _ in ends]
         """The stages whose gradients are added up."""
         self.stage, self.part, self.device = (
-            np.array([row[column] for row in found], dtype=np.int64) for column in (0, 1, 3)
+            np.array([end[column] for end in ends], dtype=np.int64) for column in (0, 1, 3)
         )
 
     def __len__(self) -> int:
@@ -46,22 +46,22 @@ class Sums:
         )
 
     def latest(self, key: Ints, work: TaskColumns) -> Ints:
-        """Of each sum, the greatest of the keys of all tasks that add to its gradients, on any device."""
+        """Return, for each end, the greatest key of the tasks that add to its sum's gradients on any device."""
         adds = work.among(GRADIENTS)
         of_stage = np.full(1 + max(max(stages) for stages in self.stages), -1)
         stage = work.backward[0][adds]
         known = stage < len(of_stage)
         np.maximum.at(of_stage, stage[known], key[adds][known])
-        return np.array([max(of_stage[it] for it in stages) for stages in self.stages])
+        return np.array([max(of_stage[member] for member in stages) for stages in self.stages])
 
 
 def reduces(work: TaskColumns) -> Ints:
-    """The tasks that are sums."""
+    """Return the tasks that are sums."""
     return np.flatnonzero(work.kind == Kind.REDUCE)
 
 
 def sum_needs(work: TaskColumns, anatomy: Anatomy, lane: Ints, device: Ints) -> tuple[Ints, Ints]:
-    """Sums, and the last task of each lane of their device that adds to their gradients: a row for each two."""
+    """Return pairs of columns: sums, and for each lane of their device the last task that adds to their gradients."""
     tasks = reduces(work)
     pairs = [
         (task, stage)
@@ -73,21 +73,21 @@ def sum_needs(work: TaskColumns, anatomy: Anatomy, lane: Ints, device: Ints) -> 
     adds = np.flatnonzero(work.among(GRADIENTS))[::-1]
     stages = int(max(work.stage.max(), work.stage_b.max())) + 1
     _, first = np.unique(lane[adds] * stages + work.backward[0][adds], return_index=True)
-    last = adds[first]  # of each lane and stage
+    last = adds[first]  # for each lane and stage
     place = device[last] * stages + work.backward[0][last]
     order, start = grouped(place, stages * (int(device.max()) + 1))
-    found = [
-        (task, last[it])
+    needs = [
+        (task, last[k])
         for task, stage in pairs
         for at in [device[task] * stages + stage]
-        for it in order[start[at] : start[at + 1]]
+        for k in order[start[at] : start[at + 1]]
     ]
-    needing, need = np.array(sorted(found), dtype=np.int64).reshape(-1, 2).T
+    needing, need = np.array(sorted(needs), dtype=np.int64).reshape(-1, 2).T
     return needing, need
 
 
 def sum_rings(work: TaskColumns, counterpart: Ints) -> None:
-    """Join all ends of each sum, in a ring."""
+    """Join the ends of each sum into a ring, in place."""
     tasks = reduces(work)
     for ends in _alike(tasks, zip(work.stage[tasks].tolist(), work.part[tasks].tolist(), strict=True)):
         counterpart[ends] = np.roll(ends, -1)

@@ -8,7 +8,7 @@ from stretto.ir.text import Item
 
 
 class Kind(IntEnum):
-    """What a task does. B and PAIR end when the input gradient is there; WGRAD is the rest of them."""
+    """What a task does. B and PAIR end when the input gradient is ready; WGRAD is the rest of their work."""
 
     F = 0
     B = 1
@@ -38,7 +38,7 @@ WEIGHTS = (Kind.W, Kind.WGRAD)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 COPIES = (Kind.OFFLOAD, Kind.ONLOAD)
-"""Activations leave for host memory, and come back."""
+"""Copies of activations to host memory, and back."""
 UPDATES = (Kind.H2D, Kind.BROADCAST, Kind.RELOAD)
 """The steps of a weight update."""
 GRADIENTS = (*BACKWARDS, *WEIGHTS)
@@ -54,7 +54,7 @@ LANES: dict[Kind, tuple[str, ...]] = {
     Kind.REDUCE: ("reduce",),
     **{kind: (kind.name.lower(),) for kind in UPDATES},
 }
-"""The lanes, by name, that each kind is done on; calls of a user's own may be on any."""
+"""The names of the lanes each kind may run on; user-defined calls may run on any lane."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,7 +63,7 @@ class Lane:
 
     In training: "compute", "comm" (expert dispatch and combine), "d2h" and "h2d" (copies to and from host
     memory), "reduce" (sums of gradients over devices), and one end of each directed link to or from a peer.
-    In a weight update: "h2d", "broadcast" and "reload". In a user's own program: any word.
+    In a weight update: "h2d", "broadcast" and "reload". In a user-defined program: any name.
     """
 
     device: int
@@ -82,10 +82,10 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do on one lane. A pair's stage and microbatch are its forward's.
+    """One thing to do on one lane. A pair's `stage` and `microbatch` are its forward's.
 
-    In a weight update, the microbatch is the bucket and the stage the device it comes from. A sum of gradients is of
-    all microbatches; its part is 0, or the number of the tie (from 1) whose weights it sums.
+    In a weight update, `microbatch` is the bucket and `stage` is the device it comes from. A sum of gradients covers
+    all microbatches; its `part` is 0, or the number (from 1) of the tie whose gradients it sums.
     """
 
     lane: Lane
@@ -96,10 +96,10 @@ class Task:
     """A pair's backward: its stage and microbatch."""
     part: int = 0
     phase: str = ""
-    """Where a task is only a part of its pass: which, and the name of that phase and its layer's number. In a user's
-    own program: the number of its name, and the name."""
+    """If the task is only a part of its pass, `part` is the part's number and `phase` is its phase's name with its
+    layer's number. In a user-defined program, `part` is the number of the call's name and `phase` is the name."""
     slot: int = -1
-    """Which of its device's buffers it fills, where buffers are reused."""
+    """The buffer of its device that the task fills, where buffers are reused; else −1."""
 
     @property
     def device(self) -> int:
@@ -107,7 +107,7 @@ class Task:
 
     @property
     def awaited(self) -> str:
-        """What others wait for, in words."""
+        """What tasks that need this one wait for, in words."""
         match self.kind:
             case Kind.RECV_F:
                 return f"the output of {self.stage - 1}F{self.microbatch}"
@@ -122,7 +122,7 @@ class Task:
 
     @property
     def item(self) -> Item | None:
-        """What this task is in CSV, which knows no memory traffic; a WGRAD is part of the B or pair before it."""
+        """The task in CSV; None for a WGRAD, which is part of the B or pair before it, and for kinds CSV lacks."""
         match self.kind:
             case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
                 return Transfer(self.stage, End[self.kind.name], self.microbatch)

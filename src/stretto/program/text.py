@@ -1,4 +1,4 @@
-"""Programs from PyTorch's CSV, with transfers or without."""
+"""Reads programs from PyTorch's CSV, with or without transfers."""
 
 from collections.abc import Iterator
 
@@ -16,8 +16,8 @@ from stretto.program.task import Kind, Lane, Task
 
 
 def parse_program(text: str) -> Program:
-    """Read either form of CSV. A compute-only one is lowered; otherwise the transfers stay where they are, and so do
-    sums of gradients, of stages that live on several devices.
+    """Read a program from either form of CSV. A compute-only one is lowered. Otherwise the transfers stay where they
+    are, and so do the gradient sums of stages that live on several devices.
 
     >>> print(parse_program("0F0,0SEND_F0\\n1RECV_F0,1F0"))
     0F0,0SEND_F0
@@ -34,19 +34,19 @@ def parse_program(text: str) -> Program:
 
 
 def _tasks(device: int, row: list[Item], placement: Placement) -> Iterator[Task]:
-    owed: Task | None = None  # the weight part of the last full backward
+    wgrad: Task | None = None  # the weight part of the last full backward, still to come
     for item in row:
-        if owed is not None and not isinstance(item, Transfer):  # a sum waits for it
-            yield owed
-            owed = None
+        if wgrad is not None and not isinstance(item, Transfer):  # only transfers go first; a sum waits for it
+            yield wgrad
+            wgrad = None
         yield _task(device, item, placement)
         match item:
             case Pair(backward=backward) | (Action(op=Op.B) as backward):
-                owed = Task(Lane(device), Kind.WGRAD, backward.stage, backward.microbatch)
+                wgrad = Task(Lane(device), Kind.WGRAD, backward.stage, backward.microbatch)
             case _:
                 pass
-    if owed is not None:
-        yield owed
+    if wgrad is not None:
+        yield wgrad
 
 
 def _task(device: int, item: Item, placement: Placement) -> Task:

@@ -9,12 +9,10 @@ Times = dict[Kind, list[list[float]]]
 
 
 def part_times(anatomy: Anatomy, costs: Costs) -> Times:
-    """By kind, stage and part: of forwards, of backwards' input parts, of recomputing before them, and of weight
-    gradients.
+    """Return times by kind, stage and part, for forwards, input parts of backwards, recomputation and weight gradients.
 
-    Without times for phases, a stage's compute phases share its F, I and W equally and
-    communication takes none. A full backward's parts are those of its I and W, and a pair's those
-    of its passes, so B, FB and BW have no place here.
+    Without times for phases, a stage's compute phases share its F, I and W equally and communication takes no time. A
+    full backward's parts are those of its I and W, and a pair's are those of its passes, so B, FB and BW do not apply.
     """
     if costs.phases and costs.R is not None:
         raise CostError("R is a time of whole passes; with times of phases, give each phase its own R")

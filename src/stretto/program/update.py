@@ -1,4 +1,4 @@
-"""The weight update as a program: host to device, broadcast with each device the source in turn, reload."""
+"""The weight update as a program: copy from host to device, broadcast from each device in turn, reload."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -19,17 +19,17 @@ MODES: tuple[Mode, ...] = ("serial", "two", "three")
 
 
 def weight_update(*, devices: int, buckets: int, mode: Mode = "two") -> Program:
-    """Every bucket into every device. Bucket k comes from the host memory of device k mod `devices`.
+    """Return a program that loads every bucket into every device; bucket k comes from device k mod `devices`.
 
-    A round is one bucket from each device: all copy theirs to the device at once, and then each in turn
-    broadcasts its own into one of everybody's two IPC buffers, while the other is being reloaded from.
+    A round is one bucket from each device: all devices copy their buckets from host memory at once, then each in turn
+    broadcasts its bucket into one of every device's two IPC buffers, while the other is being reloaded from.
 
-    - "serial": one thing after the other.
-    - "two": broadcast beside reload; the next round's copies wait for the round's last broadcast. One H2D buffer.
-    - "three": the copies too, into a second H2D buffer, which paces them: they are never more than a round ahead.
+    - "serial": no overlap; each step waits for the one before it.
+    - "two": broadcast overlaps reload; the next round's copies wait for this round's last broadcast. One H2D buffer.
+    - "three": copies overlap too, into a second H2D buffer, which keeps them at most one round ahead.
 
-    One device alone copies straight into the IPC buffers. What a task needs is also what keeps every buffer
-    from being filled before it was emptied.
+    A lone device copies straight into its IPC buffers. The tasks' needs also ensure that no buffer is refilled before
+    it has been emptied.
 
     >>> from stretto import Costs, simulate
     >>> from stretto.costs import BucketTimes
@@ -52,15 +52,17 @@ def weight_update(*, devices: int, buckets: int, mode: Mode = "two") -> Program:
 
 
 def _tasks(devices: int, buckets: int, mode: Mode) -> tuple[Ints, TaskColumns]:
-    """Where, and what: bucket by bucket, all devices' together, copies before the broadcasts they run beside."""
+    """Return each task's device, and the tasks, bucket by bucket; copies come before the broadcasts they overlap."""
     h2d = np.arange(buckets)
-    each = np.repeat(h2d, devices)  # what all devices do for each bucket
+    each = np.repeat(h2d, devices)  # all devices broadcast and reload each bucket
     everyone = np.tile(np.arange(devices), buckets)
     sent = slice(None) if devices > 1 else slice(0)
     bucket = np.concatenate((h2d, each[sent], each))
     device = np.concatenate((h2d % devices, everyone[sent], everyone))
     kind = np.repeat(UPDATES, (len(h2d), len(each[sent]), len(each)))
-    turns = 1 if devices > 1 and mode != "three" else 2  # of H2D buffers; a lone device copies into its IPC buffers
+    turns = (
+        1 if devices > 1 and mode != "three" else 2
+    )  # number of H2D buffers; a lone device copies into its IPC buffers
     slot = np.where(kind == Kind.H2D, bucket // devices % turns, np.where(kind == Kind.BROADCAST, bucket % 2, -1))
     ahead = 1 if mode == "three" else 0
     place = np.where(kind == Kind.H2D, np.maximum(0, bucket // devices - ahead) * devices, bucket)
@@ -70,14 +72,14 @@ def _tasks(devices: int, buckets: int, mode: Mode) -> tuple[Ints, TaskColumns]:
 
 
 def _needs(work: TaskColumns, device: Ints, mode: Mode) -> Iterator[tuple[Ints, Ints]]:
-    """A broadcast needs its copy, a reload its broadcast; and what the mode wants to wait for. −1 is nothing."""
+    """Yield needs: a broadcast needs its copy, a reload its broadcast, and each mode adds waits; −1 for none."""
     h2d, broadcast, reload = (np.flatnonzero(work.kind == kind) for kind in UPDATES)
     copied, sent, loaded = (by_bucket(work, device, kind) for kind in UPDATES)
     bucket, devices = work.microbatch, len(copied)
     alone = devices == 1
     yield broadcast, copied[device[broadcast], bucket[broadcast]]
     yield reload, (copied if alone else sent)[device[reload], bucket[reload]]
-    before = bucket[h2d] // devices * devices - 1  # the last bucket of the round before a copy's
+    before = bucket[h2d] // devices * devices - 1  # the last bucket of the round before the copy's
     if mode == "serial":
         yield h2d, np.where(before >= 0, loaded[device[h2d], before], -1)
         yield broadcast, np.where(bucket[broadcast] > 0, loaded[device[broadcast], bucket[broadcast] - 1], -1)
@@ -86,7 +88,7 @@ def _needs(work: TaskColumns, device: Ints, mode: Mode) -> Iterator[tuple[Ints, 
 
 
 def _rings(work: TaskColumns, device: Ints) -> Ints:
-    """All ends of a broadcast, one after the other in a ring."""
+    """Return the counterparts that join the ends of each broadcast into a ring."""
     counterpart = np.full(len(work), -1)
     ends = by_bucket(work, device, Kind.BROADCAST)
     if len(ends) > 1:

@@ -40,11 +40,11 @@ class Passes:
     weights: tuple[Weight, ...] = ()
 
     def length(self, order: Sequence[Token]) -> float:
-        """How long a pair takes in this order, each lane in order and each step after what it needs."""
+        """Return how long a pair takes in this order, each lane in order and each step after what it needs."""
         return max(self.ends(order), default=0.0)
 
     def ends(self, order: Sequence[Token]) -> list[float]:
-        """When each token of an order ends."""
+        """Return when each token of an order ends."""
         run = _Run(self)
         return [run.place(token) for token in order]
 
@@ -91,12 +91,12 @@ class _Run:
 
 
 def weave(passes: Passes) -> tuple[Token, ...]:
-    """The shortest of the merged orders we know how to make; among equals the one whose gradient leaves first.
+    """Return the shortest merged order among the candidates; among equals, the one whose gradient leaves first.
 
-    Candidates are the two passes merged as short as can be (`_merges`), taken in turns, and one after
-    the other; in each of them weight gradients go last, or into the gaps of the compute lane, or
-    right behind the step they belong to. Turns with weight gradients last are Kimi K2's order, with
-    weight gradients behind DualPipe's, so a pair is never longer than in either, nor than unwoven.
+    The candidates are the best merges of the two passes (`_merges`), the passes in alternation, and one after the
+    other. In each, weight gradients go last, into gaps of the compute lane, or right behind the step they belong to.
+    Alternation with weight gradients last is Kimi K2's order, and with weight gradients right behind is DualPipe's, so
+    a pair is never longer than in either, nor than unwoven.
     """
     forward, backward = list(_tokens("F", passes.forward)), list(_tokens("B", passes.backward))
     turns = [token for both in zip_longest(backward, forward) for token in both if token is not None]
@@ -118,7 +118,7 @@ def _gradient_leaves(passes: Passes, order: Sequence[Token]) -> float:
 
 
 class _State(NamedTuple):
-    """A partial merge: when each pass stands, when each lane is free, and how it came about."""
+    """A partial merge: when each pass may go on, when each lane is free, and the steps that led here."""
 
     forward: float
     backward: float
@@ -128,10 +128,10 @@ class _State(NamedTuple):
 
 
 def _merges(passes: Passes) -> Iterator[list[Token]]:
-    """The two chains merged so that no other merge is better for both, or leaves both lanes free sooner.
+    """Yield the merges of the two passes that no other merge beats in both passes' and both lanes' times.
 
-    Every cell (i, j) holds the partial merges of i forward and j backward steps that no other beats
-    in all four times; the next step of either pass leads on. Two chains on two lanes keep those few.
+    Cell (i, j) holds the partial merges of i forward and j backward steps that no other beats in all four times. The
+    next step of either pass extends each of them. With two chains on two lanes, few remain.
     """
     forward, backward = passes.forward, passes.backward
     cells: dict[tuple[int, int], list[_State]] = {(0, 0): [_State(0.0, 0.0, 0.0, 0.0, None)]}
@@ -168,7 +168,7 @@ def _backwarded(state: _State, step: Step, index: int) -> _State:
 
 
 def _keep(states: list[_State], new: _State) -> None:
-    """Add a state unless another is as good in every way; drop those it beats."""
+    """Add a state unless another is as good in every way; drop the states it beats."""
     if any(_as_good(old, new) for old in states):
         return
     states[:] = [old for old in states if not _as_good(new, old)]

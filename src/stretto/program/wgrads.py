@@ -1,4 +1,4 @@
-"""Weight gradients of several microbatches together: larger products, and fewer sums to read and write."""
+"""Joins weight gradients of several microbatches: larger products, and fewer sums to read and write."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from stretto.program.task import WEIGHTS, Kind, Task
 
 
 def apart(work: TaskColumns, action_kind: Ints) -> Ints:
-    """The kinds of tasks where weight gradients do not follow their backwards any more: what was a full backward is an
-    I and a W. Pairs stay what they are.
+    """Return the tasks' kinds once weight gradients no longer directly follow their backwards: a full backward becomes
+    an I and a W. Pairs keep their kinds.
     """
     full = action_kind == Kind.B
     kind = np.where(full & (work.kind == Kind.B), Kind.I, work.kind)
@@ -18,18 +18,18 @@ def apart(work: TaskColumns, action_kind: Ints) -> Ints:
 
 
 def side_by_side(order: Ints, work: TaskColumns, device: Ints, count: int) -> Ints:
-    """The same order, in which every `count` weight gradients of a stage's part on a device stand where the last of
-    them did. `work` and `device` are those of the first tasks, all weight gradients among them.
+    """Return the order with every `count` weight gradients of a stage's part on a device moved to the place of the
+    last of them. `work` and `device` describe the first tasks, which include all weight gradients.
     """
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     task = np.flatnonzero(work.among(WEIGHTS))
-    of = np.stack((device[task], work.stage[task], work.part[task]))
-    by_part = np.lexsort((place[task], *of))
-    task, of = task[by_part], of[:, by_part]
+    group = np.stack((device[task], work.stage[task], work.part[task]))
+    by_part = np.lexsort((place[task], *group))
+    task, group = task[by_part], group[:, by_part]
     row = np.arange(len(task))
-    begins = (of != np.roll(of, 1, axis=1)).any(axis=0) | (row == 0)
-    nth = row - np.maximum.accumulate(np.where(begins, row, 0))  # of its device, stage and part
+    begins = (group != np.roll(group, 1, axis=1)).any(axis=0) | (row == 0)
+    nth = row - np.maximum.accumulate(np.where(begins, row, 0))  # within its device, stage and part
     first = np.flatnonzero(nth % count == 0)
     last = np.append(first[1:], len(task)) - 1
     moved = place.copy()
@@ -38,8 +38,8 @@ def side_by_side(order: Ints, work: TaskColumns, device: Ints, count: int) -> In
 
 
 def joined_ends(tasks: Sequence[Task], count: int) -> dict[int, int]:
-    """For each weight gradient among a device's tasks that is computed together with ones behind it: the last of them,
-    by its place. They are at most `count`, of one part of one stage, with nothing else computed between them.
+    """Map each weight gradient that is computed together with later ones to the last of them, by index into a device's
+    tasks. A group has at most `count`, of one part of one stage, with nothing else computed between them.
     """
     ends: dict[int, int] = {}
     run: list[int] = []

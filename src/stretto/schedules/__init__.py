@@ -1,4 +1,4 @@
-"""Schedules: pure functions that make plans. Every file here that registers one is found by itself.
+"""Schedules: pure functions that make plans. A file here that registers a schedule is found automatically.
 
 >>> from stretto.schedules import SCHEDULES
 >>> list(SCHEDULES)[:3]

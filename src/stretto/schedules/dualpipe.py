@@ -101,7 +101,7 @@ def _row(
     far: int,
     first: dict[int, int] | None = None,
 ) -> tuple[Slot, ...]:
-    """One device's row; `depth` counts devices from its end of the line, `microbatches` each stream's."""
+    """Return one device's row; `depth` counts devices from its end of the line, `microbatches` is per stream."""
     row = Row(first)
     outside = ranks - depth - 1  # devices between this one and the middle
     for _ in range(2 * outside):  # fill
@@ -123,7 +123,7 @@ def _row(
     for _ in range(outside):  # the near stream has run dry
         row.backward(far)
         row.pair(forward=far, backward=near)
-    for k in range(2 * depth + 2):  # both drain; weight parts are held back from the half on
+    for k in range(2 * depth + 2):  # both drain, the second half holding weight parts back
         (row.input if k > depth else row.backward)(near if k % 2 else far)
     for _ in range(outside):
         row.weight()

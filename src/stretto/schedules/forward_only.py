@@ -5,7 +5,7 @@ from stretto.ir.plan import Plan, actions_of
 
 
 def forward_only(plan: Plan) -> Plan:
-    """The same forwards in the same order, without the backwards.
+    """Return a plan with the same forwards in the same order, without the backwards.
 
     >>> from stretto.schedules.one_f_one_b import one_f_one_b
     >>> print(forward_only(one_f_one_b(devices=2, microbatches=2)))

@@ -26,8 +26,8 @@ def interleaved(*, devices: int, microbatches: int, stages_per_device: int = 2, 
     on. `overlap=True` is Kimi K2's form: one more forward before the first backward, which makes
     the forward and the backward of each steady slot independent, so that they become a pair.
 
-    A group is `devices` microbatches where that divides them; otherwise the groups are the fewest
-    of at least `devices` whose sizes differ by at most one.
+    A group is `devices` microbatches if that divides their number. Otherwise there are as many
+    groups of at least `devices` as fit, and their sizes differ by at most one.
 
     >>> print(interleaved(devices=1, microbatches=2, stages_per_device=1, overlap=True))
     0F0,(0F1;0B0)OVERLAP_F_B,0B1
@@ -39,7 +39,7 @@ def interleaved(*, devices: int, microbatches: int, stages_per_device: int = 2, 
         stages = [device + devices * chunk for chunk in range(stages_per_device)]
         forwards = list(_visits(Op.F, stages, groups))
         backwards = list(_visits(Op.B, stages[::-1], groups))
-        # The last device needs its last stage's first forward; each hop adds one way there and back.
+        # The last device must reach its last stage's first forward; each hop before it adds one forward each way.
         warmup = (stages_per_device - 1) * max(map(len, groups)) + 2 * (devices - device - 1) + overlap
         warmup = min(warmup, len(forwards))
         slots: list[Slot] = list(forwards[:warmup])

@@ -1,4 +1,4 @@
-"""The registry of schedules: each registers itself, with what a user wants to know before choosing one."""
+"""The registry of schedules: each registers itself, with the facts a user needs to choose one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class Schedule:
     name: str
     make: Make
     published: str
-    """Year and month, e.g. "2018-11"; listings follow it."""
+    """Year and month, e.g. "2018-11"; listings are sorted by it."""
     meaning: str
     limits: str
     bubble: str
     memory: str
-    """The most stage passes that device r holds, as parts of a device's whole model slice."""
+    """The most stage passes that device r holds, in units of all of the device's stages."""
     stages_per_device: int = 1
     variable: bool = False
     """Whether it takes `stages_per_device` and `overlap`."""
@@ -32,7 +32,7 @@ class Schedule:
     even: bool = False
     """Whether devices and microbatches must be even."""
     rounds: int = 0
-    """How many times as many microbatches as devices it needs at least."""
+    """The least number of microbatches per device."""
 
 
 SCHEDULES: dict[str, Schedule] = {}
@@ -52,7 +52,7 @@ def register(
     even: bool = False,
     rounds: int = 0,
 ) -> Callable[[_M], _M]:
-    """Register a function that makes plans under its own name, for the command line, `doctor`, docs and tests."""
+    """Register a plan-making function under its own name, for the command line, `doctor`, docs and tests."""
 
     def registered(make: _M) -> _M:
         name = make.__name__

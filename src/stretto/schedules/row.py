@@ -29,7 +29,7 @@ class Row:
         self._weights.append(Action(stage, Op.W, action.microbatch))
 
     def weight(self, stage: int | None = None) -> None:
-        """The oldest weight part still to come, of this stage if one is given."""
+        """Append the oldest weight part still to come, of this stage if one is given."""
         at = next(k for k, action in enumerate(self._weights) if stage in (None, action.stage))
         self.slots.append(self._weights.pop(at))
 

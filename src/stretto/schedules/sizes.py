@@ -1,4 +1,4 @@
-"""Checks the sizes that a schedule is asked for."""
+"""Validates the sizes passed to a schedule."""
 
 from stretto.ir.errors import PlanError
 

@@ -26,7 +26,7 @@ _PERIOD = 6  # F, I and W of two stages: a device's work for one microbatch, eac
 def zb_v(*, devices: int, microbatches: int) -> Plan:
     """1F1B's memory and, at F = I = W, no bubble within a device's span (Qi et al. 2023).
 
-    Fewer than 2P−1 microbatches are legal: the rows for 2P−1 are made and the missing ones left out.
+    Fewer than 2P−1 microbatches are legal: the rows are built for 2P−1 and the surplus is left out.
     """
     validate_sizes("zb_v", devices=devices, microbatches=microbatches)
     total = max(microbatches, 2 * devices - 1)
@@ -129,7 +129,7 @@ class _Block:
     back_down: int
 
     def passes(self, device: int, devices: int) -> list[tuple[int, int, Op]]:
-        """(tick, stage, op) of microbatch 0."""
+        """Return (tick, stage, op) of each pass of microbatch 0."""
         mirror = 2 * devices - 1 - device
         return [
             (self.down, device, Op.F),
@@ -140,7 +140,7 @@ class _Block:
 
 
 def _repeated(blocks: list[_Block], microbatches: int) -> tuple[tuple[Slot, ...], ...]:
-    """The block, once per microbatch; weight parts in the free ticks."""
+    """Return rows that repeat each block once per microbatch, with weight parts in the free ticks."""
     rows: list[tuple[Slot, ...]] = []
     for device, block in enumerate(blocks):
         ticks = sorted(
@@ -162,20 +162,20 @@ def _repeated(blocks: list[_Block], microbatches: int) -> tuple[tuple[Slot, ...]
 
 
 def _squeezed(blocks: list[_Block], microbatches: int) -> tuple[tuple[Slot, ...], ...]:
-    """The repeated blocks with the slack of their ends taken out.
+    """Return the repeated blocks without the slack at their ends.
 
-    Tick by tick, every device runs the pass that comes first in its blocks among those that could
-    run now, and a weight part if there is none. A forward also needs room: a device never holds
-    more than its blocks would, of its first stage or in all. A wary device runs a weight part before
-    a forward that would take its last room; that is better for V-Half from 14 devices on and worse
-    elsewhere, so both ways are tried and the shorter is kept.
+    Tick by tick, every device runs the ready pass that comes first in its blocks, or else a weight
+    part. A forward also needs free memory: a device never holds more passes than its blocks would,
+    of its first stage or in total. A wary device runs a weight part before a forward that would
+    take the last of its memory. That is better for V-Half from 14 devices on and worse elsewhere,
+    so both variants are tried and the shorter one is kept.
     """
-    ways = [_squeeze(blocks, microbatches, wary=wary) for wary in (False, True)]
-    return min(ways, key=lambda way: way[0])[1]
+    variants = [_squeeze(blocks, microbatches, wary=wary) for wary in (False, True)]
+    return min(variants, key=lambda variant: variant[0])[1]
 
 
 def _squeeze(blocks: list[_Block], microbatches: int, *, wary: bool) -> tuple[int, tuple[tuple[Slot, ...], ...]]:
-    """One way to squeeze: how many ticks it takes, and the rows."""
+    """Squeeze the blocks; return how many ticks the rows take, and the rows."""
     repeated = _repeated(blocks, microbatches)
     line = [
         _Squeezer(device, block.passes(device, len(blocks)), row, wary=wary)
@@ -195,7 +195,7 @@ def _squeeze(blocks: list[_Block], microbatches: int, *, wary: bool) -> tuple[in
 
 
 class _Squeezer:
-    """One device while its row is squeezed."""
+    """The state of one device while its row is squeezed."""
 
     def __init__(self, device: int, passes: list[tuple[int, int, Op]], blocks: tuple[Slot, ...], *, wary: bool) -> None:
         self.first = device
@@ -206,7 +206,7 @@ class _Squeezer:
         self._microbatches = len(blocks) // _PERIOD
         self._next = [0] * len(passes)
         self._weights: deque[Action] = deque()
-        self._held, self._held_first = 0, 0  # from forward to weight part: in all, of the first stage
+        self._held, self._held_first = 0, 0  # from forward to weight part: in total, of the first stage
         self._room, self._room_first = _peaks(blocks, device)
 
     def choose(self, done: set[tuple[int, bool, int]], stages: int) -> Action | None:
@@ -250,7 +250,7 @@ class _Squeezer:
 
 
 def _peaks(row: tuple[Slot, ...], first: int) -> tuple[int, int]:
-    """The most a row holds at once from forward to weight part: in all, of its first stage."""
+    """Return the most passes a row holds at once, from forward to weight part: in total, of its first stage."""
     held = held_first = peak = peak_first = 0
     for slot in row:
         (action,) = actions_of(slot)

@@ -38,7 +38,7 @@ def zb_h1(*, devices: int, microbatches: int) -> Plan:
 def zb_h2(*, devices: int, microbatches: int) -> Plan:
     """No bubble within a device's own span, for twice 1F1B's memory (Qi et al. 2023).
 
-    As ZB-H1 with twice the forwards up front and twice the weight parts held back.
+    Like ZB-H1, with twice the forwards up front and twice the weight parts held back.
     """
     validate_sizes("zb_h2", devices=devices, microbatches=microbatches)
     return _split(devices=devices, microbatches=microbatches, depth=2)

@@ -13,15 +13,15 @@ from stretto.timeline.memory import Floats
 
 
 def durations(program: Program, costs: Costs) -> Floats:
-    """By task index; all ends of a transfer or broadcast take the same time."""
+    """Return the time of each task; all ends of a transfer or broadcast take the same time."""
     stages, devices = program.placement.stages, program.devices
     costs.validate(stages=stages, devices=devices, recompute=program.recomputes)
     if costs.phases and program.anatomy.is_whole:
         raise CostError("the costs have times of phases, but the program has none; give its layers (--layers)")
-    forward, whole, late, woven, of_input, of_weight, again = (
+    forward, whole, late, woven, of_input, of_weight, recompute = (
         costs.per_stage(name, stages=stages) for name in ("F", "B", "BW", "FB", "I", "W", "R")
     )
-    saved = forward + whole - woven  # by weaving a stage's forward with its own backward
+    saved = forward + whole - woven  # what weaving a stage's forward with its own backward saves
     table = np.zeros((len(Kind), stages))
     table[[Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.WGRAD, Kind.RECOMPUTE]] = (
         forward,
@@ -30,7 +30,7 @@ def durations(program: Program, costs: Costs) -> Floats:
         of_weight,
         forward - saved / 2,
         late,
-        again,
+        recompute,
     )
     work = program.work
     time = table[work.kind, work.stage]
@@ -38,7 +38,7 @@ def durations(program: Program, costs: Costs) -> Floats:
     time[pairs] = np.maximum(0.0, time[pairs] + (whole - late - saved / 2)[work.stage_b[pairs]])
     if not program.anatomy.is_whole:
         time = _part_times(program, costs)
-    time *= costs.device_factors(devices=devices)[program.device]  # what moves is still 0 here
+    time *= costs.device_factors(devices=devices)[program.device]  # transfers are still 0 here
     time += _transfer_times(program, costs)
     if (copies := np.flatnonzero(work.among(COPIES))).size:
         size = costs.leaving_bytes(stages=stages, recompute=program.recomputes)
@@ -79,9 +79,9 @@ def _transfer_times(program: Program, costs: Costs) -> Floats:
             link = table.get(ends, costs.link)
             latency[index], rate[index] = link.latency, _rate(link)
     size = costs.per_stage("message_bytes", stages=program.placement.stages)
-    # What travels is the boundary between two stages; it is sized by the stage before it.
+    # A transfer crosses the boundary between two stages; the stage before it sets the size.
     boundary = program.work.stage - program.work.among((Kind.RECV_F, Kind.SEND_B))
-    with np.errstate(over="ignore"):  # an endless transfer is refused when it is seen to end the step
+    with np.errstate(over="ignore"):  # simulate() rejects a step of infinite length
         return np.where(program.moving, latency[program.lane] + size[boundary] * rate[program.lane], 0.0)
 
 

@@ -19,8 +19,8 @@ def simulate(program: Plan | Program, costs: Costs | None = None) -> Timeline:
     """Run a plan or program against a cost table; without one, F = I = W = 1, B = 2, a pair 3, transfers 0.
 
     A lane runs its tasks in order. A transfer takes place on both its lanes at once. Receives are
-    taken as posted in time, so only a lane's own order and the needs hold a task back. What is not
-    there is not missed: `check` finds that. Lanes that share something slow each other down (`Shared`).
+    assumed to be posted in time, so only a lane's own order and the needs hold a task back. Missing
+    tasks are no error here; `check` finds them. Lanes that share a resource slow each other down (`Shared`).
 
     >>> from stretto.schedules.gpipe import gpipe
     >>> simulate(gpipe(devices=2, microbatches=3)).makespan
@@ -42,7 +42,7 @@ def simulate(program: Plan | Program, costs: Costs | None = None) -> Timeline:
 
 
 def _replay(graph: Graph, time: list[float]) -> tuple[list[float], list[float]]:
-    """The start and end of every node; each edge's source comes before its target."""
+    """Return the start and end of every node; each edge's source must come before its target."""
     order = np.argsort(graph.target, kind="stable")
     start, end = [0.0] * len(time), [0.0] * len(time)
     node, begin = 0, 0.0

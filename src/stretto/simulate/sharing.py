@@ -1,4 +1,4 @@
-"""The engine where lanes share what they draw on: tasks slow each other down, so time goes from event to event."""
+"""The engine for lanes that share resources: tasks slow each other down, so time goes from event to event."""
 
 from heapq import heappop, heappush
 
@@ -11,7 +11,7 @@ from stretto.program.program import Program
 
 
 def replay_sharing(program: Program, costs: Costs, graph: Graph, time: list[float]) -> tuple[list[float], list[float]]:
-    """The start and end of every node, given how long each takes at full speed."""
+    """Return the start and end of every node, given how long each takes at full speed."""
     return _Replay(graph, time, _draws(program, costs, graph)).run()
 
 
@@ -19,14 +19,14 @@ Draws = list[list[tuple["_Resource", float]]]
 
 
 class _Resource:
-    """Who draws on it, and how much each wants."""
+    """A shared resource: its capacity, and how much of it each running node wants."""
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
         self.wants: dict[int, float] = {}
 
     def level(self) -> float:
-        """What nobody gets more of: those that want less take that, and the others share the rest equally."""
+        """Return the most any node gets: nodes that want less get all they want, the others share the rest equally."""
         left, sharers = self.capacity, len(self.wants)
         for want in sorted(self.wants.values()):
             if want * sharers >= left:
@@ -37,7 +37,7 @@ class _Resource:
 
 
 def _draws(program: Program, costs: Costs, graph: Graph) -> Draws:
-    """What each node draws on, and how much; a transfer draws on both sides."""
+    """Return what each node draws on, and how much; a transfer draws on both sides."""
     resources: dict[tuple[str, int], _Resource] = {}
     of_lane: list[list[tuple[_Resource, float]]] = []
     for lane in program.lanes:
@@ -56,13 +56,13 @@ def _draws(program: Program, costs: Costs, graph: Graph) -> Draws:
 class _Replay:
     def __init__(self, graph: Graph, time: list[float], draws: Draws) -> None:
         count = len(time)
-        self._draws, self._left = draws, time.copy()  # what is left of each node, in time at full speed
+        self._draws, self._left = draws, time.copy()  # the time each node still needs at full speed
         order, bounds = grouped(graph.source, count)
         self._followers, self._bounds = graph.target[order].tolist(), bounds.tolist()
         self._waits = np.bincount(graph.target, minlength=count).tolist()
         self._start, self._end = [0.0] * count, [0.0] * count
-        self._speed, self._seen = [1.0] * count, [0.0] * count  # when `left` was true
-        self._turn = [0] * count  # counts changes of speed; an older forecast is void
+        self._speed, self._seen = [1.0] * count, [0.0] * count  # when `_left` was last updated
+        self._turn = [0] * count  # counts changes of speed; forecasts of earlier turns are void
         self._forecast: list[tuple[float, int, int]] = []
         self._now = 0.0
 
@@ -85,7 +85,7 @@ class _Replay:
         self._adjust(nodes, nodes)
 
     def _finish(self) -> list[int]:
-        """End all nodes that are due now; those that can then start."""
+        """End all nodes that are due now, and return the nodes that can then start."""
         done, ready = [], []
         while self._forecast and self._forecast[0][0] <= self._now:
             _, node, turn = heappop(self._forecast)
@@ -104,7 +104,7 @@ class _Replay:
         return ready
 
     def _adjust(self, changed: list[int], fresh: list[int]) -> None:
-        """New speeds for all that draw on what these nodes draw on, and new forecasts."""
+        """Update the speeds and forecasts of all nodes that share a resource with the changed ones."""
         touched = {id(resource): resource for node in changed for resource, _ in self._draws[node]}
         affected = dict.fromkeys(fresh)
         for resource in touched.values():

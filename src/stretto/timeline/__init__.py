@@ -1,4 +1,4 @@
-"""When every task of a program started and ended, simulated or measured, and what that says."""
+"""Timelines: when every task of a program started and ended, simulated or measured, and their metrics."""
 
 from stretto.timeline.files import load_timeline as load_timeline
 from stretto.timeline.fit import fit as fit

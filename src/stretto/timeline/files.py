@@ -10,23 +10,23 @@ from stretto.timeline.timeline import Timeline
 from stretto.timeline.trace import parse_trace, trace_json
 
 FIGURES: dict[str, Callable[..., None]] = {}
-"""What writes a figure, by the ending of its file. `stretto.draw` fills it."""
+"""The function that writes a figure, by file extension; `stretto.draw` fills this table."""
 
 
 def save_timeline(timeline: Timeline, path: str | Path, *, costs: Costs | None = None, lanes: bool = False) -> None:
-    """Write a figure (.svg, .png) or a trace (.json), by the path's ending."""
+    """Write a figure (.svg, .png) or a trace (.json), by the path's extension."""
     path = Path(path)
-    ending = path.suffix.lower()
-    if ending == ".json":
+    extension = path.suffix.lower()
+    if extension == ".json":
         write_text(path, trace_json(timeline, costs=costs))
-    elif ending in FIGURES:
-        FIGURES[ending](timeline, path, lanes=lanes)
+    elif extension in FIGURES:
+        FIGURES[extension](timeline, path, lanes=lanes)
     else:
         raise StrettoError(f"a timeline is saved as .svg, .png or .trace.json (got {path})")
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """Read a trace that `Timeline.save` wrote: the same program with the same times, to the bit.
+    """Read a trace that `Timeline.save` wrote: the same program with bit-identical times.
 
     >>> from stretto import load_timeline, simulate
     >>> from stretto.schedules import gpipe

@@ -1,4 +1,4 @@
-"""A measured timeline as costs."""
+"""Fit costs to a measured timeline."""
 
 import msgspec
 import numpy as np
@@ -14,11 +14,11 @@ from stretto.timeline.timeline import Timeline
 
 
 def fit(timeline: Timeline) -> Costs:
-    """How long each kind of task took: the median over microbatches, stage by stage, or phase by phase.
+    """Fit costs to a timeline: the median time of each kind of task over microbatches, per stage or per phase.
 
-    What a plan does not tell apart is shared out: a full backward without a weight part of its own is half I, half W.
-    Transfers get one latency, the median of all: their time from when both ends were ready. Sums over devices are
-    timed so too. Of a user's own program: how long calls took that differ by a number only.
+    Times that the plan does not separate are split: a full backward without its own weight part is half I, half W.
+    All transfers share one latency, the median of their times from when both ends were ready. Sums over devices are
+    timed the same way. In a user's own program, calls whose names differ only by a number share one time.
 
     >>> from stretto import simulate
     >>> from stretto.schedules import one_f_one_b
@@ -61,9 +61,9 @@ def _passes(program: Program, length: Floats) -> Costs:
 
 
 def _saved(program: Program, length: Floats, costs: Costs) -> list[float]:
-    """What a stage's pass saves by being woven, so that pairs of any two stages take what they took.
+    """Return the time that each stage's passes save by being woven, such that pairs take as long as measured.
 
-    Where several answers do that, the one in which stages save alike.
+    If several solutions fit, choose the one in which stages save most nearly the same.
     """
     work, stages = program.work, program.placement.stages
     forward, whole, late = (costs.per_stage(name, stages=stages) for name in ("F", "B", "BW"))
@@ -77,15 +77,15 @@ def _saved(program: Program, length: Floats, costs: Costs) -> list[float]:
         halves[row, b] += 0.5
         took = np.median(length[paired & (work.stage == a) & (work.stage_b == b)])
         less[row] = forward[a] + whole[b] - late[b] - took
-    usual = less.mean()
-    found: list[float] = (usual + np.linalg.lstsq(halves, less - usual, rcond=None)[0]).tolist()
-    return found
+    mean = less.mean()
+    savings: list[float] = (mean + np.linalg.lstsq(halves, less - mean, rcond=None)[0]).tolist()
+    return savings
 
 
 def _phases(program: Program, length: Floats) -> dict[str, PhaseTimes]:
-    """By layer and phase."""
+    """Return the median times by layer and phase."""
     work, anatomy = program.work, program.anatomy
-    found: dict[str, dict[str, list[Floats]]] = {}
+    samples: dict[str, dict[str, list[Floats]]] = {}
     for name, kinds in (("F", FORWARDS), ("I", BACKWARDS), ("W", WEIGHTS), ("R", (Kind.RECOMPUTE,))):
         chosen = work.among(kinds)
         for stage, forward in enumerate(anatomy.forward):
@@ -94,10 +94,10 @@ def _phases(program: Program, length: Floats) -> dict[str, PhaseTimes]:
             for number, step in enumerate(steps):
                 part = parts[step]
                 times = length[chosen & (work.stage == stage) & (work.part == number)]
-                found.setdefault(f"{part.kind}.{part.phase.name}", {}).setdefault(name, []).append(times)
+                samples.setdefault(f"{part.kind}.{part.phase.name}", {}).setdefault(name, []).append(times)
     medians = {
         key: {name: float(np.median(every)) for name, times in kinds.items() if len(every := np.concatenate(times))}
-        for key, kinds in found.items()
+        for key, kinds in samples.items()
     }
     return {key: PhaseTimes(**times) for key, times in medians.items()}
 
@@ -112,28 +112,30 @@ def _transfer(timeline: Timeline) -> float:
 
 
 def _sums(timeline: Timeline) -> tuple[float | tuple[float, ...], float]:
-    """Of each stage, and of tied weights: from when all ends were ready to when the last had ended."""
+    """Return each stage's sum time, and that of tied weights: from when all ends were ready to the last end."""
     program = timeline.program
-    found: dict[tuple[int, bool], list[float]] = {}
+    durations: dict[tuple[int, bool], list[float]] = {}
     for task in reduces(program.work).tolist():
         ends = program.ends(task)
         if task == min(ends):
             taken = float(timeline.end[ends].max() - timeline.start[ends].max())
-            found.setdefault((program.work.stage.item(task), program.work.part.item(task) > 0), []).append(taken)
-    tied = [time for (_, is_tied), times in found.items() if is_tied for time in times]
-    own = [max(0.0, float(np.median(found.get((stage, False), [0.0])))) for stage in range(program.placement.stages)]
+            durations.setdefault((program.work.stage.item(task), program.work.part.item(task) > 0), []).append(taken)
+    tied = [time for (_, is_tied), times in durations.items() if is_tied for time in times]
+    own = [
+        max(0.0, float(np.median(durations.get((stage, False), [0.0])))) for stage in range(program.placement.stages)
+    ]
     return tuple(own) if any(own) else 0.0, max(0.0, float(np.median(tied))) if tied else 0.0
 
 
 def _calls(timeline: Timeline) -> dict[str, float]:
     program = timeline.program
-    found: dict[str, list[float]] = {}
+    durations: dict[str, list[float]] = {}
     for task, part in enumerate(program.work.part.tolist()):
         ends = program.ends(task)
         if task == min(ends):
             taken = float(timeline.end[ends].max() - timeline.start[ends].max())
-            found.setdefault(family(program.anatomy.calls[part]), []).append(max(0.0, taken))
-    return {name: float(np.median(times)) for name, times in found.items()}
+            durations.setdefault(family(program.anatomy.calls[part]), []).append(max(0.0, taken))
+    return {name: float(np.median(times)) for name, times in durations.items()}
 
 
 def _median(length: Floats, chosen: Bools) -> float | None:

@@ -1,4 +1,4 @@
-"""Why lanes stood idle: compute waited for something under way, or a host had not issued a task yet."""
+"""Why lanes stood idle: compute waited for a running task, or a host had not issued a task yet."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ from stretto.timeline.memory import Floats
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gaps:
-    """Stretches of idle time before compute tasks; those before one task do not overlap."""
+    """Intervals of idle time before compute tasks; intervals before the same task do not overlap."""
 
     task: Ints
     """The compute task that ran next."""
     cause: Ints
-    """The task that it waited for; it may be itself."""
+    """The task that it waited for, possibly itself."""
     begin: Floats
     end: Floats
 
@@ -26,14 +26,14 @@ class Gaps:
         return Gaps(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
 
     def total(self, tasks: int) -> Floats:
-        """The idle time before each of so many tasks."""
-        found = np.zeros(tasks)
-        np.add.at(found, self.task, self.end - self.begin)
-        return found
+        """Return the idle time before each task; `tasks` is their number."""
+        idle = np.zeros(tasks)
+        np.add.at(idle, self.task, self.end - self.begin)
+        return idle
 
 
 def exposed(program: Program, start: Floats, end: Floats, awaited: Bools) -> Gaps:
-    """Where a device sat idle while one of these tasks was under way that its next compute task needs."""
+    """Find where a device sat idle while its next compute task waited for a running task, one of `awaited`."""
     edge = (awaited & (end > start))[program.need] & program.compute[program.needing]
     if not edge.any():
         return Gaps.none()
@@ -42,27 +42,27 @@ def exposed(program: Program, start: Floats, end: Floats, awaited: Bools) -> Gap
 
 
 def ready(program: Program, start: Floats, end: Floats) -> Floats:
-    """From when on each task could have run: its lane was free, and what it needs was there. What devices do together
-    can begin when all of them can.
+    """Return when each task could have started: its lane was free and the tasks it needs had ended. Tasks that devices
+    run together can start once all of them can.
     """
-    found = np.full(len(program), start.min())
+    earliest = np.full(len(program), start.min())
     before, after = queue_edges(program.lane)
-    np.maximum.at(found, after, end[before])
-    np.maximum.at(found, program.needing, end[program.need])
+    np.maximum.at(earliest, after, end[before])
+    np.maximum.at(earliest, program.needing, end[program.need])
     leader = leaders(program)
-    together = found.copy()
-    np.maximum.at(together, leader, found)
+    together = earliest.copy()
+    np.maximum.at(together, leader, earliest)
     return together[leader]
 
 
 def late(program: Program, start: Floats, end: Floats, issued: Floats) -> Gaps:
-    """Where a device sat idle because a host had not issued the next compute task, or something that this needs
-    directly: its own host, or the host at the other end of a transfer.
+    """Find where a device sat idle because a host had not issued the next compute task or a task that it needs
+    directly. The late host is the device's own, or the one at the other end of a transfer.
     """
     until = np.minimum(start, issued)
     leader, order = leaders(program), np.argsort(until, kind="stable")
     last = np.empty(len(program), dtype=np.int64)
-    last[leader[order]] = order  # of the ends of one thing, the one that was issued last
+    last[leader[order]] = order  # the end of each transfer or sum that was issued last
     task = np.flatnonzero(program.compute)
     edge = program.compute[program.needing]
     task, need = np.append(task, program.needing[edge]), np.append(task, program.need[edge])
@@ -72,23 +72,23 @@ def late(program: Program, start: Floats, end: Floats, issued: Floats) -> Gaps:
 
 
 def _gaps(program: Program, start: Floats, end: Floats, task: Ints, cause: Ints, begin: Floats, stop: Floats) -> Gaps:
-    """What of these stretches is idle time before their compute tasks; what several have in common is the first's."""
+    """Clip these intervals to the idle time before their compute tasks; an overlap belongs to the first of them."""
     free = np.full(len(program), start.min())  # when the device became free for a task
     before, after = queue_edges(np.where(program.compute, program.device, -1))
     free[after] = end[before]
     begin, stop = np.maximum(begin, free[task]), np.minimum(stop, start[task])
-    some = stop > begin
-    task, cause, begin, stop = task[some], cause[some], begin[some], stop[some]
+    nonempty = stop > begin
+    task, cause, begin, stop = task[nonempty], cause[nonempty], begin[nonempty], stop[nonempty]
     order = np.lexsort((begin, task))
     task, cause, begin, stop = task[order], cause[order], begin[order], stop[order]
     begin = np.maximum(begin, _latest_before(task, stop))
-    some = stop > begin
-    return Gaps(task[some], cause[some], begin[some], stop[some])
+    nonempty = stop > begin
+    return Gaps(task[nonempty], cause[nonempty], begin[nonempty], stop[nonempty])
 
 
 def _latest_before(group: Ints, time: Floats) -> Floats:
-    """The largest time before each one in its group, −∞ before the first; groups come one after the other."""
-    # By the times' ranks: added to a number that grows with the group, they are exact where times would be rounded.
+    """Return the largest earlier time in each entry's group, −∞ for the first entry; groups are contiguous."""
+    # Use the ranks of the times: adding an offset per group is exact for ranks, but would round the times.
     times, rank = np.unique(time, return_inverse=True)
     largest = np.maximum.accumulate(group * len(times) + rank) - group * len(times)
     before = np.full(len(time), -np.inf)

@@ -1,4 +1,4 @@
-"""What each device holds, from a stage's forward to its weight part."""
+"""The memory that each device holds, from a stage's forward to its weight part."""
 
 from dataclasses import dataclass
 
@@ -16,19 +16,19 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceMemory:
-    """One device's holdings after each change, in order.
+    """One device's memory after each change, in order.
 
-    They change when a task that computes or copies starts or ends. Between a full backward and a weight
-    part that takes no time nothing is held.
+    It changes when a compute or copy task starts or ends. Between a full backward and a weight part that
+    takes no time, nothing is held.
     """
 
     time: Floats
     activations: Ints
-    """Stage passes held from the start of F to the end of B or I, less those away in host memory."""
+    """Stage passes held from the start of F to the end of B or I, minus those offloaded to host memory."""
     pending: Ints
     """Stage passes held between I (or B's input part) and the end of the weight part."""
     bytes: Floats | None
-    """All held bytes, parameters included; None where the costs name no bytes."""
+    """All bytes held, including parameters; None if the costs name no bytes."""
     task: Ints
     """The task whose start or end made each change."""
 
@@ -42,7 +42,7 @@ class DeviceMemory:
 
     @property
     def peak_live(self) -> int:
-        """Stage passes held at once from F to the weight part."""
+        """The most stage passes held at once, from F to the weight part."""
         return int((self.activations + self.pending).max(initial=0))
 
     @property
@@ -60,23 +60,27 @@ def memory_over_time(program: Program, costs: Costs, start: Floats, end: Floats)
 
 @dataclass(slots=True, eq=False)
 class Changes:
-    """What tasks change in a device's holdings: two changes for each task that is no transfer, at its start and at its
-    end, in issue order.
+    """Changes in the devices' memory: two for each task that is not a transfer, at its start and at its end, in issue
+    order.
     """
 
     task: Ints
     device: Ints
     held: Ints
-    """The change in activations, in what waits for a weight part, and in bytes."""
+    """The change in activations."""
     owed: Ints
+    """The change in stage passes that wait for their weight part."""
     size: Floats
+    """The change in bytes."""
     change: Bools
-    """Whether there is any."""
+    """Whether anything changes."""
 
     @staticmethod
     def of(program: Program, costs: Costs) -> "Changes":
-        """A forward's first part takes memory, a backward's last part gives it back; what is then owed, the last
-        weight part settles. When no backward will come, a forward keeps nothing beyond its own last part.
+        """Collect the changes that a program's tasks make.
+
+        A forward's first part takes activation memory and the backward's last part frees it; from then to the last
+        weight part the pass is pending. Without any backward, a forward's own last part frees its activations.
         """
         work = program.work
         task = np.flatnonzero(~program.moving)
@@ -117,8 +121,8 @@ class Changes:
     def summed(
         self, program: Program, costs: Costs, *, when: Floats, order: Ints | Floats, instant: Bools
     ) -> list[DeviceMemory]:
-        """Add the changes up, device by device, in an order. `when` is the time that each is shown at, and `instant`
-        says which tasks take no time.
+        """Sum the changes of each device in the given order. `when` is the time to report for each change, and
+        `instant` marks the changes of tasks that take no time.
         """
         fixed = _parameters(program, costs)
         counts_bytes = costs.activation_bytes is not None or bool(costs.pending_bytes) or bool(fixed.any())
@@ -147,7 +151,7 @@ class Changes:
         self.change[event] = True
 
     def add_copies(self, program: Program, costs: Costs) -> None:
-        """What is copied out is held until it is out; what comes back is held from when it begins to."""
+        """Hold an offloaded pass until its copy out ends, and again from when its copy back starts."""
         size = costs.leaving_bytes(stages=program.placement.stages, recompute=program.recomputes)
         kind, stage = program.work.kind[self.task], program.work.stage[self.task]
         out = np.flatnonzero((kind == Kind.OFFLOAD) & self.is_end)
@@ -156,13 +160,13 @@ class Changes:
         self.add(back, held=1, size=size[stage[back]])
 
     def add_recomputing(self, program: Program, costs: Costs) -> None:
-        """What is recomputed is given up after the forward, and held again part by part during the backward."""
+        """Free what is recomputed after the forward, and hold it again part by part during the backward."""
         if costs.activation_bytes is not None and costs.recompute_bytes is None:
             raise CostError("the program recomputes; say how much of activation_bytes that spares: recompute_bytes")
         size = costs.per_stage("recompute_bytes", stages=program.placement.stages)
         tables = program.tables
         parts = np.array([len(steps) for steps in program.anatomy.weight_steps])
-        at = np.full(len(program), -1)  # of each task, its first event
+        at = np.full(len(program), -1)  # the first event of each task
         at[self.task[::2]] = np.arange(0, len(self.task), 2)
         for table, end in ((tables.recompute, 0), (tables.backward, 1)):
             task = table[(tables.recompute >= 0) & (table >= 0)]
@@ -176,8 +180,8 @@ class Changes:
 
 
 def _fused(program: Program, changes: Changes, instant: Bools) -> Bools:
-    """The end of a full backward whose WGRAD comes next and takes no time: both end at once, with nothing held
-    between.
+    """Mark the end of each full backward whose WGRAD comes next and takes no time: both end at once, and nothing is
+    held in between.
     """
     fused = np.zeros(len(changes.task), dtype=np.bool_)
     if program.anatomy.is_whole:

@@ -1,4 +1,4 @@
-"""What each device holds at most, from the order of tasks alone, before anything is known of their times."""
+"""An upper bound on each device's memory, from the order of tasks alone, before their times are known."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from stretto.timeline.memory import Changes, DeviceMemory
 
 
 def memory_bound(program: Program, costs: Costs) -> list[DeviceMemory]:
-    """Return a bound of what every device holds, from what waits for what. All its times are 0."""
+    """Return an upper bound on each device's memory, from which task waits for which. All its times are 0."""
     changes = Changes.of(program, costs)
     late = costs.per_stage("BW", stages=program.placement.stages)
     instant = late[program.work.stage[changes.task]] == 0
@@ -21,12 +21,12 @@ def memory_bound(program: Program, costs: Costs) -> list[DeviceMemory]:
 
 
 def _latest_order(program: Program, costs: Costs, changes: Changes) -> Ints:
-    """When each change is taken to happen if only the order of compute is known: never too soon for what is given
-    back, never too late for what is taken.
+    """Return a safe position for each change when only the order of compute is known: memory is never freed too early
+    and never taken too late.
 
-    The compute task t starts at 4t and ends at 4t + 1. What another lane takes, it may take once the compute that
-    it waits for has ended; what it gives back is gone when compute starts that waits for it, or for what comes
-    later on that lane.
+    Compute task t starts at 4t and ends at 4t + 1. A task on another lane may take memory once the compute task that
+    it waits for has ended. It has freed memory by the time a compute task starts that waits for it, or for a later
+    task on its lane.
     """
     compute = program.compute
     need, task, index = program.need, program.needing, np.arange(len(program))
@@ -42,13 +42,13 @@ def _latest_order(program: Program, costs: Costs, changes: Changes) -> Ints:
     for lane in lanes:
         after[lane] = np.minimum.accumulate(after[lane][::-1])[::-1]
     others = ~compute[task]
-    while not np.array_equal(before, known):  # waits lead from lane to lane; a few turns find them all
+    while not np.array_equal(before, known):  # waits chain across lanes; a few iterations find them all
         known = before.copy()
         np.maximum.at(before, task[others], known[need[others]])
         for lane in lanes:
             before[lane] = np.maximum.accumulate(before[lane])
     starts, ends = np.where(compute, 4 * index, 4 * before + 3), np.where(compute, 4 * index + 1, 4 * after - 1)
-    # What leaves makes room for what comes into its buffer; if that is no smaller, the one is gone as the other begins.
+    # An onload waits for the offload whose buffer it takes; if it is no smaller, the offload is gone when it begins.
     size = costs.leaving_bytes(stages=program.placement.stages, recompute=program.recomputes)[program.work.stage]
     swaps = (
         (program.work.kind[need] == Kind.OFFLOAD)

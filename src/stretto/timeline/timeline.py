@@ -17,7 +17,7 @@ from stretto.program.task import COPIES, Task
 from stretto.timeline import idle
 from stretto.timeline.memory import DeviceMemory, Floats, memory_over_time
 
-_LATEST = 1e150  # so that no sum or product of two times is too large
+_LATEST = 1e150  # so that no sum or product of two times overflows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,16 @@ class DeviceSummary(msgspec.Struct, frozen=True):
     span: float
     """From the first compute task's start to the last one's end."""
     bubble: float
-    """The step's time less `busy`; `span - busy` leaves the stagger of the ends out."""
+    """The step's time minus `busy`; `span - busy` leaves out the staggered start and end."""
     exposed_transfer: float
     """Idle time during which a transfer that the next compute task needs was under way."""
     exposed_comm: float
     """The same for expert dispatch and combine."""
     exposed_copy: float
-    """The same for what leaves for host memory and comes back."""
+    """The same for copies to and from host memory."""
     host_late: float
-    """Idle time in which the next compute task, or something that it needs directly, could have run, had its host
-    issued it; 0 where that was not recorded.
+    """Idle time in which the next compute task, or a task that it needs directly, could have run if its host had
+    issued it; 0 if issue times were not recorded.
     """
     peak_activations: int
     peak_pending: int
@@ -55,7 +55,7 @@ class DeviceSummary(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     makespan: float
     bubble_ratio: float
-    """The devices' bubbles over their time."""
+    """The sum of the devices' bubbles, divided by the makespan times the number of devices."""
     devices: tuple[DeviceSummary, ...]
 
 
@@ -67,9 +67,9 @@ class Timeline:
     start: Floats
     end: Floats
     unit: Unit = "s"
-    """Times that were measured are seconds; simulated ones are in the unit of the costs."""
+    """Measured times are seconds; simulated times are in the unit of the costs."""
     issued: Floats | None = None
-    """When the host issued each task, where that was recorded."""
+    """When the host issued each task, if that was recorded."""
 
     def __post_init__(self) -> None:
         for name, times in (("start", self.start), ("end", self.end), ("issue", self.issued)):
@@ -91,10 +91,10 @@ class Timeline:
     def save(self, path: str | Path, *, costs: Costs | None = None, lanes: bool = False) -> None:
         """Write a figure (.svg, .png), or a trace for Perfetto (.trace.json) that `load_timeline` reads back.
 
-        A figure has a row for each device, or with `lanes` one for each kind of lane. A trace counts the bytes that
-        the costs name.
+        A figure has a row for each device or, with `lanes`, for each kind of lane of each device. A trace counts
+        bytes if the costs name any.
         """
-        from stretto.timeline.files import save_timeline  # which needs this file
+        from stretto.timeline.files import save_timeline  # here, because it imports this module
 
         save_timeline(self, path, costs=costs, lanes=lanes)
 
@@ -103,11 +103,11 @@ class Timeline:
         return float(self.end.max() - self.start.min())
 
     def memory(self, costs: Costs | None = None) -> list[DeviceMemory]:
-        """What each device holds over time."""
+        """Return what each device holds over time."""
         return memory_over_time(self.program, costs or Costs(), self.start, self.end)
 
     def summary(self, costs: Costs | None = None) -> Summary:
-        """The figures that matter; pass costs with bytes in them to have peak bytes."""
+        """Return times, bubbles and peak memory per device; for peak bytes, pass costs with bytes."""
         program, makespan = self.program, self.makespan
         if program.is_update:
             raise StrettoError(
@@ -148,9 +148,9 @@ class Timeline:
         return Summary(makespan, ratio, tuple(devices))
 
     def host_late(self) -> Floats:
-        """For each task, in the order of `spans`, how long its lane stood idle only because the host had not issued it
-        yet: the lane was free, and all that the task needs was there. The ends of what devices do together can begin
-        when all of them can.
+        """Return, for each task in the order of `spans`, how long its lane stood idle only because the host had not
+        issued it yet: the lane was free, and all tasks that it needs had ended. Tasks that devices run together can
+        start once all of them can.
         """
         if self.issued is None:
             return np.zeros(len(self.program))
@@ -158,23 +158,23 @@ class Timeline:
         return np.maximum(0.0, np.minimum(self.start, self.issued) - ready)
 
     def late_gaps(self) -> idle.Gaps:
-        """Where compute lanes stood idle because a host had not issued their next task, or what that needs."""
+        """Find where compute lanes stood idle because a host had not issued their next task, or one that it needs."""
         if self.issued is None:
             return idle.Gaps.none()
         return idle.late(self.program, self.start, self.end, self.issued)
 
     def critical_path(self) -> list[Span]:
-        """The chain of tasks that set the makespan, first to last; a transfer is shown by its receiving end."""
+        """Return the chain of tasks that set the makespan, first to last; a transfer appears as its receiving end."""
         program = self.program
         previous = np.full(len(program), -1, dtype=np.int64)
         before, after = queue_edges(program.lane)
         previous[after] = before
-        first, here = float(self.start.min()), int(self.end.argmax())
-        path = [here]
-        while self.start.item(here) > first and len(path) <= len(program):  # measured times may run in circles
-            waited = [task for end in program.ends(here) for task in (*program.needs(end), previous.item(end))]
+        first, current = float(self.start.min()), int(self.end.argmax())
+        path = [current]
+        while self.start.item(current) > first and len(path) <= len(program):  # measured times may form a cycle
+            waited = [task for end in program.ends(current) for task in (*program.needs(end), previous.item(end))]
             if max(waited) < 0:
                 break
-            here = max((task for task in waited if task >= 0), key=self.end.item)
-            path.append(here)
+            current = max((task for task in waited if task >= 0), key=self.end.item)
+            path.append(current)
         return [Span(program.task(task), self.start.item(task), self.end.item(task)) for task in reversed(path)]

@@ -18,31 +18,31 @@ from stretto.program.task import LANES, SENDS, UPDATES, WEIGHTS, Kind, Lane, Tas
 from stretto.timeline.timeline import Timeline
 
 _MICROSECONDS: dict[Unit, float] = {"s": 1e6, None: 1e3}
-"""What the format counts time in, for one of each unit: what has none shows as a millisecond."""
+"""Microseconds, the format's unit, per unit of time; times without a unit show as milliseconds."""
 
 
 class _Origin(msgspec.Struct):
-    """What the slices do not say of their program."""
+    """The facts about a program that its slices do not contain."""
 
     routes: list[list[Annotated[int, msgspec.Meta(ge=0, lt=2**20)]]]
     microbatches: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
     layers: list[list[Layer]] | None
-    """None where actions are whole."""
+    """None if actions are not split into phases."""
     ties: list[list[int]] = []
     """Stages that share weights."""
     calls: list[str] = []
     """The names of a user's own calls."""
     wgrad_microbatches: Annotated[int, msgspec.Meta(ge=1, lt=2**40)] = 1
-    """Whose weight gradients are computed together."""
+    """How many microbatches' weight gradients are computed together."""
     unit: Unit = None
-    """Of the times in the slices' arguments. Traces of before it was written say nothing, and read so."""
+    """The unit of the times in the slices' arguments. Old traces do not name it, and load without a unit."""
 
 
 def trace_json(timeline: Timeline, *, costs: Costs | None = None) -> str:
-    """Slices for tasks, arrows for transfers, counters for memory.
+    """Return a trace: slices for tasks, arrows for transfers, counters for memory.
 
-    Seconds show as seconds; times without a unit show as milliseconds. The file says which, and holds the times
-    themselves too. Bytes are counted if the costs name any, activations always.
+    Seconds show as seconds; times without a unit show as milliseconds. The file also stores the unit and the original
+    times. It always counts activations, and bytes if the costs name any.
     """
     events = [*_names(timeline), *_slices(timeline), *_late(timeline), *_counters(timeline, costs)]
     program = timeline.program
@@ -90,7 +90,7 @@ _Index = Annotated[int, msgspec.Meta(ge=-1, lt=2**40)]
 
 
 class _Args(msgspec.Struct, omit_defaults=True):
-    """All there is to know of a task; Perfetto shows it with the slice."""
+    """Everything about a task; Perfetto shows it with the slice."""
 
     kind: Literal[tuple(Kind.__members__)]  # type: ignore[valid-type]
     stage: _Index
@@ -104,8 +104,8 @@ class _Args(msgspec.Struct, omit_defaults=True):
     part: _Index = 0
     slot: _Index = -1
     needs: list[_Index] | None = None
-    """Of a weight update, as its mode decides, and of a user's own program; in training needs and ends follow from the
-    tasks."""
+    """Given for a weight update, where the mode decides, and for a user's own program; in training, needs and
+    counterparts follow from the tasks."""
     counterpart: _Index = -1
 
 
@@ -225,7 +225,7 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 counterpart=counterparts[index] if says_needs else -1,
             ),
         }
-        # An arrow from where something is sent to each place where it arrives, numbered by the latter.
+        # An arrow from each send to each of its receives; its id is the receive's task index.
         flow = {**place, "name": "transfer", "cat": "transfer"}
         if counterparts[index] >= 0 and task.kind not in (Kind.REDUCE, Kind.CALL):
             if task.kind in SENDS or (task.kind is Kind.BROADCAST and task.device == task.stage):
@@ -236,7 +236,7 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _late(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """A track of its own for each device: what is no task of the program must not be read back as one."""
+    """Yield idle time due to late hosts, on separate tracks so that `parse_trace` does not read it as tasks."""
     program, gaps, scale = timeline.program, timeline.late_gaps(), _MICROSECONDS[timeline.unit]
     columns = zip(gaps.cause.tolist(), gaps.task.tolist(), gaps.begin.tolist(), gaps.end.tolist(), strict=True)
     for number, (late, waiting, start, end) in enumerate(columns):

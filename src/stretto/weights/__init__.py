@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from stretto.ir.extras import demand
+from stretto.ir.extras import require
 
 if TYPE_CHECKING:
     from stretto.ir.errors import WeightsError
@@ -38,6 +38,6 @@ def __getattr__(name: str) -> Any:
     if name == "WeightsError":
         return import_module("stretto.ir.errors").WeightsError
     if name in _MODULES:
-        demand("torch", extra="train", what=f"stretto.weights.{name}")
+        require("torch", extra="train", what=f"stretto.weights.{name}")
         return getattr(import_module(f"stretto.weights.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'stretto.weights' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from stretto import cuda
 from stretto.ir.errors import WeightsError
 from stretto.weights.messages import Buffers
-from stretto.wire.memory import demand_sealed, sealed_file
+from stretto.wire.memory import sealed_file, validate_sealed
 
 _numbers = count()
 _ONE_MACHINE = "sender and receiver must be on one machine"
@@ -100,7 +100,7 @@ class OpenedBuffers:
             if buffers.path and not re.fullmatch(r"/proc/\d+/fd/\d+", buffers.path):
                 raise ValueError(buffers.path)
             file = os.open(buffers.path, os.O_RDWR | os.O_CLOEXEC) if buffers.path else os.dup(files[0])
-            demand_sealed(file, 2 * buffers.nbytes)
+            validate_sealed(file, 2 * buffers.nbytes)
             return torch.frombuffer(mmap.mmap(file, 2 * buffers.nbytes), dtype=torch.uint8)
         except (OSError, ValueError, IndexError) as error:
             raise WeightsError(f"cannot open the sender's buffers ({error}); {_ONE_MACHINE}") from None

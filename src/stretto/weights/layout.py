@@ -45,7 +45,7 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def demand_bucket_bytes(count: object) -> None:
+def validate_bucket_bytes(count: object) -> None:
     """Raise WeightsError if buckets cannot have this size."""
     if not isinstance(count, int) or count < ALIGNMENT or count % ALIGNMENT:
         raise WeightsError(f"bucket_bytes is a multiple of {ALIGNMENT} (got {count!r:.40})")
@@ -61,7 +61,7 @@ def lay_out(manifest: Manifest, bucket_bytes: int, *, split: bool = False) -> li
     >>> [[(p.entry, p.start, p.nbytes, p.offset) for p in bucket.pieces] for bucket in lay_out(model, 1024)]
     [[(0, 0, 300, 0), (1, 0, 10, 512)], [(2, 0, 600, 0)]]
     """
-    demand_bucket_bytes(bucket_bytes)
+    validate_bucket_bytes(bucket_bytes)
     if manifest.nbytes // bucket_bytes > _MAX_BUCKETS:
         raise WeightsError(f"{manifest.nbytes:,} bytes are more than {_MAX_BUCKETS:,} buckets of {bucket_bytes:,}")
     buckets: list[Bucket] = []

@@ -27,7 +27,7 @@ def sealed_file(name: str, nbytes: int) -> int:
     return file
 
 
-def demand_sealed(file: int, nbytes: int) -> None:
+def validate_sealed(file: int, nbytes: int) -> None:
     """Raise ValueError unless this is a sealed memory file of `nbytes` bytes."""
     try:
         seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)

@@ -21,7 +21,7 @@ from stretto.weights.adapters import BackgroundCall, Http
 from stretto.weights.ipc_buffers import SharedBuffers
 from stretto.weights.messages import Assurance, InFlight
 from stretto.weights.send.endpoint import Offer, Wanted
-from stretto.wire.memory import demand_sealed
+from stretto.wire.memory import validate_sealed
 
 log = logging.getLogger(__name__)
 _STEP = 0.1  # seconds between two checks for other reasons to end a wait
@@ -227,7 +227,7 @@ def open_host_buffers(path: str, nbytes: int, *_: object) -> Tensor:
     """Open buffers in host memory; runs in the worker's process."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        demand_sealed(file, nbytes)
+        validate_sealed(file, nbytes)
         return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
     finally:
         os.close(file)

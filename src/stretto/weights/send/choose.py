@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stretto.check import demand_sound
+from stretto.check import validate_sound
 from stretto.costs import BucketTimes, Costs
 from stretto.ir.errors import WeightsError
 from stretto.program.program import Program
@@ -86,7 +86,7 @@ def choose(
         if best is None or predicted.makespan < best.predicted.makespan:
             best = Choice(candidate, program, predicted, speeds)
     assert best is not None
-    demand_sound(best.program, "push")
+    validate_sound(best.program, "push")
     return best
 
 

@@ -45,7 +45,7 @@ class Report:
 
     def __str__(self) -> str:
         steps = ", ".join(
-            f"{name} {_time(step.actual)} ({_time(step.predicted)} foreseen)" for name, step in self.steps.items()
+            f"{name} {_time(step.actual)} ({_time(step.predicted)} predicted)" for name, step in self.steps.items()
         )
         assurances = "; ".join(
             f"{assurance}: {', '.join(names)}" if len(names) < len(self.receivers) else f"all {assurance}"

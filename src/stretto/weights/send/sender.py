@@ -17,7 +17,7 @@ from stretto.program.update import Mode
 from stretto.timeline import Timeline
 from stretto.weights.host_memory import uncollected
 from stretto.weights.ipc_buffers import device_name, resolved
-from stretto.weights.layout import demand_bucket_bytes
+from stretto.weights.layout import validate_bucket_bytes
 from stretto.weights.listener import read_secret
 from stretto.weights.messages import InFlight, Status
 from stretto.weights.send.choose import Choice, Speeds, choose
@@ -63,16 +63,16 @@ class Sender:
         device: torch.device | str | None = None,
         bucket_bytes: int | None = None,
         split: bool = False,
-        keep: int = 1,
+        max_versions: int = 1,
         timeout: float = 60.0,
         bucket_timeout: float | None = None,
         secret_file: str | Path | None = None,
     ) -> None:
         """Join all ranks of `mesh`; without it all ranks of the default group, or this process alone if there is none.
 
-        The sender holds `keep` versions in host memory. `split` sends a tensor larger than a bucket in parts; only
-        receivers that write in place accept parts. A receiver may take `timeout` seconds to pause, to finish and to
-        resume, and `bucket_timeout` seconds (default: 8, or `timeout` if that is less) to load a bucket.
+        The sender holds `max_versions` versions in host memory. `split` sends a tensor larger than a bucket in parts;
+        only receivers that write in place accept parts. A receiver may take `timeout` seconds to pause, to finish and
+        to resume, and `bucket_timeout` seconds (default: 8, or `timeout` if that is less) to load a bucket.
         """
         self._timeout = timeout
         self._bucket_timeout = min(timeout, _LOADING) if bucket_timeout is None else bucket_timeout
@@ -80,7 +80,7 @@ class Sender:
             if not seconds > 0:
                 raise WeightsError(f"{name} is a number of seconds above 0 (got {seconds})")
         if bucket_bytes is not None:
-            demand_bucket_bytes(bucket_bytes)
+            validate_bucket_bytes(bucket_bytes)
         group = mesh.get_group() if mesh is not None else dist.group.WORLD if dist.is_initialized() else None
         device_or_type = device if device is not None else mesh.device_type if mesh is not None else None
         self.device = resolved(device_or_type)
@@ -90,7 +90,9 @@ class Sender:
         self._operations = Operations(self._team)
         self._group = SenderGroup(self._team.rank, self._team.size, self._team.everybody, self._team.host)
         with self._team.closing_if_it_fails():
-            store = Store(self._team, self._group, self.device, bucket_bytes=bucket_bytes, split=split, keep=keep)
+            store = Store(
+                self._team, self._group, self.device, bucket_bytes=bucket_bytes, split=split, max_versions=max_versions
+            )
             self._store, self._secret = store, read_secret(secret_file)
             self._lanes = Lanes(self.device)
             self._remotes = Remotes(self._team, device_name(self.device), self._secret)

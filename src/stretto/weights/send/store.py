@@ -45,15 +45,22 @@ class Version:
 
 
 class Store:
-    """Holds at most `keep` versions. A new version reuses the pinned memory of a dropped one."""
+    """Holds at most `max_versions` versions. A new version reuses the pinned memory of a dropped one."""
 
     def __init__(
-        self, team: Team, group: SenderGroup, device: torch.device, *, bucket_bytes: int | None, split: bool, keep: int
+        self,
+        team: Team,
+        group: SenderGroup,
+        device: torch.device,
+        *,
+        bucket_bytes: int | None,
+        split: bool,
+        max_versions: int,
     ) -> None:
-        if keep < 1:
-            raise WeightsError(f"a sender keeps at least 1 version (got {keep})")
+        if max_versions < 1:
+            raise WeightsError(f"a sender keeps at least 1 version (got {max_versions})")
         self._team, self._group, self._device = team, group, device
-        self._bucket_bytes, self.split, self._keep = bucket_bytes, split, keep
+        self._bucket_bytes, self.split, self._max_versions = bucket_bytes, split, max_versions
         self._arenas = Arenas(pinned=device.type == "cuda")
         self._versions: dict[str, Version] = {}
         self._dropped: set[str] = set()
@@ -63,7 +70,7 @@ class Store:
         if held is None:
             known = f"there is {', '.join(self._versions) or 'none'}"
             if version in self._dropped:
-                raise WeightsError(f"{version} was dropped, and {known}; Sender(keep=2) holds two versions")
+                raise WeightsError(f"{version} was dropped, and {known}; Sender(max_versions=2) holds two versions")
             raise WeightsError(f"{version} was not registered; {known}")
         return held
 
@@ -81,7 +88,7 @@ class Store:
         if bucket_bytes is None:
             bucket_bytes = bucket_bytes_for(manifest, self._group.size, free, split=self.split)
         buckets = lay_out(manifest, bucket_bytes, split=self.split)
-        while len(self._versions) >= self._keep or version in self._versions:
+        while len(self._versions) >= self._max_versions or version in self._versions:
             self.drop(version if version in self._versions else next(iter(self._versions)))
         mine = range(self._group.rank, len(buckets), self._group.size)
         checksums: dict[int, bytes] = {}
