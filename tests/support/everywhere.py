@@ -30,7 +30,7 @@ import stretto.onegpu
 from models import Block, disturb
 
 RANKS, TOGETHER, SECONDS = 2, 10, 60
-ENDS = ("_passes._executor._lanes.end", "_found_wrong", "_total", "_replicas.end", "_gradients.give_out")
+ENDS = ("_binding._executor._lanes.end", "_found_wrong", "_total", "_replicas.end", "_gradients.give_out")
 
 
 def job(rank: int, backend: str, how: str, folder: Path, victim: int, at: int) -> list[str]:
