@@ -212,7 +212,7 @@ def _make(trouble: str) -> None:
 
     match trouble:
         case "little memory" | "no room":
-            once(Sender, "_free_here", little)
+            once(Sender, "_free_locally", little)
         case "no memory":
             once(Staging, "fit", refused)
         case "flipped bit":
