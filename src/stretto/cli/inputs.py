@@ -118,11 +118,19 @@ def read_costs(given: str | None) -> CostTable:
 
 
 def size_of(option: str, text: str, *, per: str = "") -> float:
-    """Read an option's size, in bytes, or in bytes per second if `per` is "/s"."""
+    """Read the size that an option gives, in bytes, or in bytes per second with "/s" as `per`."""
     try:
         return parse_bytes(text.removesuffix(per))
     except TextError as error:
         raise CostError(f"{option}: {error}") from None
+
+
+def size_with_unit(option: str, text: str, *, per: str = "") -> float:
+    """Read a size that must have a unit: these options took other units once."""
+    size = size_of(option, text, per=per)
+    if text.removesuffix(per).strip()[-1:].lower() != "b":
+        raise CostError(f"{option} needs a unit, e.g. {text.removesuffix(per).strip()}GB{per} (got {text!r:.40})")
+    return size
 
 
 def is_file(target: str) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from stretto.cli.console import err, number, out, print_table
-from stretto.cli.inputs import Json, figure_kind, size_of, write_figure
+from stretto.cli.inputs import Json, figure_kind, size_with_unit, write_figure
 from stretto.draw import draw_text
 from stretto.ir.errors import WeightsError, one_line
 from stretto.ir.extras import require
@@ -155,7 +155,7 @@ def push(
 
 def _bucket_bytes(text: str) -> int:
     """Read the size of a bucket, rounded down to a multiple of 256 bytes."""
-    size = size_of("--bucket", text)
+    size = size_with_unit("--bucket", text)
     if not 1024 <= size <= 2**40:
         raise WeightsError(f"--bucket is a size from 1KiB to 1TiB (got {text!r:.40})")
     return int(size) // 256 * 256

@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from stretto.cli.console import number, out, print_table, working
-from stretto.cli.inputs import CostsOption, Json, read_costs, size_of, write_figure
+from stretto.cli.inputs import CostsOption, Json, read_costs, size_with_unit, write_figure
 from stretto.costs import BucketTimes, Costs
 from stretto.draw import draw_rich, draw_text
 from stretto.ir.errors import CostError, PlanError
@@ -106,7 +106,7 @@ def update(
 
 
 def _positive(name: str, text: str, *, per: str = "") -> float:
-    value = size_of(f"--{name}", text, per=per)
+    value = size_with_unit(f"--{name}", text, per=per)
     if not 1 <= value <= 1e21:
         raise CostError(f"--{name} must be at least 1 byte{per} and at most 1e21 (got {text!r:.40})")
     return value
