@@ -318,9 +318,11 @@ def parse_costs_toml(text: str) -> Costs:
 def load_costs(path: str | Path) -> Costs:
     """Read the TOML file that `Costs.save` writes, or one written by hand.
 
+    >>> from tempfile import TemporaryDirectory
     >>> from stretto import Costs, load_costs
-    >>> Costs(F=1, I=1.1, W=0.9).save("/tmp/costs.toml")
-    >>> load_costs("/tmp/costs.toml").I
+    >>> with TemporaryDirectory() as folder:
+    ...     Costs(F=1, I=1.1, W=0.9).save(f"{folder}/costs.toml")
+    ...     print(load_costs(f"{folder}/costs.toml").I)
     1.1
     """
     try:

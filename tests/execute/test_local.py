@@ -31,7 +31,7 @@ def asleep(program: stretto.Program) -> stretto.Timeline:
     return execute(program, bind)
 
 
-def demand_order(timeline: stretto.Timeline) -> None:
+def assert_in_order(timeline: stretto.Timeline) -> None:
     program = timeline.program
     start, end = timeline.start, timeline.end
     assert (start <= end).all()
@@ -47,18 +47,18 @@ def demand_order(timeline: stretto.Timeline) -> None:
 @settings(max_examples=25)
 @given(own_calls())
 def test_own_programs_run_in_order(calls: list[Call]) -> None:
-    demand_order(asleep(program_of(calls)))
+    assert_in_order(asleep(program_of(calls)))
 
 
 @settings(max_examples=15)
 @given(plans(devices=3, microbatches=4))
 def test_every_schedule_runs_in_order(plan: stretto.Plan) -> None:
-    demand_order(asleep(stretto.lower(plan)))
+    assert_in_order(asleep(stretto.lower(plan)))
 
 
 @pytest.mark.parametrize("mode", ["serial", "two", "three"])
 def test_a_weight_update_runs_in_order(mode: stretto.program.update.Mode) -> None:
-    demand_order(asleep(stretto.weight_update(devices=3, buckets=7, mode=mode)))
+    assert_in_order(asleep(stretto.weight_update(devices=3, buckets=7, mode=mode)))
 
 
 def test_a_need_that_is_gone_is_not_waited_for() -> None:

@@ -28,10 +28,12 @@ def save_timeline(timeline: Timeline, path: str | Path, *, costs: Costs | None =
 def load_timeline(path: str | Path) -> Timeline:
     """Read a trace that `Timeline.save` wrote: the same program with bit-identical times.
 
+    >>> from tempfile import TemporaryDirectory
     >>> from stretto import load_timeline, simulate
     >>> from stretto.schedules import gpipe
-    >>> simulate(gpipe(devices=2, microbatches=3)).save("/tmp/gpipe.trace.json")
-    >>> load_timeline("/tmp/gpipe.trace.json").makespan
+    >>> with TemporaryDirectory() as folder:
+    ...     simulate(gpipe(devices=2, microbatches=3)).save(f"{folder}/gpipe.trace.json")
+    ...     print(load_timeline(f"{folder}/gpipe.trace.json").makespan)
     12.0
     """
     text = read_text(path)
