@@ -145,7 +145,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         defaults = msgspec.to_builtins(Costs())
         return {
             name: _without_none(value)
-            for name, value in msgspec.to_builtins(self).items()
+            for name, value in msgspec.to_builtins(self, enc_hook=float).items()
             if value != defaults[name] or name in ("F", "I", "W")
         }
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ def test_any_plan_as_json(tmp_path_factory: pytest.TempPathFactory, plan: strett
 COSTS = {
     "defaults": stretto.Costs(),
     "seconds": stretto.Costs(unit="s", F=(0.1, 0.2), I=0.1, W=0.3),
+    "numpy": stretto.Costs(F=np.float64(1.5), I=(np.float64(1), 2.0)),
     "optional": stretto.Costs(B=3, FB=2.5, R=0.5, slowdown=(1.0, 1.5), activation_bytes=2e9, pending_bytes=(1.0, 2.0)),
     "nested": stretto.Costs(
         link=Link(latency=1e-5, bandwidth=5e10),
@@ -77,7 +79,7 @@ def test_sizes_are_read_as_they_are_written(nbytes: float) -> None:
     assert parse_bytes(bytes_text(nbytes).replace("bytes", "B")) == pytest.approx(nbytes, rel=0.01)
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", "1 XB", "nan", "inf", "1e999", "0x10", "1GB/s", "١GB"])
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1 XB", "nan", "inf", "1e999", "0x10", "1GB/s", "١GB", "50Gb"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(stretto.TextError, match="a size is a number of bytes"):
         parse_bytes(text)

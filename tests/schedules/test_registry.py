@@ -33,3 +33,16 @@ def test_names_are_forgiving_and_near_misses_are_guessed() -> None:
 def test_each_registered_function_has_the_name_that_it_is_registered_by() -> None:
     for name, schedule in SCHEDULES.items():
         assert getattr(stretto.schedules, name) is schedule.make
+
+
+def test_names_that_are_taken_or_cannot_be_typed_are_refused() -> None:
+    def mine(*, devices: int, microbatches: int) -> stretto.Plan:
+        return stretto.schedules.gpipe(devices=devices, microbatches=microbatches)
+
+    with pytest.raises(stretto.PlanError, match="there already is a schedule 1f1b"):
+        register(published="2019-01", aliases=("1f1b",), **ABOUT)(mine)
+    for name in ("Mine", "<lambda>", "a/b"):
+        mine.__name__ = name
+        with pytest.raises(stretto.PlanError, match="a name in lower case"):
+            register(published="2019-01", **ABOUT)(mine)
+    assert "mine" not in SCHEDULES

@@ -127,6 +127,8 @@ def size_of(option: str, text: str, *, per: str = "") -> float:
 
 def size_with_unit(option: str, text: str, *, per: str = "") -> float:
     """Read a size that must have a unit: these options took other units once."""
+    if not text.endswith(per):
+        raise CostError(f"{option} is a speed, e.g. 50GB{per} (got {text!r:.40})")
     size = size_of(option, text, per=per)
     if text.removesuffix(per).strip()[-1:].lower() != "b":
         raise CostError(f"{option} needs a unit, e.g. {text.removesuffix(per).strip()}GB{per} (got {text!r:.40})")

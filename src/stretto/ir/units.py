@@ -17,7 +17,7 @@ def parse_bytes(text: str) -> float:
     (80000000000.0, 536870912.0, 2000000000.0)
     """
     match = _SIZE.fullmatch(text)
-    if match is None or len(text) > 40 or match[2].lower() not in _KNOWN:
+    if match is None or len(text) > 40 or match[2].lower() not in _KNOWN or match[2].endswith("b"):  # b is a bit
         raise TextError(f"a size is a number of bytes such as 80GB, 512MiB or 2e9 (got {text!r:.40})")
     return float(match[1]) * _KNOWN[match[2].lower()]
 

@@ -59,8 +59,11 @@ def register(
         about = Schedule(
             name, make, published, meaning, limits, bubble, memory, stages_per_device, variable, aliases, even, rounds
         )
-        if name in SCHEDULES:
-            raise PlanError(f"there already is a schedule {name}")
+        if not name.isidentifier() or name != name.lower():
+            raise PlanError(f"a schedule has a name in lower case, without spaces or signs (got {name!r:.40})")
+        known = {word for schedule in SCHEDULES.values() for word in (schedule.name, *schedule.aliases)}
+        if taken := known & {name, *aliases}:
+            raise PlanError(f"there already is a schedule {min(taken)}")
         every = sorted([*SCHEDULES.values(), about], key=lambda schedule: (schedule.published, schedule.name))
         SCHEDULES.clear()
         SCHEDULES.update((schedule.name, schedule) for schedule in every)
