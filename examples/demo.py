@@ -62,7 +62,7 @@ def weight_update() -> None:
     costs = Costs(bucket=BucketTimes(h2d=3, broadcast=1.2, reload=1))
     serial, two, three = (
         stretto.simulate(stretto.weight_update(devices=4, buckets=8, mode=mode), costs).makespan
-        for mode in ("serial", "two", "three")
+        for mode in ("serial", "overlap_reload", "overlap_all")
     )
     tell(
         "out/weight_update.png",

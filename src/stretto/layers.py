@@ -68,6 +68,8 @@ def cut_layers(
     >>> [len(stage) for stage in cut_layers([EMBEDDING, *[MOE] * 5, LOSS], stages=3)]
     [3, 2, 2]
     """
+    if type(stages) is not int or stages < 1:
+        raise PlanError(f"stages is a whole number of at least 1 (got {stages!r:.40})")
     if balance is None:
         each, more = divmod(len(layers), stages)
         balance = [each + (stage < more) for stage in range(stages)]

@@ -1,29 +1,20 @@
-"""The command line as a user meets it: a process, its output, its exit code."""
+"""The command line as a user meets it: its output and its exit code."""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import stretto
+from commands import run
 from strategies import SCHEDULES
 from stretto.schedules import dualpipe, gpipe, one_f_one_b, zb_v
 from stretto.timeline.trace import trace_json
 
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(stretto.__file__).parent.parent)}
-
-
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stretto", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=cwd,
-        env={**ENVIRONMENT, "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
-    )
 
 
 def test_bare_show_lists_every_schedule_with_its_formulas() -> None:
@@ -212,6 +203,19 @@ def test_output_without_unicode_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_process_prints_what_a_call_does() -> None:
+    for arguments in (["simulate", "dualpipe"], ["show", "dualpip"], ["check", "none.csv"]):
+        process = subprocess.run(
+            [sys.executable, "-m", "stretto", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**ENVIRONMENT, "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
+        )
+        call = run(*arguments)
+        assert (process.returncode, process.stdout, process.stderr) == (call.returncode, call.stdout, call.stderr)
+
+
 def test_compare_names_what_cannot_be_made() -> None:
     done = run("compare", "-d", "3")
     assert done.returncode == 0
@@ -231,6 +235,7 @@ def test_help_teaches(arguments: list[str]) -> None:
     assert len(arguments) < 2 or "Examples:" in done.stdout
 
 
+UPDATE = ["simulate", "weight_update"]
 BAD = {
     "unknown schedule": (["show", "dualpip"], "unknown schedule 'dualpip'; did you mean dualpipe? known are gpipe,"),
     "unknown command": (["shwo"], "No such command 'shwo'"),
@@ -257,10 +262,35 @@ BAD = {
         "holds the order of a schedule's actions, and no costs, layers",
     ),
     "no figure": (["compare", "gpipe", "-o", "x.pdf"], "-o draws .svg or .png (got x.pdf)"),
-    "update as what": (["update", "-o", "x.csv"], "-o draws .svg, .png or .trace.json (got x.csv)"),
-    "update of nothing": (["update", "--size", "0"], "--size needs a unit, e.g. 0GB (got '0')"),
-    "update in no mode": (["update", "--mode", "four"], "--mode is one of serial, two, three (got 'four')"),
-    "huge update": (["update", "--size", "1e9GB", "--bucket", "1GB"], "stay between 1 device and 2,000,000 tasks"),
+    "update as what": (["simulate", "weight_update", "-o", "x.csv"], "-o draws .svg, .png or .trace.json (got x.csv)"),
+    "update of nothing": ([*UPDATE, "--size", "0"], "--size needs a unit, e.g. 0GB (got '0')"),
+    "update in no mode": (
+        [*UPDATE, "--mode", "four"],
+        "--mode is one of serial, overlap_reload, overlap_all (got 'four')",
+    ),
+    "huge update": ([*UPDATE, "--size", "1e9GB", "--bucket", "1GB"], "stay between 1 device and 2,000,000 tasks"),
+    "microbatches of an update": ([*UPDATE, "-m", "8"], "weight_update takes --devices and sizes of its own"),
+    "layers of an update": ([*UPDATE, "--offload", "1"], "weight_update takes --devices and sizes of its own"),
+    "times of an update": ([*UPDATE, "--costs", "F=1"], "takes only shared resources from --costs; leave F out"),
+    "size of a schedule": (["simulate", "gpipe", "--size", "1GB"], "go with weight_update, not with gpipe"),
+    "shown update": (["show", "weight_update"], "stretto simulate weight_update draws a weight update"),
+    "costs of nothing": (["simulate", "gpipe", "--costs", ","], "times such as F=1,I=1, or a TOML file; ',' is"),
+    "memory of an update": (
+        ["check", "update.trace.json", "--memory-limit", "1GB", "--costs", "activation_bytes=1"],
+        "a memory limit goes with a training step",
+    ),
+    "limit with senseless bytes": (
+        ["check", "good.csv", "--memory-limit", "1GB", "--costs", "activation_bytes=1,offload_bytes=2"],
+        "offload_bytes and recompute_bytes are parts of activation_bytes, but exceed them",
+    ),
+    "lists of two lengths": (
+        ["compare", "gpipe", "--costs", "lengths.toml"],
+        "F is given for 2 slices of the model, but I for 4",
+    ),
+    "speed without seconds": (
+        ["simulate", "gpipe", "--costs", "speed.toml"],
+        "bandwidth must be a number, or with unit = \"s\" a speed such as 50GB/s (got '50GB/s')",
+    ),
     "negative offload": (["simulate", "gpipe", "--offload", "-1"], "offload is a number of actions of at least 0"),
     "recompute of unknown size": (
         ["simulate", "gpipe", "--recompute", "--costs", "activation_bytes=1"],
@@ -296,11 +326,11 @@ BAD = {
         ["compare", "plan.trace.json", "measured.trace.json"],
         "measured.trace.json is in seconds, but plan.trace.json is not said to be; if it was measured, write",
     ),
-    "empty update": (["update", "--size", "0B"], "--size must be at least 1 byte and at most 1e21 (got '0B')"),
-    "speed without a unit": (["update", "--h2d", "50/s"], "--h2d needs a unit, e.g. 50GB/s (got '50/s')"),
-    "no speed": (["update", "--h2d", "50GB"], "--h2d is a speed, e.g. 50GB/s (got '50GB')"),
-    "bits": (["update", "--h2d", "50Gb/s"], "--h2d: a size is a number of bytes"),
-    "tiny update": (["update", "--size", "1e-300"], "--size: a size is a number of bytes such as 80GB"),
+    "empty update": ([*UPDATE, "--size", "0B"], "--size must be at least 1 byte and at most 1e21 (got '0B')"),
+    "speed without a unit": ([*UPDATE, "--h2d", "50/s"], "--h2d needs a unit, e.g. 50GB/s (got '50/s')"),
+    "no speed": ([*UPDATE, "--h2d", "50GB"], "--h2d is a speed, e.g. 50GB/s (got '50GB')"),
+    "bits": ([*UPDATE, "--h2d", "50Gb/s"], "--h2d: a size is a number of bytes"),
+    "tiny update": ([*UPDATE, "--size", "1e-300"], "--size: a size is a number of bytes such as 80GB"),
     "huge offload": (["simulate", "gpipe", "--offload", "x"], "Invalid value for '--offload'"),
     "transfers of nothing": (["show", "gpipe", "--transfers"], "--transfers goes with -o FILE.csv"),
     "bytes of nothing": (["simulate", "gpipe", "--costs", "offload_bytes=2"], "exceed them on stage 0 (2 > 0)"),
@@ -367,6 +397,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     measured = stretto.simulate(step, stretto.Costs(unit="s"))
     (path / "measured.trace.json").write_text(trace_json(measured))
     (path / "update.trace.json").write_text(trace_json(stretto.simulate(update)))
+    (path / "lengths.toml").write_text("F = [1, 2]\nI = [1, 2, 3, 4]\n")
+    (path / "speed.toml").write_text('[link]\nbandwidth = "50GB/s"\n')
     (path / "digits.toml").write_text("F = " + "9" * 5000)
     return path
 
@@ -396,16 +428,20 @@ def test_update_compares_the_modes_and_draws_one(tmp_path: Path) -> None:
         "--reload",
         "2GB/s",
     )
-    done = run("update", *sizes)
+    done = run(*UPDATE, *sizes)
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["mode", "seconds", "GB/s", "h2d", "broadcast", "reload"]
     # Two rounds of two buckets; a copy takes 2, a broadcast and a reload 1 each.
-    assert [line.split()[:2] for line in lines[1:4]] == [["serial", "12"], ["two", "9"], ["three", "7"]]
+    assert [line.split()[:2] for line in lines[1:4]] == [
+        ["serial", "12"],
+        ["overlap_reload", "9"],
+        ["overlap_all", "7"],
+    ]
     assert lines[6].startswith("0 H2D       H0──────····")
-    found = json.loads(run("update", *sizes, "--json").stdout)
+    found = json.loads(run(*UPDATE, *sizes, "--json").stdout)
     assert [row["seconds"] for row in found] == [12, 9, 7]
     assert found[0]["busy"] == {"h2d": 4 / 12, "broadcast": 4 / 12, "reload": 4 / 12}
-    done = run("update", *sizes, "--mode", "three", "-o", "x.trace.json", cwd=tmp_path)
+    done = run(*UPDATE, *sizes, "--mode", "overlap_all", "-o", "x.trace.json", cwd=tmp_path)
     assert "wrote x.trace.json" in done.stdout
     assert run("show", "x.trace.json", cwd=tmp_path).stdout.startswith("0 H2D")
     assert run("check", "x.trace.json", cwd=tmp_path).stdout == "sound: 2 devices, 4 buckets, 20 tasks\n"
@@ -414,7 +450,7 @@ def test_update_compares_the_modes_and_draws_one(tmp_path: Path) -> None:
 def test_an_update_over_a_shared_link_takes_longer(tmp_path: Path) -> None:
     (tmp_path / "pcie.toml").write_text("[shared.pcie]\ncapacity = 1\nlanes = { h2d = 1, broadcast = 1 }\n")
     alone, shared = (
-        json.loads(run("update", "--size", "32GB", "--json", *more, cwd=tmp_path).stdout)
+        json.loads(run(*UPDATE, "--size", "32GB", "--json", *more, cwd=tmp_path).stdout)
         for more in ((), ("--costs", "pcie.toml"))
     )
     assert alone[1]["seconds"] == pytest.approx(shared[1]["seconds"])  # two stages never copy beside a broadcast
@@ -498,9 +534,54 @@ def test_copies_that_take_no_time_are_said_to(tmp_path: Path) -> None:
 
 
 def test_tables_are_whole_when_piped() -> None:
-    command = [sys.executable, "-m", "stretto", "compare", "-d", "4", "-m", "16", "--layers", "embedding,moe*14,loss"]
-    done = subprocess.run([*command, "--costs", PHASES], capture_output=True, text=True, timeout=60)
+    done = run("compare", "-d", "4", "-m", "16", "--layers", "embedding,moe*14,loss", "--costs", PHASES)
     assert "…" not in done.stdout
+
+
+def test_a_number_and_a_list_mean_the_same(tmp_path: Path) -> None:
+    """A cost is that of a slice of the model, of which there are as many as the lists have entries."""
+    (tmp_path / "mixed.toml").write_text("F = [1, 1, 1, 1, 1, 1, 1, 1]\nI = 1\nW = 1\n")
+    (tmp_path / "lists.toml").write_text("\n".join(f"{op} = [1, 1, 1, 1, 1, 1, 1, 1]" for op in "FIW"))
+    tables = [run("compare", "--costs", costs, cwd=tmp_path).stdout for costs in ("mixed.toml", "lists.toml")]
+    assert tables[0] == tables[1]
+    (tmp_path / "four.toml").write_text("F = [1, 1, 1, 1]\n")
+    assert run("compare", "--costs", "four.toml", cwd=tmp_path).stdout == run("compare").stdout
+
+
+def test_bandwidths_in_seconds_have_units(tmp_path: Path) -> None:
+    table = 'unit = "s"\nF = 1\nI = 1\nW = 1\nmessage_bytes = "2GB"\n[link]\nbandwidth = {}\n'
+    (tmp_path / "words.toml").write_text(table.format('"1GB/s"'))
+    (tmp_path / "numbers.toml").write_text(table.format("1e9"))
+    shown = [
+        run("simulate", "gpipe", "--costs", costs, cwd=tmp_path).stdout for costs in ("words.toml", "numbers.toml")
+    ]
+    assert shown[0] == shown[1]
+    assert "makespan 52 s" in shown[0]
+
+
+def test_an_unsound_schedule_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        SCHEDULES, "gpipe", replace(SCHEDULES["gpipe"], make=lambda **_: stretto.parse_plan("0F0,0B0\n1B0,1F0"))
+    )
+    refused = run("simulate", "gpipe", "-d", "2", "-m", "1")
+    assert refused.stderr.startswith("stretto: gpipe is not sound: dependencies: 1B0 comes before 1F0 on device 1")
+    refused = run("simulate", "gpipe", "-d", "2", "-m", "2")
+    assert "was to plan 2 devices and 2 microbatches, but its plan has 2 and 1" in refused.stderr
+    assert (refused.returncode, refused.stdout) == (2, "")
+
+
+def test_show_prints_json() -> None:
+    schedules = json.loads(run("show", "--json").stdout)
+    assert [schedule["name"] for schedule in schedules] == list(SCHEDULES)
+    assert schedules[0]["bubble"] == "(p−1)(F+B)"
+    trace = json.loads(run("show", "dualpipe", "--json").stdout)
+    assert trace["otherData"]["stretto"]["microbatches"] == 8
+
+
+def test_simulate_draws(tmp_path: Path) -> None:
+    done = run("simulate", "gpipe", "-o", "x.trace.json", cwd=tmp_path)
+    assert done.stdout.endswith("wrote x.trace.json\n")
+    assert stretto.load_timeline(tmp_path / "x.trace.json").makespan == 33
 
 
 def test_lists_of_slices_fit_schedules_of_any_stages_in_phases(tmp_path: Path) -> None:

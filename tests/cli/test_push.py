@@ -90,8 +90,8 @@ def test_a_dry_run_leaves_modes_out_that_do_not_fit(
     app(["push", *arguments], standalone_mode=False)
     told = capsys.readouterr().out
     assert "serial" in told
-    assert "two" in told
-    assert "three" not in told
+    assert "overlap_reload" in told
+    assert "overlap_all" not in told
 
 
 def test_a_dry_run_under_torchrun_is_of_all_its_senders_and_told_once(checkpoint: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_folder_names_the_version_however_it_is_spelled(checkpoint: Path) -> N
             "tcp://127.0.0.1:1 needs a secret: both sides read one (secret_file=, --secret-file)",
         ),
         (["--in-flight", "drop"], "--in-flight is one of wait, abort, keep (got 'drop')"),
-        (["--mode", "four"], "--mode is one of serial, two, three (got 'four')"),
+        (["--mode", "four"], "--mode is one of serial, overlap_reload, overlap_all (got 'four')"),
         (["--bucket", "0B"], "--bucket is a size from 1KiB to 1TiB (got '0B')"),
         (["--bucket", "512"], "--bucket needs a unit, e.g. 512GB (got '512')"),
         (["--dry-run", "--devices", "0"], "--devices is a number of senders from 1 to 4096 (got 0)"),

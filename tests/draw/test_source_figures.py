@@ -78,11 +78,12 @@ def test_a_figure_is_the_same_file_every_time(figures: ModuleType, tmp_path: Pat
 
 
 def test_three_stages_have_a_second_h2d_buffer(tmp_path: Path) -> None:
-    for mode in ("two", "three"):
+    for mode in ("overlap_reload", "overlap_all"):
         timeline = stretto.simulate(stretto.weight_update(devices=2, buckets=4, mode=mode))
         stretto.draw.draw_figure(timeline, tmp_path / f"{mode}.svg")
     sizes = [
-        float((tmp_path / f"{mode}.svg").read_text().split('height="')[1].split("pt")[0]) for mode in ("two", "three")
+        float((tmp_path / f"{mode}.svg").read_text().split('height="')[1].split("pt")[0])
+        for mode in ("overlap_reload", "overlap_all")
     ]
     assert sizes[1] > sizes[0]
 

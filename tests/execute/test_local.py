@@ -56,7 +56,7 @@ def test_every_schedule_runs_in_order(plan: stretto.Plan) -> None:
     assert_in_order(asleep(stretto.lower(plan)))
 
 
-@pytest.mark.parametrize("mode", ["serial", "two", "three"])
+@pytest.mark.parametrize("mode", ["serial", "overlap_reload", "overlap_all"])
 def test_a_weight_update_runs_in_order(mode: stretto.program.update.Mode) -> None:
     assert_in_order(asleep(stretto.weight_update(devices=3, buckets=7, mode=mode)))
 

@@ -74,6 +74,15 @@ def test_bad_paths_are_named(tmp_path: Path) -> None:
             load(tmp_path / "none")
 
 
+def test_what_cannot_be_a_path_is_refused() -> None:
+    plan, costs = stretto.schedules.gpipe(devices=1, microbatches=1), stretto.Costs()
+    users = (stretto.load_plan, stretto.load_costs, stretto.load_timeline, plan.save, costs.save)
+    for use in (*users, stretto.simulate(plan).save):
+        for path in (None, "a\0.csv", 3):
+            with pytest.raises(stretto.TextError, match="is not the path of a file"):
+                use(path)
+
+
 @given(st.floats(1, 1e20))
 def test_sizes_are_read_as_they_are_written(nbytes: float) -> None:
     assert parse_bytes(bytes_text(nbytes).replace("bytes", "B")) == pytest.approx(nbytes, rel=0.01)

@@ -4,6 +4,7 @@ from hypothesis import given
 import stretto
 from machines import completes
 from strategies import plans
+from stretto.layers import DENSE
 from stretto.program.task import COMPUTE, SENDS, Kind
 from stretto.schedules import Action, Op, Pair, Placement, gpipe, one_f_one_b, zb_v
 
@@ -90,3 +91,21 @@ def test_a_plan_that_contradicts_its_placement_is_refused() -> None:
     plan = gpipe(devices=2, microbatches=2)
     with pytest.raises(stretto.ProgramError, match="microbatch 1 does not exist"):
         stretto.lower(stretto.Plan(plan.rows, Placement(((0, 1),), 1)))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"layers": [DENSE, DENSE]}, "layers are lists of Layer, one per stage; cut_layers\\(\\) makes them"),
+        ({"layers": "moe*2"}, "layers are lists of Layer"),
+        ({"layers": [[DENSE]]}, "the plan has 2 stages, but layers are given for 1"),
+        ({"ties": [0, 1]}, "ties are lists of stages that share weights"),
+        ({"ties": ["01"]}, "ties are lists of stages that share weights"),
+        ({"ties": [[0, 2]]}, "a tie is of two or more of the 2 stages"),
+        ({"costs": "F=1"}, "costs are a stretto.Costs"),
+        ({"offload": True}, "offload is a number of actions"),
+    ],
+)
+def test_odd_options_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(stretto.StrettoError, match=says):
+        stretto.lower(gpipe(devices=2, microbatches=2), **options)

@@ -34,7 +34,7 @@ def test_two_stages(devices: int, rounds: int, h2d: int, broadcast: int, reload:
     slot = max(broadcast, reload)
     first = h2d + broadcast + (devices - 1) * slot
     others = (rounds - 1) * (max(h2d + broadcast, reload) + (devices - 1) * slot)
-    found = makespan(devices, rounds * devices, "two", h2d, broadcast, reload)
+    found = makespan(devices, rounds * devices, "overlap_reload", h2d, broadcast, reload)
     assert found <= first + others + reload
     if reload <= broadcast:
         assert found == first + others + reload
@@ -44,7 +44,7 @@ def test_two_stages(devices: int, rounds: int, h2d: int, broadcast: int, reload:
 def test_three_stages(devices: int, buckets: int, h2d: int, broadcast: int, reload: int) -> None:
     """While copies keep up: a round's take no longer than its broadcasts or reloads."""
     slot = max(broadcast, reload)
-    found = makespan(devices, buckets, "three", h2d, broadcast, reload)
+    found = makespan(devices, buckets, "overlap_all", h2d, broadcast, reload)
     if h2d <= devices * slot:
         assert found == h2d + broadcast + reload + (buckets - 1) * slot
     else:
@@ -53,7 +53,7 @@ def test_three_stages(devices: int, buckets: int, h2d: int, broadcast: int, relo
 
 @given(st.integers(1, 40), times, times)
 def test_one_device_copies_straight_into_what_is_reloaded(buckets: int, h2d: int, reload: int) -> None:
-    for mode in ("two", "three"):
+    for mode in ("overlap_reload", "overlap_all"):
         assert makespan(1, buckets, mode, h2d, 99, reload) == h2d + reload + (buckets - 1) * max(h2d, reload)
     assert makespan(1, buckets, "serial", h2d, 99, reload) == buckets * (h2d + reload)
 
@@ -147,7 +147,7 @@ def test_a_bucket_from_elsewhere_is_named() -> None:
 
 
 def test_broadcasts_in_different_orders_deadlock() -> None:
-    program = stretto.weight_update(devices=2, buckets=4, mode="three")
+    program = stretto.weight_update(devices=2, buckets=4, mode="overlap_all")
     first, second = (
         next(k for k, task in enumerate(program.tasks()) if task.device == 1 and str(task) == f"BROADCAST{bucket}")
         for bucket in (0, 1)
@@ -171,7 +171,7 @@ def test_broadcasts_in_different_orders_deadlock() -> None:
 def test_a_shared_pcie_stalls_three_stages() -> None:
     """Copies that run ahead of need take bandwidth from the broadcasts beside them."""
     bucket = BucketTimes(h2d=2, broadcast=1, reload=0.5)
-    program = stretto.weight_update(devices=4, buckets=32, mode="three")
+    program = stretto.weight_update(devices=4, buckets=32, mode="overlap_all")
     alone = stretto.simulate(program, Costs(bucket=bucket)).makespan
     shared = Costs(bucket=bucket, shared={"pcie": SharedResource(capacity=1, lanes={"h2d": 1, "broadcast": 1})})
     assert alone == 2 + 1 + 0.5 + 31

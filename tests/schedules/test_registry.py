@@ -46,3 +46,20 @@ def test_names_that_are_taken_or_cannot_be_typed_are_refused() -> None:
         with pytest.raises(stretto.PlanError, match="a name in lower case"):
             register(published="2019-01", **ABOUT)(mine)
     assert "mine" not in SCHEDULES
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ({"aliases": "my"}, "aliases are a tuple of names"),
+        ({"published": 2019}, "published is a text about the schedule"),
+        ({"variable": True}, "called with the keywords devices, microbatches, stages_per_device, overlap: "),
+    ],
+)
+def test_odd_registrations_are_refused(about: dict[str, object], says: str) -> None:
+    def mine(*, devices: int, microbatches: int) -> stretto.Plan:
+        return stretto.schedules.gpipe(devices=devices, microbatches=microbatches)
+
+    with pytest.raises(stretto.PlanError, match=says):
+        register(**{"published": "2019-01", **ABOUT, **about})(mine)
+    assert "mine" not in SCHEDULES

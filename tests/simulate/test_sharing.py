@@ -37,7 +37,7 @@ def test_who_wants_little_gets_it() -> None:
         bucket=BucketTimes(h2d=0, broadcast=4, reload=4),
         shared={"bus": SharedResource(10, {"broadcast": 2, "reload": 16})},
     )
-    timeline = stretto.simulate(stretto.weight_update(devices=2, buckets=2, mode="three"), costs)
+    timeline = stretto.simulate(stretto.weight_update(devices=2, buckets=2, mode="overlap_all"), costs)
     found = spans(timeline)
     assert found["BROADCAST0 0"] == (0, 4)
     assert found["BROADCAST1 0"] == (4, 8)  # at full speed beside the reload
@@ -116,7 +116,9 @@ def test_cores_are_never_overbooked(plan: stretto.Plan, cores: int) -> None:
         (SharedResource(0, {"h2d": 1}), "shared.x.capacity must be above 0"),
         (SharedResource(1, {"h2d": 0}), "shared.x.h2d must be above 0"),
         (SharedResource(1, {"pcie": 1}), "shared.x names lane 'pcie'; known are compute"),
-        (SharedResource(1, {"h2d": 1}, devices=0), "shared.x.devices must be at least 1 (got 0)"),
+        (SharedResource(1, {"h2d": 1}, devices=0), "shared.x.devices must be a whole number of at least 1 (got 0)"),
+        (SharedResource(1, {"h2d": 1}, devices=True), "shared.x.devices must be a whole number"),
+        (SharedResource(1, [1]), "shared.x.lanes says how much each lane draws, by its name (got [1])"),
         (3, "shared.x must be a SharedResource (got 3)"),
     ],
 )

@@ -156,7 +156,7 @@ def test_a_trace_is_read_back_as_it_was(
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_an_update_is_read_back_with_an_arrow_to_every_destination(devices: int) -> None:
-    timeline = stretto.simulate(stretto.weight_update(devices=devices, buckets=5, mode="three"))
+    timeline = stretto.simulate(stretto.weight_update(devices=devices, buckets=5, mode="overlap_all"))
     assert same(timeline, parse_trace(trace_json(timeline)))
     events = events_of(timeline)
     assert len(events["s"]) == len(events["f"]) == 5 * (devices - 1)

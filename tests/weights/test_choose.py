@@ -23,7 +23,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     slow_copies = Speeds(h2d=1e9, broadcast=3e9, reload=3e9)
     plenty = choose(4, 32, MIB, slow_copies, 4 * MIB)
     little = choose(4, 32, MIB, slow_copies, 3 * MIB)
-    assert (plenty.mode, little.mode) == ("three", "two")
+    assert (plenty.mode, little.mode) == ("overlap_all", "overlap_reload")
     assert plenty.predicted.makespan < little.predicted.makespan
     assert check(plenty.program) == []
 
@@ -34,7 +34,7 @@ def test_too_little_memory_is_an_error_that_says_what_is_needed() -> None:
 
 
 def test_a_lone_sender_needs_only_the_two_buffers_that_receivers_see() -> None:
-    assert buffers(1, "three") == 2
+    assert buffers(1, "overlap_all") == 2
     assert choose(1, 5, MIB, Speeds(1e9, 1e9, 1e9), 2 * MIB).predicted.makespan == pytest.approx(6 * MIB / 1e9)
 
 

@@ -122,7 +122,7 @@ def test_thousands_of_tiny_tensors_and_a_huge_one(ranks: Ranks, folder: Path) ->
     assert all(same(keeper.loaded[name], tensor) for name, tensor in tensors_of(spec, 2).items())
 
 
-@pytest.mark.parametrize("mode", ["serial", "two", "three"])
+@pytest.mark.parametrize("mode", ["serial", "overlap_reload", "overlap_all"])
 @pytest.mark.parametrize("senders", [1, 3])
 def test_the_measured_timeline_keeps_the_programs_order(ranks: Ranks, folder: Path, mode: str, senders: int) -> None:
     target = live()

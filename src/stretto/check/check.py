@@ -11,7 +11,7 @@ from stretto.check.transfers import transfer_order, transfers
 from stretto.check.update import update
 from stretto.check.violation import Violation
 from stretto.check.waits import Waits
-from stretto.costs import Costs
+from stretto.costs import Costs, costs_or_default
 from stretto.ir.errors import ProgramError
 from stretto.ir.plan import Plan
 from stretto.program.lower import lowered
@@ -69,5 +69,5 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
     if not violations:
         violations += deadlock(program, actions)
     if memory_limit is not None:
-        violations += memory(program, costs or Costs(), memory_limit)
+        violations += memory(program, costs_or_default(costs), memory_limit)
     return violations

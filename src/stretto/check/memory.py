@@ -11,8 +11,10 @@ from stretto.timeline import memory_bound
 
 
 def memory(program: Program, costs: Costs, limit: float) -> Iterator[Violation]:
-    if not limit >= 0:
-        raise CostError(f"a memory limit is a number of bytes of at least 0 (got {limit})")
+    if not isinstance(limit, int | float) or not limit >= 0:
+        raise CostError(f"a memory limit is a number of bytes of at least 0 (got {limit!r:.40})")
+    if program.is_update or program.is_own:
+        raise CostError("a memory limit goes with a training step; of other programs no memory is known")
     for device, held in enumerate(memory_bound(program, costs)):
         if held.bytes is None:
             raise CostError("a memory limit needs bytes in the costs, such as activation_bytes")

@@ -86,8 +86,9 @@ def compare(
 ) -> None:
     """Compare schedules at the same sizes and costs.
 
-    All schedules do the same work: a number is the cost of 1/p of the model, a list gives the costs of
-    the model's slices in order (any number of them), and each schedule's stages take their share.
+    All schedules do the same work: costs are those of equal slices of the model, and each schedule's
+    stages take their share. There are p slices, or as many as lists in a file have entries; a number
+    is the cost of each of them.
 
     bubble is idle time over the step. All other columns after it show the worst device. in span: idle
     time between its first start and last end. activations, I to W (passes between I and W), params and

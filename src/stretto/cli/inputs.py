@@ -104,17 +104,25 @@ class CostTable:
     """Costs from the command line."""
 
     costs: Costs
-    times: tuple[str, ...] = ()
-    """The names of the costs given, except bytes."""
+    names: tuple[str, ...] = ()
+    """The names of the costs given."""
+
+    @property
+    def times(self) -> list[str]:
+        """The names of the costs given, except bytes."""
+        return [name for name in self.names if name not in BYTES]
 
 
 def read_costs(given: str | None) -> CostTable:
     """Read costs from the command line: by name, or in a file."""
-    if given is None or ("=" in given and not Path(given).exists()):
-        costs, names = parse_costs(given or ""), [part.partition("=")[0].strip() for part in (given or "").split(",")]
-    else:
-        costs, names = load_costs(given), list(tomllib.loads(read_text(given)))
-    return CostTable(costs, tuple(name for name in names if name and name not in BYTES))
+    if given is None:
+        return CostTable(Costs())
+    if "=" in given and not Path(given).exists():
+        names = (part.partition("=")[0].strip() for part in given.split(","))
+        return CostTable(parse_costs(given), tuple(filter(None, names)))
+    if not given.lower().endswith(".toml") and not Path(given).is_file():
+        raise CostError(f"--costs takes times such as F=1,I=1, or a TOML file; {given!r:.40} is neither")
+    return CostTable(load_costs(given), tuple(tomllib.loads(read_text(given))))
 
 
 def size_of(option: str, text: str, *, per: str = "") -> float:
@@ -165,28 +173,45 @@ def make_plan(name: str, sizes: Sizes) -> Plan:
         raise PlanError(f"{schedule.name} takes no --stages-per-device and no --overlap; interleaved does")
     if 3 * devices * stages_per_device * (microbatches + 2 * devices) > LARGEST:
         raise PlanError(f"{devices} devices × {microbatches} microbatches is too large; stay below {LARGEST:,} actions")
-    if schedule.variable:
-        return schedule.make(
-            devices=devices, microbatches=microbatches, stages_per_device=stages_per_device, overlap=sizes.overlap
+    more = {"stages_per_device": stages_per_device, "overlap": sizes.overlap} if schedule.variable else {}
+    plan = schedule.make(devices=devices, microbatches=microbatches, **more)
+    if (plan.devices, plan.microbatches) != (devices, microbatches):
+        raise PlanError(
+            f"{schedule.name} was to plan {devices} devices and {microbatches} microbatches, but its plan has "
+            f"{plan.devices} and {plan.microbatches}"
         )
-    return schedule.make(devices=devices, microbatches=microbatches)
+    return plan
 
 
 def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, same_model: bool) -> Program:
     """Lower a schedule, or read a file; raise ProgramError if `check` finds violations in it."""
-    if not is_file(target):
-        plan = make_plan(target, sizes)
-        if same_model:
-            costs = costs.for_stages(plan.stages, devices=plan.devices)
-        layers = None if options.layers is None else cut_layers(parse_layers(options.layers), stages=plan.stages)
-        return lower(
-            plan,
-            layers=layers,
-            costs=costs,
-            offload=options.offload,
-            recompute=options.recompute,
-            wgrad_microbatches=options.wgrad_microbatches,
-        )
+    if is_file(target):
+        program = _read_file(target, sizes, options)
+    else:
+        program = _lowered(target, sizes, options, costs, same_model=same_model)
+    if violations := check(program):
+        where = f"; see stretto check {target}" if is_file(target) else ""
+        more = f" (and {len(violations) - 1} more{where})" if len(violations) > 1 else ""
+        raise ProgramError(f"{target} is not sound: {violations[0]}{more}")
+    return program
+
+
+def _lowered(name: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, same_model: bool) -> Program:
+    plan = make_plan(name, sizes)
+    if same_model:
+        costs = costs.for_stages(plan.stages, devices=plan.devices)
+    layers = None if options.layers is None else cut_layers(parse_layers(options.layers), stages=plan.stages)
+    return lower(
+        plan,
+        layers=layers,
+        costs=costs,
+        offload=options.offload,
+        recompute=options.recompute,
+        wgrad_microbatches=options.wgrad_microbatches,
+    )
+
+
+def _read_file(target: str, sizes: Sizes, options: LowerOptions) -> Program:
     if options.given():
         raise PlanError(
             "--layers, --offload, --recompute and --wgrad-microbatches go with a schedule's name, not with a file such "
@@ -194,11 +219,7 @@ def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Cost
         )
     if sizes.given():
         raise PlanError(f"{target} has its own sizes; --devices and the like go with a schedule's name")
-    program = read_program(Path(target))
-    if violations := check(program):
-        more = f" (and {len(violations) - 1} more; see stretto check {target})" if len(violations) > 1 else ""
-        raise ProgramError(f"{target} is not sound: {violations[0]}{more}")
-    return program
+    return read_program(Path(target))
 
 
 def training_of(
@@ -207,7 +228,9 @@ def training_of(
     """Return `timeline_of` of a training step; raise PlanError if it is a weight update."""
     timeline = timeline_of(target, sizes, options, table, same_model=same_model)
     if timeline.program.is_update:
-        raise PlanError(f"{target} shows a weight update; stretto show draws it, stretto update simulates one")
+        raise PlanError(
+            f"{target} shows a weight update; stretto show draws it, stretto simulate weight_update simulates one"
+        )
     return timeline
 
 
@@ -216,7 +239,7 @@ def timeline_of(
 ) -> Timeline:
     """Load a trace, or simulate a schedule or file.
 
-    With `same_model`, costs are those of 1/p of the model, and each schedule's stages take their share.
+    With `same_model`, costs are those of slices of the model, and each schedule's stages take their share.
     """
     if is_trace(target):
         if options.given() or sizes.given():

@@ -16,11 +16,10 @@ from stretto.cli.onegpu import app as onegpu
 from stretto.cli.push import push
 from stretto.cli.show import show
 from stretto.cli.simulate import simulate
-from stretto.cli.update import update
 from stretto.ir.errors import StrettoError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-for command in (show, simulate, check, compare, update, push, doctor):
+for command in (show, simulate, check, compare, push, doctor):
     app.command()(command)
 app.add_typer(onegpu, name="onegpu")
 

@@ -53,7 +53,9 @@ def push(
         str | None, typer.Option(help="The version's name at the receivers. [default: the checkpoint's name]")
     ] = None,
     in_flight: Annotated[str, typer.Option(help="What to do with running generations: wait, abort or keep.")] = "wait",
-    mode: Annotated[str | None, typer.Option(help="serial, two or three. [default: the fastest that fits]")] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="serial, overlap_reload or overlap_all. [default: the fastest that fits]")
+    ] = None,
     bucket: Annotated[str | None, typer.Option(help="Size of a bucket, and so of each buffer, e.g. 512MiB.")] = None,
     split: Annotated[
         bool, typer.Option("--split", help="Send tensors larger than a bucket in parts, to receivers that support it.")

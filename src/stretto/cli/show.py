@@ -1,8 +1,10 @@
 """`stretto show`: list the schedules, or draw one."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.text import Text
 
@@ -10,6 +12,7 @@ from stretto.cli.console import out, working
 from stretto.cli.inputs import (
     CostsOption,
     Devices,
+    Json,
     Layers,
     LowerOptions,
     Microbatches,
@@ -27,11 +30,13 @@ from stretto.cli.inputs import (
     timeline_of,
     write_figure,
 )
+from stretto.cli.update import NAME as WEIGHT_UPDATE
 from stretto.draw import draw_rich, draw_text
 from stretto.ir.errors import PlanError
 from stretto.ir.files import write_text
 from stretto.program.lower import lower
 from stretto.schedules.registry import SCHEDULES
+from stretto.timeline.trace import trace_json
 from stretto.timeline.units import time_text
 
 
@@ -63,8 +68,9 @@ def show(
         bool, typer.Option("--transfers", help="With -o FILE.csv: include sends and receives.")
     ] = False,
     width: Annotated[int | None, typer.Option(help="Columns to draw in. [default: the terminal's]")] = None,
+    json: Json = False,
 ) -> None:
-    """List the schedules, or draw one.
+    """List the schedules, or draw one. With --json: their facts, or the trace that is drawn.
 
     Examples:
 
@@ -83,8 +89,12 @@ def show(
     if name is None:
         if sizes.given() or options.given() or output is not None:
             raise PlanError("name a schedule to draw or write; stretto show alone lists them")
-        _list()
+        _list(json=json)
+    elif name.lower().replace("-", "_") == WEIGHT_UPDATE:
+        raise PlanError(f"stretto simulate {WEIGHT_UPDATE} draws a weight update, with -o FILE as a figure")
     elif output is not None:
+        if json:
+            raise PlanError("--json prints a trace; -o FILE.trace.json writes one (give one of the two)")
         with working(f"writing {output}"):
             _write(name, sizes, options, output, transfers=transfers, costs=costs, lanes=lanes)
         out.print(f"wrote {output}")
@@ -97,13 +107,23 @@ def show(
             table = read_costs(costs)
             timeline = timeline_of(name, sizes, options, table)
             note_free_copies(options, [timeline])
+            if json:
+                out.print(trace_json(timeline, costs=table.costs))
+                return
             coloured = out.is_terminal and not out.no_color
             drawing = (draw_rich if coloured else draw_text)(timeline, width=width or out.width, lanes=lanes)
         out.print(drawing)
         out.print(f"time {time_text(timeline.makespan, timeline.unit)} →")
 
 
-def _list() -> None:
+def _list(*, json: bool) -> None:
+    if json:
+        facts = [
+            {field.name: getattr(schedule, field.name) for field in fields(schedule) if field.name != "make"}
+            for schedule in SCHEDULES.values()
+        ]
+        out.print(msgspec.json.format(msgspec.json.encode(facts)).decode())
+        return
     for schedule in SCHEDULES.values():
         out.print(Text(schedule.name, style="bold").append(f"  {schedule.meaning}", style="not bold"))
         for what in ("limits", "bubble", "memory"):

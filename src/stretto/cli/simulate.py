@@ -1,5 +1,6 @@
-"""`stretto simulate`: time, bubbles and memory of a schedule."""
+"""`stretto simulate`: time, bubbles and memory of a schedule; time of a weight update."""
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -22,14 +23,17 @@ from stretto.cli.inputs import (
     note_free_copies,
     read_costs,
     training_of,
+    write_figure,
 )
+from stretto.cli.update import NAME, UpdateOptions, simulate_update
+from stretto.ir.errors import PlanError
 from stretto.ir.units import bytes_text
 from stretto.timeline import Summary, Timeline
 from stretto.timeline.units import time_text
 
 
 def simulate(
-    name: Annotated[str, typer.Argument(help="A schedule, or a CSV, JSON or trace file.")],
+    name: Annotated[str, typer.Argument(help="A schedule, a CSV, JSON or trace file, or weight_update.")],
     devices: Devices = None,
     microbatches: Microbatches = None,
     stages_per_device: StagesPerDevice = None,
@@ -39,9 +43,32 @@ def simulate(
     offload: Offload = 0,
     recompute: Recompute = False,
     wgrad_microbatches: WgradMicrobatches = 1,
+    size: Annotated[str | None, typer.Option(help="weight_update: size of the model. [default: 16GB]")] = None,
+    bucket: Annotated[
+        str | None, typer.Option(help="weight_update: size of a bucket, and so of each buffer. [default: 2GB]")
+    ] = None,
+    h2d: Annotated[
+        str | None, typer.Option(help="weight_update: speed from host to device, for each device. [default: 50GB/s]")
+    ] = None,
+    broadcast: Annotated[
+        str | None, typer.Option(help="weight_update: speed of a broadcast to all devices. [default: 100GB/s]")
+    ] = None,
+    reload: Annotated[
+        str | None,
+        typer.Option(help="weight_update: speed of loading a buffer into the engine's weights. [default: 200GB/s]"),
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help="weight_update: the mode to draw: serial, overlap_reload or overlap_all. [default: overlap_reload]"
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Draw FILE: .svg, .png, or .trace.json for Perfetto.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Simulate a schedule: time, bubbles and memory of each device.
+    """Simulate a schedule: time, bubbles and memory of each device. Or a weight update: its time in each mode.
 
     Costs are per stage: with two stages per device, halve them to compare with one.
 
@@ -50,6 +77,11 @@ def simulate(
     trace, host late is idle time because a host had not issued the next task. activations, I to W
     (passes between I and W) and bytes are peaks.
 
+    weight_update copies a model from host to device, broadcasts it and reloads it, in buckets. serial
+    runs one step after the other; overlap_reload overlaps broadcast and reload (Kimi K2's figure);
+    overlap_all also overlaps copies from the host, and needs a second H2D buffer. The last bucket
+    counts as full. --costs gives only shared resources, e.g. a PCIe link.
+
     Examples:
 
       stretto simulate dualpipe --devices 8 --microbatches 20
@@ -57,18 +89,33 @@ def simulate(
       stretto simulate zb_h1 -d 4 -m 12 --costs F=1,I=1.1,W=0.9 --json
 
       stretto simulate interleaved --overlap --layers 'embedding,moe*14,loss' --costs examples/phases.toml
+
+      stretto simulate weight_update --devices 8 --size 1000GB --bucket 4GB --h2d 50GB/s --mode overlap_all
     """
     table = read_costs(costs)
+    sizes = Sizes(devices, microbatches, stages_per_device, overlap)
+    options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
+    update = UpdateOptions(size=size, bucket=bucket, h2d=h2d, broadcast=broadcast, reload=reload, mode=mode)
+    if name.lower().replace("-", "_") == NAME:
+        if sizes != Sizes(devices) or options.given():
+            raise PlanError(f"{NAME} takes --devices and sizes of its own; the other options go with a schedule")
+        return simulate_update(devices, update, table, output=output, json=json)
+    if update.given():
+        raise PlanError(f"--size, --bucket, --h2d, --broadcast, --reload and --mode go with {NAME}, not with {name}")
     with working(f"simulating {name}"):
-        sizes = Sizes(devices, microbatches, stages_per_device, overlap)
-        options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
         timeline = training_of(name, sizes, options, table)
         summary = timeline.summary(table.costs)
     note_free_copies(options, [timeline])
+    if output is not None:
+        with working(f"writing {output}"):
+            write_figure(timeline, output, costs=table.costs)
     if json:
         out.print(msgspec.json.format(msgspec.json.encode(summary)).decode())
-    else:
-        _print(summary, timeline)
+        return None
+    _print(summary, timeline)
+    if output is not None:
+        out.print(f"wrote {output}")
+    return None
 
 
 def _print(summary: Summary, timeline: Timeline) -> None:

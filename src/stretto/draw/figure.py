@@ -10,6 +10,7 @@ from stretto.draw.canvas import Box, bare, figure_at, legend, paint, time_axis, 
 from stretto.draw.lanes import Shown, host_late, rows_of, shown
 from stretto.draw.update import draw_update
 from stretto.ir.errors import StrettoError
+from stretto.ir.files import file_path
 from stretto.program.program import Program
 from stretto.program.task import Kind
 from stretto.timeline import Timeline
@@ -58,7 +59,7 @@ def draw_figure(timeline: Timeline, path: str | Path, *, number_up_flow: bool = 
     idle because a host had not issued the next task. A weight update has a row for each buffer, a user's own program
     one for each lane.
     """
-    path = Path(path)
+    path = file_path(path)
     if path.suffix.lower() not in (".svg", ".png"):
         raise StrettoError(f"a figure is an .svg or a .png (got {path})")
     if timeline.makespan <= 0:

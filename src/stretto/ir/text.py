@@ -8,7 +8,7 @@ import msgspec
 
 from stretto.ir.action import Action, End, Op, Pair, Reduce, Transfer
 from stretto.ir.errors import PlanError, TextError
-from stretto.ir.files import read_text, write_text
+from stretto.ir.files import file_path, read_text, write_text
 from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan, Slot, infer_placement
 
@@ -40,13 +40,13 @@ def load_plan(path: str | Path) -> Plan:
     """Read a plan from PyTorch's compute-only CSV, or from the JSON that `Plan.save` writes."""
     text = read_text(path)
     try:
-        return parse_plan_json(text) if Path(path).suffix.lower() == ".json" else parse_plan(text)
+        return parse_plan_json(text) if file_path(path).suffix.lower() == ".json" else parse_plan(text)
     except (TextError, PlanError) as error:
         raise TextError(f"{path}: {error}") from None
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    match Path(path).suffix.lower():
+    match file_path(path).suffix.lower():
         case ".csv":
             write_text(path, f"{plan}\n")
         case ".json":

@@ -45,14 +45,11 @@ class Anatomy:
         self.calls = tuple(calls)
         self.wgrad_microbatches = wgrad_microbatches
         self.layers = tuple(map(tuple, layers))
-        self.ties = tuple(sorted({tuple(sorted({*tie})) for tie in ties}))
-        for tie in self.ties:
-            if len(tie) < 2 or not 0 <= tie[0] <= tie[-1] < len(layers):
-                raise PlanError(f"a tie is of two or more of the {len(layers)} stages, by number (got {tie})")
+        self.ties = _ties(ties, stages=len(self.layers))
         self.is_whole = is_whole
         self.forward = tuple(
             tuple(Part(n, layer.name, phase) for n, layer in enumerate(stage) for phase in layer.phases)
-            for stage in layers
+            for stage in self.layers
         )
         for stage, parts in enumerate(self.forward):
             if not any(part.phase.lane == "compute" for part in parts):
@@ -108,3 +105,15 @@ class Anatomy:
         """For each row of weight gradients, the row of the backward part it needs."""
         rows = zip(self.pass_rows[:-1], self.weight_steps, strict=True)
         return np.concatenate([row + np.array(steps) for row, steps in rows])
+
+
+def _ties(ties: Iterable[Iterable[int]], *, stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return which stages share weights, each group sorted; raise PlanError if that is not what `ties` holds."""
+    try:
+        sorted_ties = tuple(sorted({tuple(sorted({*tie})) for tie in ties}))
+        wrong = [tie for tie in sorted_ties if len(tie) < 2 or not all(0 <= stage < stages for stage in tie)]
+    except TypeError:
+        raise PlanError(f"ties are lists of stages that share weights, e.g. [[0, 3]] (got {ties!r:.40})") from None
+    if wrong:
+        raise PlanError(f"a tie is of two or more of the {stages} stages, by number (got {wrong[0]!r:.40})")
+    return sorted_ties

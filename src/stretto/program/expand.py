@@ -36,10 +36,10 @@ class _Piece(NamedTuple):
     late: bool = False
 
 
-def expand(actions: TaskColumns, anatomy: Anatomy, costs: Costs | None, *, recompute: bool) -> Expansion:
+def expand(actions: TaskColumns, anatomy: Anatomy, costs: Costs, *, recompute: bool) -> Expansion:
     if anatomy.is_whole:
         return _whole(actions, recompute=recompute)
-    return _phases(actions, anatomy, costs or Costs(), recompute=recompute)
+    return _phases(actions, anatomy, costs, recompute=recompute)
 
 
 def _whole(actions: TaskColumns, *, recompute: bool) -> Expansion:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stretto.costs import Costs
+from stretto.costs import Costs, costs_or_default
 from stretto.ir.action import Op, Pair
 from stretto.ir.errors import PlanError
 from stretto.ir.plan import Plan, Slot
@@ -146,7 +146,9 @@ def lower(
         if offload
         else no_copies(count)
     )
-    parts = expand(replace(actions.columns, slot=copies.forward_slot), anatomy, costs, recompute=recompute)
+    parts = expand(
+        replace(actions.columns, slot=copies.forward_slot), anatomy, costs_or_default(costs), recompute=recompute
+    )
     if joined > 1:
         parts = replace(parts, work=replace(parts.work, kind=apart(parts.work, actions.columns.kind[parts.action])))
 
@@ -170,9 +172,13 @@ def _validate(plan: Plan, layers: Sequence[Sequence[Layer]] | None, offload: int
             f"a plan is wanted, and a {type(plan).__name__} is none; parse_plan() reads one from its text, "
             "and program_of() makes a program of calls"
         )
-    if layers is not None and len(layers) != plan.stages:
-        raise PlanError(f"the plan has {plan.stages} stages, but layers are given for {len(layers)}")
-    if not isinstance(offload, int) or offload < 0:
+    if layers is not None:
+        nested = isinstance(layers, Sequence) and all(isinstance(stage, Sequence) for stage in layers)
+        if not nested or not all(isinstance(layer, Layer) for stage in layers for layer in stage):
+            raise PlanError(f"layers are lists of Layer, one per stage; cut_layers() makes them (got {layers!r:.60})")
+        if len(layers) != plan.stages:
+            raise PlanError(f"the plan has {plan.stages} stages, but layers are given for {len(layers)}")
+    if type(offload) is not int or offload < 0:
         raise PlanError(f"offload is a number of actions of at least 0 (got {offload!r:.40})")
     if type(wgrad_microbatches) is not int or wgrad_microbatches < 1:
         raise PlanError(f"wgrad_microbatches is a whole number of at least 1 (got {wgrad_microbatches!r:.40})")

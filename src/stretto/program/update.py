@@ -14,19 +14,20 @@ from stretto.program.index import TaskIndex
 from stretto.program.program import Program
 from stretto.program.task import UPDATES, Kind, Lane
 
-Mode = Literal["serial", "two", "three"]
-MODES: tuple[Mode, ...] = ("serial", "two", "three")
+Mode = Literal["serial", "overlap_reload", "overlap_all"]
+MODES: tuple[Mode, ...] = ("serial", "overlap_reload", "overlap_all")
 
 
-def weight_update(*, devices: int, buckets: int, mode: Mode = "two") -> Program:
+def weight_update(*, devices: int, buckets: int, mode: Mode = "overlap_reload") -> Program:
     """Return a program that loads every bucket into every device; bucket k comes from device k mod `devices`.
 
     A round is one bucket from each device: all devices copy their buckets from host memory at once, then each in turn
     broadcasts its bucket into one of every device's two IPC buffers, while the other is being reloaded from.
 
     - "serial": no overlap; each step waits for the one before it.
-    - "two": broadcast overlaps reload; the next round's copies wait for this round's last broadcast. One H2D buffer.
-    - "three": copies overlap too, into a second H2D buffer, which keeps them at most one round ahead.
+    - "overlap_reload": broadcast overlaps reload. There is one H2D buffer: the next round's copies wait for this
+      round's last broadcast.
+    - "overlap_all": copies overlap too, into a second H2D buffer, which keeps them at most one round ahead.
 
     A lone device copies straight into its IPC buffers. The tasks' needs also ensure that no buffer is refilled before
     it has been emptied.
@@ -61,10 +62,10 @@ def _tasks(devices: int, buckets: int, mode: Mode) -> tuple[Ints, TaskColumns]:
     device = np.concatenate((h2d % devices, everyone[sent], everyone))
     kind = np.repeat(UPDATES, (len(h2d), len(each[sent]), len(each)))
     turns = (
-        1 if devices > 1 and mode != "three" else 2
+        1 if devices > 1 and mode != "overlap_all" else 2
     )  # number of H2D buffers; a lone device copies into its IPC buffers
     slot = np.where(kind == Kind.H2D, bucket // devices % turns, np.where(kind == Kind.BROADCAST, bucket % 2, -1))
-    ahead = 1 if mode == "three" else 0
+    ahead = 1 if mode == "overlap_all" else 0
     place = np.where(kind == Kind.H2D, np.maximum(0, bucket // devices - ahead) * devices, bucket)
     order = np.lexsort((device, kind, place))
     work = TaskColumns.simple(kind, bucket % devices, bucket, slot=slot)
@@ -83,7 +84,7 @@ def _needs(work: TaskColumns, device: Ints, mode: Mode) -> Iterator[tuple[Ints, 
     if mode == "serial":
         yield h2d, np.where(before >= 0, loaded[device[h2d], before], -1)
         yield broadcast, np.where(bucket[broadcast] > 0, loaded[device[broadcast], bucket[broadcast] - 1], -1)
-    elif mode == "two" and not alone:
+    elif mode == "overlap_reload" and not alone:
         yield h2d, np.where(before >= 0, sent[device[h2d], before], -1)
 
 

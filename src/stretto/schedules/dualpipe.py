@@ -128,6 +128,6 @@ def _row(
     for _ in range(outside):
         row.weight()
         row.input(near)
-    while row.owed:
+    while row.pending:
         row.weight()
     return tuple(row.slots)

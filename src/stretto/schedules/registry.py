@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import signature
 from typing import TypeVar
 
 from stretto.ir.errors import PlanError
@@ -52,7 +53,16 @@ def register(
     even: bool = False,
     rounds: int = 0,
 ) -> Callable[[_M], _M]:
-    """Register a plan-making function under its own name, for the command line, `doctor`, docs and tests."""
+    """Register a plan-making function under its own name, for the command line, `doctor`, docs and tests.
+
+    The function takes `devices` and `microbatches` by keyword, and if `variable`, `stages_per_device` and `overlap`.
+    """
+    texts = {"published": published, "meaning": meaning, "limits": limits, "bubble": bubble, "memory": memory}
+    for field, text in texts.items():
+        if not isinstance(text, str) or not text:
+            raise PlanError(f"{field} is a text about the schedule (got {text!r:.40})")
+    if not isinstance(aliases, tuple) or not all(isinstance(alias, str) for alias in aliases):
+        raise PlanError(f"aliases are a tuple of names (got {aliases!r:.40})")
 
     def registered(make: _M) -> _M:
         name = make.__name__
@@ -61,6 +71,11 @@ def register(
         )
         if not name.isidentifier() or name != name.lower():
             raise PlanError(f"a schedule has a name in lower case, without spaces or signs (got {name!r:.40})")
+        keywords = ("devices", "microbatches", *(("stages_per_device", "overlap") if variable else ()))
+        try:
+            signature(make).bind(**dict.fromkeys(keywords))
+        except TypeError as error:
+            raise PlanError(f"{name} is called with the keywords {', '.join(keywords)}: {error}") from None
         known = {word for schedule in SCHEDULES.values() for word in (schedule.name, *schedule.aliases)}
         if taken := known & {name, *aliases}:
             raise PlanError(f"there already is a schedule {min(taken)}")

@@ -37,7 +37,7 @@ class Row:
         self.slots.append(Pair(self._take(forward, Op.F), self._take(backward, Op.B)))
 
     @property
-    def owed(self) -> int:
+    def pending(self) -> int:
         """How many weight parts are still to come."""
         return len(self._weights)
 

@@ -56,9 +56,9 @@ def _split(*, devices: int, microbatches: int, depth: int) -> Plan:
                 row.forward(device)
                 forwards += 1
             row.input(device)
-            if row.owed > depth * device:
+            if row.pending > depth * device:
                 row.weight()
-        while row.owed:
+        while row.pending:
             row.weight()
         rows.append(tuple(row.slots))
     return Plan(tuple(rows), looped(devices=devices, stages_per_device=1, microbatches=microbatches))

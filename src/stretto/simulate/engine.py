@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from stretto.costs import Costs
+from stretto.costs import Costs, costs_or_default
 from stretto.ir.errors import CostError, ProgramError
 from stretto.ir.plan import Plan
 from stretto.program.graph import Graph, lane_graph
@@ -20,7 +20,7 @@ def simulate(program: Plan | Program, costs: Costs | None = None) -> Timeline:
 
     A lane runs its tasks in order. A transfer takes place on both its lanes at once. Receives are
     assumed to be posted in time, so only a lane's own order and the needs hold a task back. Missing
-    tasks are no error here; `check` finds them. Lanes that share a resource slow each other down (`Shared`).
+    tasks are no error here; `check` finds them. Lanes that share a resource slow each other down (`SharedResource`).
 
     >>> from stretto.schedules.gpipe import gpipe
     >>> simulate(gpipe(devices=2, microbatches=3)).makespan
@@ -33,7 +33,7 @@ def simulate(program: Plan | Program, costs: Costs | None = None) -> Timeline:
             "the program cannot run: tasks wait in a circle, and so never start; "
             f"{program.task(int(graph.task[stuck[0]]))} is one of {len(stuck)}, and check() names the circle"
         )
-    graph, costs = graph.ordered(), costs or Costs()
+    graph, costs = graph.ordered(), costs_or_default(costs)
     time = durations(program, costs)[graph.task].tolist()
     start, end = replay_sharing(program, costs, graph, time) if costs.shared else _replay(graph, time)
     if not math.isfinite(max(end)):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from stretto.costs import Costs
 from stretto.ir.errors import StrettoError, TextError
-from stretto.ir.files import read_text, write_text
+from stretto.ir.files import file_path, read_text, write_text
 from stretto.timeline.timeline import Timeline
 from stretto.timeline.trace import parse_trace, trace_json
 
@@ -15,7 +15,7 @@ FIGURES: dict[str, Callable[..., None]] = {}
 
 def save_timeline(timeline: Timeline, path: str | Path, *, costs: Costs | None = None, lanes: bool = False) -> None:
     """Write a figure (.svg, .png) or a trace (.json), by the path's extension."""
-    path = Path(path)
+    path = file_path(path)
     extension = path.suffix.lower()
     if extension == ".json":
         write_text(path, trace_json(timeline, costs=costs))

@@ -68,7 +68,7 @@ class Changes:
     device: Ints
     held: Ints
     """The change in activations."""
-    owed: Ints
+    pending: Ints
     """The change in stage passes that wait for their weight part."""
     size: Floats
     """The change in bytes."""
@@ -82,6 +82,7 @@ class Changes:
         A forward's first part takes activation memory and the backward's last part frees it; from then to the last
         weight part the pass is pending. Without any backward, a forward's own last part frees its activations.
         """
+        costs.validate(stages=program.placement.stages, devices=program.devices, recompute=program.recomputes)
         work = program.work
         task = np.flatnonzero(~program.moving)
         count = len(task)
@@ -89,7 +90,7 @@ class Changes:
             task=np.repeat(task, 2),
             device=np.repeat(program.device[task], 2),
             held=np.zeros(2 * count, dtype=np.int64),
-            owed=np.zeros(2 * count, dtype=np.int64),
+            pending=np.zeros(2 * count, dtype=np.int64),
             size=np.zeros(2 * count),
             change=np.zeros(2 * count, dtype=np.bool_),
         )
@@ -100,13 +101,13 @@ class Changes:
         gives = np.flatnonzero(backward & (part == last[back_stage]))
         ends = gives if backward.any() else np.flatnonzero(forward & (part == last[stage]))
         settles = np.flatnonzero(weight & (part == last_weight[stage]))
-        size, size_owed = (
+        size, pending_size = (
             costs.per_stage(name, stages=program.placement.stages) for name in ("activation_bytes", "pending_bytes")
         )
         changes.add(2 * takes, held=1, size=size[stage[takes]])
         changes.add(2 * ends + 1, held=-1, size=-size[back_stage[ends]])
-        changes.add(2 * gives + 1, owed=1, size=size_owed[back_stage[gives]])
-        changes.add(2 * settles + 1, owed=-1, size=-size_owed[stage[settles]])
+        changes.add(2 * gives + 1, pending=1, size=pending_size[back_stage[gives]])
+        changes.add(2 * settles + 1, pending=-1, size=-pending_size[stage[settles]])
         if work.among(COPIES).any():
             changes.add_copies(program, costs)
         if program.recomputes:
@@ -137,16 +138,16 @@ class Changes:
                 DeviceMemory(
                     time=when[at][shown],
                     activations=np.cumsum(self.held[at])[shown],
-                    pending=np.cumsum(self.owed[at])[shown],
+                    pending=np.cumsum(self.pending[at])[shown],
                     bytes=device_bytes + np.cumsum(self.size[at])[shown] if counts_bytes else None,
                     task=self.task[at][shown],
                 )
             )
         return devices
 
-    def add(self, event: Ints, *, held: int = 0, owed: int = 0, size: Floats) -> None:
+    def add(self, event: Ints, *, held: int = 0, pending: int = 0, size: Floats) -> None:
         self.held[event] += held
-        self.owed[event] += owed
+        self.pending[event] += pending
         self.size[event] += size
         self.change[event] = True
 

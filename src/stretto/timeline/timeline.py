@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from stretto.costs import Costs, Unit
+from stretto.costs import Costs, Unit, costs_or_default
 from stretto.ir.errors import StrettoError
 from stretto.program.columns import grouped
 from stretto.program.graph import queue_edges
@@ -104,7 +104,7 @@ class Timeline:
 
     def memory(self, costs: Costs | None = None) -> list[DeviceMemory]:
         """Return what each device holds over time."""
-        return memory_over_time(self.program, costs or Costs(), self.start, self.end)
+        return memory_over_time(self.program, costs_or_default(costs), self.start, self.end)
 
     def summary(self, costs: Costs | None = None) -> Summary:
         """Return times, bubbles and peak memory per device; for peak bytes, pass costs with bytes."""

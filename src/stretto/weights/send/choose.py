@@ -48,19 +48,19 @@ def bucket_bytes_for(manifest: Manifest, devices: int, free: int, *, split: bool
     """Return a bucket size that gives several rounds, whose buffers fit, and that holds the largest tensor if tensors
     are not split."""
     preferred = min(BUCKET_BYTES, max(_SMALLEST, manifest.nbytes // (devices * _ROUNDS)))
-    most = int(free * _SHARE) // buffers(devices, "two") // ALIGNMENT * ALIGNMENT
+    most = int(free * _SHARE) // buffers(devices, "overlap_reload") // ALIGNMENT * ALIGNMENT
     least = ALIGNMENT if split else least_bucket(manifest)
     if least > most:
         raise WeightsError(
-            f"the largest tensor has {least:,} bytes, and {buffers(devices, 'two')} buffers of that size do not fit "
-            f"{free:,} free bytes; free some, or take tensors in parts: Sender(split=True)"
+            f"the largest tensor has {least:,} bytes, and {buffers(devices, 'overlap_reload')} buffers of that size do "
+            f"not fit {free:,} free bytes; free some, or take tensors in parts: Sender(split=True)"
         )
     return max(least, min(aligned(preferred), most))
 
 
 def buffers(devices: int, mode: Mode) -> int:
     """Return how many buffers of one bucket each a device has."""
-    return 2 if devices == 1 else 4 if mode == "three" else 3
+    return 2 if devices == 1 else 4 if mode == "overlap_all" else 3
 
 
 def choose(

@@ -1,0 +1,69 @@
+"""The parts of a cost table: links, phases, buckets, shared resources; and the names of its numbers."""
+
+import math
+from typing import Literal, TypeAlias
+
+import msgspec
+
+PerStage: TypeAlias = float | tuple[float, ...]
+"""One number for all stages, or one per stage."""
+
+Unit: TypeAlias = Literal["s"] | None
+"""The unit of times: seconds, or None for any unit of the user's choice."""
+
+LANES = ("compute", "comm", "send", "recv", "d2h", "h2d", "reduce", "broadcast", "reload")
+"""The names of lanes that a `SharedResource` may list."""
+TIMES = ("F", "B", "I", "W", "FB", "BW", "R", "reduce")
+BYTES = (
+    "activation_bytes",
+    "offload_bytes",
+    "recompute_bytes",
+    "pending_bytes",
+    "parameter_bytes",
+    "message_bytes",
+)
+"""The costs in bytes."""
+OPTIONAL = ("B", "FB", "R", "activation_bytes", "offload_bytes", "recompute_bytes", "slowdown")
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A transfer of n bytes takes `latency + n / bandwidth`."""
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+
+class PhaseTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Times of a phase: forward, input gradient, weight gradient, and recompute of what its forward discarded."""
+
+    F: float = 0.0
+    I: float = 0.0  # noqa: E741
+    W: float = 0.0
+    R: float | None = None
+
+    @property
+    def recompute(self) -> float:
+        """R, or F if R is not given."""
+        return self.F if self.R is None else self.R
+
+
+class BucketTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Times of a weight update's steps for one bucket: host to device, broadcast, reload."""
+
+    h2d: float = 1.0
+    broadcast: float = 1.0
+    reload: float = 1.0
+
+
+class SharedResource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that several lanes share, such as a PCIe link or the cores of a CPU.
+
+    `lanes` maps a lane's name to what a task on it draws at full speed. If running tasks demand more than `capacity`,
+    it is shared fairly: each task gets an equal share, or its whole demand if that is less, and its speed drops in
+    proportion.
+    """
+
+    capacity: float
+    lanes: dict[str, float]
+    devices: int = 1
+    """How many neighbouring devices share one."""

@@ -1,0 +1,87 @@
+"""Whether a cost table makes sense: numbers of at least 0, of the right kind, under known names."""
+
+import math
+from typing import Any
+
+from stretto.costs.parts import BYTES, LANES, OPTIONAL, TIMES, BucketTimes, Link, PhaseTimes, SharedResource
+from stretto.ir.errors import CostError
+
+
+def validate(costs: Any) -> None:
+    """Raise CostError for the first field of a cost table that is wrong."""
+    if costs.unit not in (None, "s"):
+        raise CostError(f'unit is "s" if times are seconds, or left out (got {costs.unit!r:.40})')
+    for name in (*TIMES, *BYTES):
+        value = getattr(costs, name)
+        if isinstance(value, tuple):
+            for number in value:
+                _validate_number(name, number)
+        elif value is not None or name not in OPTIONAL:
+            _validate_number(name, value)
+    _validate_number("reduce_tied", costs.reduce_tied)
+    if costs.slowdown is not None:
+        if not isinstance(costs.slowdown, tuple):
+            raise CostError(f"slowdown is a list with a factor for each device (got {costs.slowdown!r:.40})")
+        for number in costs.slowdown:
+            _validate_number("slowdown", number)
+    for name in ("links", "phases", "calls", "shared"):
+        table = getattr(costs, name)
+        if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
+            raise CostError(f"{name} is a table with names as keys (got {table!r:.40})")
+    _validate_links({"link": costs.link, "host": costs.host})
+    _validate_links({f"links.{key}": link for key, link in costs.links.items()})
+    for key in costs.links:
+        link_ends(key)
+    for key, times in costs.phases.items():
+        _validate_fields(f"phases.{key}", times, PhaseTimes, ("F", "I", "W", "recompute"))
+    for key, time in costs.calls.items():
+        _validate_number(f"calls.{key}", time)
+    _validate_fields("bucket", costs.bucket, BucketTimes, BucketTimes.__struct_fields__)
+    for key, shared in costs.shared.items():
+        _validate_shared(f"shared.{key}", shared, any_lane=bool(costs.calls))
+
+
+def link_ends(key: str) -> tuple[int, int]:
+    """Return the source and target device in a link's name."""
+    source, arrow, target = key.partition(">")
+    if not (arrow and source.isdecimal() and target.isdecimal() and len(key) < 20):
+        raise CostError(f'a link is named "source>target", e.g. "3>4" (got {key!r:.40})')
+    return int(source), int(target)
+
+
+def _validate_links(links: dict[str, Any]) -> None:
+    for name, link in links.items():
+        _validate_fields(name, link, Link, ("latency",))
+        if not _is_number(link.bandwidth) or math.isnan(link.bandwidth) or link.bandwidth <= 0:
+            raise CostError(f"{name}.bandwidth must be a number above 0 (got {link.bandwidth!r:.40})")
+
+
+def _validate_fields(name: str, value: Any, kind: type, fields: tuple[str, ...]) -> None:
+    if not isinstance(value, kind):
+        raise CostError(f"{name} must be {'a ' if kind is Link else ''}{kind.__name__} (got {value!r:.40})")
+    for field in fields:
+        _validate_number(f"{name}.{field}", getattr(value, field))
+
+
+def _validate_shared(name: str, shared: Any, *, any_lane: bool) -> None:
+    if not isinstance(shared, SharedResource):
+        raise CostError(f"{name} must be a SharedResource (got {shared!r:.40})")
+    if not isinstance(shared.lanes, dict):
+        raise CostError(f"{name}.lanes says how much each lane draws, by its name (got {shared.lanes!r:.40})")
+    for lane, draws in {"capacity": shared.capacity, **shared.lanes}.items():
+        _validate_number(f"{name}.{lane}", draws)
+        if draws <= 0:
+            raise CostError(f"{name}.{lane} must be above 0 (got {draws})")
+    if not any_lane and (unknown := [lane for lane in shared.lanes if lane not in LANES]):
+        raise CostError(f"{name} names lane {unknown[0]!r:.40}; known are {', '.join(LANES)}")
+    if type(shared.devices) is not int or shared.devices < 1:
+        raise CostError(f"{name}.devices must be a whole number of at least 1 (got {shared.devices!r:.40})")
+
+
+def _validate_number(name: str, value: Any) -> None:
+    if not _is_number(value) or not math.isfinite(value) or value < 0:
+        raise CostError(f"{name} must be a number of at least 0 (got {value!r:.40})")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
