@@ -1,9 +1,11 @@
 # Each target sets up all it needs in .venv, on a fresh clone too. Needs Python 3.11 or later as $(PYTHON).
 PYTHON ?= python3
 BIN := .venv/bin
+# As many tests at a time as there are cores, up to eight.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-vllm slow check figures bench clean
+.PHONY: demo test test-vllm slow check figures docs bench clean
 
 demo: .venv/train
 	@$(BIN)/python examples/demo.py
@@ -11,8 +13,12 @@ demo: .venv/train
 figures: .venv/core
 	$(BIN)/python examples/figures.py docs/figures
 
+docs: .venv/docs
+	PATH="$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+	@echo 'open site/index.html; for its search: $(BIN)/python -m http.server -d site'
+
 test: .venv/test
-	$(BIN)/python -m pytest --durations=20
+	$(PYTEST) --durations=20
 
 test-vllm: .venv-vllm/done
 	.venv-vllm/bin/python -m pytest tests/weights/adapters/live_vllm.py
@@ -24,7 +30,7 @@ check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 bench: .venv/test
 	$(BIN)/python benchmarks/simulate/run.py
@@ -33,7 +39,7 @@ bench: .venv/test
 	$(BIN)/python benchmarks/weights/cpu.py
 
 clean:
-	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
@@ -43,6 +49,10 @@ clean:
 
 .venv/train: .venv/core
 	$(PIP) -e '.[draw,train]'
+	@touch $@
+
+.venv/docs: .venv/core
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 .venv/test: .venv/train

@@ -1,8 +1,6 @@
 """The command line as a user meets it: its output and its exit code."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +11,6 @@ from commands import run
 from strategies import SCHEDULES
 from stretto.schedules import dualpipe, gpipe, one_f_one_b, zb_v
 from stretto.timeline.trace import trace_json
-
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(stretto.__file__).parent.parent)}
 
 
 def test_bare_show_lists_every_schedule_with_its_formulas() -> None:
@@ -191,29 +187,6 @@ def test_odd_file_names_are_printed_as_they_are(tmp_path: Path) -> None:
         (tmp_path / name).write_text("0F0,0B0")
         assert run("compare", name, "--json", cwd=tmp_path).stdout.count(name) == 1
         assert run("compare", name, cwd=tmp_path).stdout.splitlines()[1].startswith(name)
-
-
-def test_output_without_unicode_is_no_error() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "stretto", "show", "gpipe"],
-        capture_output=True,
-        timeout=60,
-        env={**ENVIRONMENT, "PYTHONIOENCODING": "ascii"},
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_a_process_prints_what_a_call_does() -> None:
-    for arguments in (["simulate", "dualpipe"], ["show", "dualpip"], ["check", "none.csv"]):
-        process = subprocess.run(
-            [sys.executable, "-m", "stretto", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**ENVIRONMENT, "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
-        )
-        call = run(*arguments)
-        assert (process.returncode, process.stdout, process.stderr) == (call.returncode, call.stdout, call.stderr)
 
 
 def test_compare_names_what_cannot_be_made() -> None:
@@ -604,12 +577,6 @@ def test_compare_shows_exposed_copies(tmp_path: Path) -> None:
     headings, figures = (line.split() for line in done.stdout.splitlines())
     assert headings[-2:] == ["copy", "bytes"]
     assert float(figures[-2]) > 0
-
-
-def test_a_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m stretto show gpipe -d 64 -m 512 | head -n 1"
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60)
-    assert done.stderr == ""
 
 
 def test_the_version_is_the_packages() -> None:

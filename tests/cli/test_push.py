@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stretto.cli.main import app
+from commands import run
+from stretto.cli.push_plan import PushPlan
 from stretto.timeline.trace import parse_trace
 from stretto.weights.receive.receiver import Receiver
 from stretto.weights.send import staging
@@ -63,32 +64,41 @@ def test_the_report_as_json(checkpoint: Path) -> None:
 
 
 def test_a_dry_run_touches_nobody_and_draws_the_plan(checkpoint: Path) -> None:
-    done = stretto(str(checkpoint), "--dry-run", "--devices", "2", "--bucket", "0.04MiB")
+    done = run("push", str(checkpoint), "--dry-run", "--devices", "2", "--bucket", "0.04MiB")
     assert done.returncode == 0, done.stderr
     assert "9 tensors, 180,000 bytes" in done.stdout
-    assert "5 buckets of 0.0397949 MiB" in done.stdout
+    assert "5 buckets of 41.7 kB" in done.stdout
     assert "(chosen)" in done.stdout
     assert "1 Reload" in done.stdout
 
 
+def test_a_dry_run_as_json(checkpoint: Path) -> None:
+    done = run("push", str(checkpoint), "--dry-run", "--devices", "2", "--bucket", "0.04MiB", "--json")
+    plan = msgspec.json.decode(done.stdout, type=PushPlan)
+    assert (plan.tensors, plan.bytes, plan.buckets, plan.senders) == (9, 180_000, 5, 2)
+    assert plan.chosen == min(plan.modes, key=lambda row: row.seconds).mode
+    assert {row.mode: row.buffer_bytes // plan.bucket_bytes for row in plan.modes} == {
+        "serial": 3,
+        "overlap_reload": 3,
+        "overlap_all": 4,
+    }
+
+
 def test_a_dry_run_of_many_draws_the_first_buckets_or_says_how(checkpoint: Path) -> None:
-    done = stretto(str(checkpoint), "--dry-run", "--devices", "8", "--bucket", "0.02MiB", "--device", "cpu")
+    done = run("push", str(checkpoint), "--dry-run", "--devices", "8", "--bucket", "0.02MiB", "--device", "cpu")
     assert "the first 9 buckets; all of them with -o push.svg:" not in done.stdout
     assert "7 Reload" in done.stdout  # nine buckets just fit
-    done = stretto(str(checkpoint), "--dry-run", "--devices", "16", "--bucket", "0.02MiB", "--device", "cpu")
+    done = run("push", str(checkpoint), "--dry-run", "--devices", "16", "--bucket", "0.02MiB", "--device", "cpu")
     assert "the first 4 buckets; all of them with -o push.svg:" in done.stdout
     assert "15 Reload" in done.stdout
-    done = stretto(str(checkpoint), "--dry-run", "--devices", "200", "--bucket", "0.02MiB", "--device", "cpu")
+    done = run("push", str(checkpoint), "--dry-run", "--devices", "200", "--bucket", "0.02MiB", "--device", "cpu")
     assert "tasks do not fit a terminal; draw them with -o push.svg" in done.stdout
 
 
-def test_a_dry_run_leaves_modes_out_that_do_not_fit(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_leaves_modes_out_that_do_not_fit(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "free_bytes", lambda _: 7 << 19)  # three buffers of 1 MiB, and not four
     arguments = [str(checkpoint), "--dry-run", "--devices", "2", "--bucket", "1MiB", "--device", "cpu"]
-    app(["push", *arguments], standalone_mode=False)
-    told = capsys.readouterr().out
+    told = run("push", *arguments).stdout
     assert "serial" in told
     assert "overlap_reload" in told
     assert "overlap_all" not in told
@@ -103,10 +113,10 @@ def test_a_dry_run_under_torchrun_is_of_all_its_senders_and_told_once(checkpoint
 
 def test_a_folder_names_the_version_however_it_is_spelled(checkpoint: Path) -> None:
     folder = checkpoint.parent
-    done = stretto(str(folder / "."), "--dry-run", "--device", "cpu")
+    done = run("push", str(folder / "."), "--dry-run", "--device", "cpu")
     assert done.stdout.startswith(f"{folder.name}: ")
     (folder / "below").mkdir()
-    done = stretto(str(folder / "below" / ".."), "--dry-run", "--device", "cpu")
+    done = run("push", str(folder / "below" / ".."), "--dry-run", "--device", "cpu")
     assert done.stdout.startswith(f"{folder.name}: ")
 
 
@@ -127,7 +137,6 @@ def test_a_folder_names_the_version_however_it_is_spelled(checkpoint: Path) -> N
         (["--dry-run", "--devices", "0"], "--devices is a number of senders from 1 to 4096 (got 0)"),
         (["--to", "unix:///x", "-o", "a.foo"], "-o draws .svg, .png or .trace.json (got a.foo)"),
         (["--to", "unix:///x", "-o", "/no/a.svg"], "cannot write /no/a.svg: no directory to write into"),
-        (["--dry-run", "--json"], "--dry-run prints for people; leave --json out"),
         (
             ["--to", "unix:///x", "-d", "2"],
             "--devices is for --dry-run; torchrun --nproc-per-node starts as many senders as you like",
@@ -136,7 +145,7 @@ def test_a_folder_names_the_version_however_it_is_spelled(checkpoint: Path) -> N
     ],
 )
 def test_bad_input_is_one_line(checkpoint: Path, arguments: list[str], said: str) -> None:
-    done = stretto(str(checkpoint), *arguments)
+    done = run("push", str(checkpoint), *arguments)
     assert done.returncode == 2
     assert done.stderr == f"stretto: {said}\n"
     assert done.stdout == ""
@@ -160,7 +169,7 @@ def test_a_push_that_fails_is_no_bad_input(checkpoint: Path, tmp_path: Path) -> 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"no header")
-    done = stretto(str(tmp_path / "x.safetensors"), "--dry-run")
+    done = run("push", str(tmp_path / "x.safetensors"), "--dry-run")
     assert done.returncode == 2
     assert done.stderr.startswith(f"stretto: {tmp_path}/x.safetensors")
     assert done.stderr.count("\n") == 1

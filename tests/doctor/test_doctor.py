@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 import stretto
+from commands import run
+from processes import running
 from ranks import Ranks
 from stretto.doctor import rank
 from stretto.doctor.examine import examine, setting_of
@@ -42,30 +45,37 @@ def test_all_is_well_here() -> None:
     assert report.versions["stretto"] == stretto.__version__
 
 
-def test_what_takes_too_long_is_ended_and_told() -> None:
+def test_what_takes_too_long_is_ended_and_told(mark: str) -> None:
     said: list[str] = []
     report = examine("gloo", 2, seconds=1, progress=said.append)
     (failed,) = report.failed
     assert failed.said.startswith("not done after 1 s: rank 0 "), failed
-    assert str(Path(rank.__file__)) not in running()
+    assert ranks_with(mark) == set()
 
 
-def test_a_request_to_end_ends_all() -> None:
+def test_a_request_to_end_ends_all(mark: str) -> None:
     command = [sys.executable, "-m", "stretto", "doctor", "--backend", "gloo", "-d", "2"]
     doctor = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
-        while str(Path(rank.__file__)) not in running() and time.monotonic() < deadline:
+        while not ranks_with(mark) and time.monotonic() < deadline:
             time.sleep(0.1)
         doctor.terminate()
         assert doctor.wait(30) == 143
     finally:
         doctor.kill()
-    assert str(Path(rank.__file__)) not in running()
+    assert ranks_with(mark) == set()
 
 
-def running() -> str:
-    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A mark that the processes of this test have in their environment."""
+    monkeypatch.setenv("STRETTO_TEST", value := str(uuid.uuid4()))
+    return value
+
+
+def ranks_with(mark: str) -> set[int]:
+    return running(str(Path(rank.__file__)), mark)
 
 
 def wrong(mesh: Any, what: str) -> Check:
@@ -129,8 +139,7 @@ def test_bad_input_is_one_line() -> None:
         (["--backend", "tpu"], "--backend is one of gloo, nccl, onegpu (got tpu)"),
         (["-d", "0", "--backend", "gloo"], "runs at least 1 rank"),
     ):
-        command = [sys.executable, "-m", "stretto", "doctor", *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = run("doctor", *options)
         assert done.returncode == 2
         assert said in done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -9,25 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from processes import running
+
 TESTS = Path(__file__).parent.parent / "support"
 PATHS = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
 WORDS = {"dies": "rank 1 died", "leaves": "rank 1 has left", "stops": " s for rank 1 to "}
-
-
-def brokers(mark: str) -> set[str]:
-    """The processes that run a broker for ranks with this mark in their environment."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if (
-                b"stretto.onegpu_broker.serve" in (path / "cmdline").read_bytes()
-                and mark in (path / "environ").read_text()
-            ):
-                found.add(path.name)
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "messages"])
@@ -59,6 +46,6 @@ def test_every_other_rank_names_it(tmp_path: Path, how: str, operation: str) -> 
             process.stdout.close()
     assert all(WORDS[how] in text for text in said), said
     deadline = time.monotonic() + 10
-    while brokers(mark) and time.monotonic() < deadline:
+    while running("stretto.onegpu_broker.serve", mark) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not brokers(mark)
+    assert not running("stretto.onegpu_broker.serve", mark)

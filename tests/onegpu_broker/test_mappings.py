@@ -76,7 +76,7 @@ def test_what_a_message_in_flight_uses_is_never_closed(world: World) -> None:
         world.use(b"%d" % number, number=number)
     assert len(world.open) == 8
     world.mappings.freed("rank 0", b"7")
-    world.mappings.gone("rank 0")
+    world.mappings.forget("rank 0")
     assert len(world.open) == 8
     world.arrived[0] = 7
     world.mappings.trim()
@@ -125,7 +125,7 @@ def test_what_its_owner_has_freed_is_closed_at_once(world: World) -> None:
     world.mappings.freed("rank 0", b"unknown")
     world.mappings.freed("rank 0", b"a")
     assert world.open == [b"a"]  # rank 1's
-    world.mappings.gone("rank 1")
+    world.mappings.forget("rank 1")
     assert world.open == []
 
 
@@ -134,14 +134,14 @@ def test_numbers_of_a_group_that_has_ended_say_nothing_of_the_next(world: World)
     world.arrived[5] = 10
     world.mappings.ended(range(4, 8))
     world.arrived[5] = 0  # the block is another channel's now
-    world.mappings.gone("rank 0")
+    world.mappings.forget("rank 0")
     assert world.open == []
 
 
 def test_a_handle_that_cannot_be_opened_leaves_nothing(world: World) -> None:
     with pytest.raises(cuda.DriverError):
         world.use(b"garbage")
-    world.mappings.gone("rank 0")
+    world.mappings.forget("rank 0")
     assert world.open == []
 
 
@@ -174,7 +174,7 @@ def test_whatever_happens_the_bound_holds_and_nothing_used_is_closed(
                 case "free":
                     world.mappings.freed(a % 3, handle)
                 case "gone":
-                    world.mappings.gone(a % 3)
+                    world.mappings.forget(a % 3)
                 case "end":
                     world.arrived[c] = begun[c]
                     world.mappings.ended(range(c, c + 1))
@@ -193,5 +193,5 @@ def test_whatever_happens_the_bound_holds_and_nothing_used_is_closed(
                 assert world.mappings._bytes == sum(sizes[int(handle)] for handle in fake.open.values())
         world.arrived, world.waiting = dict.fromkeys(range(6), 10**6), False
         for owner in range(3):
-            world.mappings.gone(owner)
+            world.mappings.forget(owner)
         assert (fake.open, world.mappings._bytes) == ({}, 0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -9,10 +10,10 @@ from ranks import Ranks
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """One that doors may be in."""
-    tmp_path.chmod(0o700)
-    return tmp_path
+def folder() -> Iterator[Path]:
+    """One that sockets may be in: its user's alone, with a short name."""
+    with TemporaryDirectory() as path:
+        yield Path(path)
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,7 @@ def test_a_bucket_shrinks_to_what_is_free() -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(WeightsError, match="'four' is no mode; there are serial, two, three"):
+    with pytest.raises(WeightsError, match="'four' is no mode; there are serial, overlap_reload, overlap_all"):
         choose(2, 2, MIB, Speeds(1, 1, 1), 1 << 40, mode="four")  # type: ignore[arg-type]
 
 

@@ -11,10 +11,10 @@ import typer
 
 from stretto.cli.console import err, number, out, print_table
 from stretto.cli.inputs import Json, figure_kind, size_with_unit, write_figure
-from stretto.draw import draw_text
+from stretto.cli.push_plan import device_kind, predict_push
 from stretto.ir.errors import WeightsError, one_line
 from stretto.ir.extras import require
-from stretto.program.update import MODES, Mode
+from stretto.program.update import MODES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from stretto.weights import Report
 
 _REPORT_TIME = 20.0  # seconds at most; torchrun ends the process once the first rank has exited
-_DRAWN = 160  # tasks; more do not fit a terminal
 
 
 @contextmanager
@@ -120,10 +119,9 @@ def push(
     if output is not None and not os.access(output.parent, os.W_OK):  # before anything is pushed
         raise WeightsError(f"cannot write {output}: no directory to write into")
     if dry_run:
-        if json:
-            raise WeightsError("--dry-run prints for people; leave --json out")
         if not _rank():
-            _predict(files, name, _ranks() if devices is None else devices, mode, device, options, output)
+            senders = _ranks() if devices is None else devices
+            predict_push(files, name, senders, mode=mode, device=device, output=output, json=json, **options)
         return
     if devices is not None:
         raise WeightsError("--devices is for --dry-run; torchrun --nproc-per-node starts as many senders as you like")
@@ -170,7 +168,7 @@ def _senders(device: str | None, backend: str | None) -> "Iterator[tuple[int, An
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    kind, size = _kind(device), _ranks()
+    kind, size = device_kind(device), _ranks()
     where = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
     if kind == "cuda":
         torch.cuda.set_device(where)
@@ -186,17 +184,6 @@ def _senders(device: str | None, backend: str | None) -> "Iterator[tuple[int, An
         yield _rank(), init_device_mesh(kind, (size,)), where
     finally:
         dist.destroy_process_group()
-
-
-def _kind(device: str | None) -> str:
-    import torch
-
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind not in ("cpu", "cuda"):
-        raise WeightsError(f"--device is cpu or cuda (got {kind!r:.40})")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise WeightsError("--device cuda, but no GPU is found")
-    return kind
 
 
 def _rank() -> int:
@@ -277,68 +264,3 @@ def _write_timeline(report: "Report", output: Path) -> bool:
         err.print(f"the push has gone well, but {output} could not be written: {one_line(error)}")
         return False
     return True
-
-
-def _predict(
-    files: Any,
-    version: str,
-    devices: int,
-    mode: Mode | None,
-    device: str | None,
-    options: dict[str, Any],
-    output: Path | None,
-) -> None:
-    """Print the plan of a push, predicted from measured copy speeds; a broadcast is assumed to be twice as fast."""
-    from stretto.weights.ipc_buffers import resolved
-    from stretto.weights.layout import lay_out
-    from stretto.weights.manifest import Manifest
-    from stretto.weights.send.choose import Choice, bucket_bytes_for, buffers, choose
-    from stretto.weights.send.report import counted
-    from stretto.weights.send.speeds import copies
-    from stretto.weights.send.staging import free_bytes
-
-    if not 1 <= devices <= 4096:
-        raise WeightsError(f"--devices is a number of senders from 1 to 4096 (got {devices})")
-    manifest = Manifest(version, tuple(tensor.entry for tensor in files.held()))
-    manifest.check()
-    where = resolved(_kind(device))
-    free = free_bytes(where)
-    bucket_bytes = options["bucket_bytes"] or bucket_bytes_for(manifest, devices, free, split=options["split"])
-    buckets = lay_out(manifest, bucket_bytes, split=options["split"])
-    speeds = copies(where)
-
-    def predict(mode: Mode, count: int) -> Choice:
-        return choose(devices, count, bucket_bytes, speeds, free, mode=mode)
-
-    fits = [name for name in MODES if buffers(devices, name) * bucket_bytes <= free]
-    rows = {name: predict(name, len(buckets)) for name in ([mode] if mode is not None else fits or MODES)}
-    best = min(rows.values(), key=lambda choice: choice.predicted.makespan)
-    if output is not None:
-        write_figure(best.predicted, output)
-    out.print(f"{version}: {len(manifest.entries)} tensors, {manifest.nbytes:,} bytes")
-    out.print(
-        f"{counted(len(buckets), 'bucket')} of {bucket_bytes / (1 << 20):.6g} MiB from {counted(devices, 'sender')}; "
-        f"{where} copies {speeds.h2d / 1e9:.3g} GB/s from the host, {speeds.reload / 1e9:.3g} GB/s within"
-    )
-    print_table(
-        ["mode", "predicted, s", "GB/s", "buffers, MiB"],
-        [
-            [
-                f"{name}{' (chosen)' if choice is best else ''}",
-                number(choice.predicted.makespan),
-                f"{manifest.nbytes / choice.predicted.makespan / 1e9:.1f}",
-                f"{buffers(devices, name) * bucket_bytes / (1 << 20):.6g}",
-            ]
-            for name, choice in rows.items()
-        ],
-    )
-    shown = min(len(buckets), _DRAWN * len(buckets) // len(best.program))
-    if output is not None:
-        out.print(f"wrote {output}")
-    elif shown < min(2, len(buckets)):
-        out.print(f"{len(best.program):,} tasks do not fit a terminal; draw them with -o push.svg")
-    else:
-        if shown < len(buckets):
-            out.print(f"the first {shown} buckets; all of them with -o push.svg:")
-        drawn = best if shown == len(buckets) else predict(best.mode, shown)
-        out.print(draw_text(drawn.predicted, width=out.width))

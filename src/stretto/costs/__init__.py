@@ -5,6 +5,8 @@
 0.1
 """
 
+__all__ = ["BucketTimes", "Costs", "Link", "PhaseTimes", "SharedResource"]
+
 from stretto.costs.parts import BYTES as BYTES
 from stretto.costs.parts import LANES as LANES
 from stretto.costs.parts import BucketTimes as BucketTimes

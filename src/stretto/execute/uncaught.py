@@ -26,6 +26,6 @@ class _Hook:
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, StrettoError) and error.is_told:
+        if isinstance(error, StrettoError) and error.from_peer:
             error.__cause__, error.__suppress_context__, error.__traceback__, trace = None, True, None, None
         self._previous(kind, error, trace)

@@ -6,7 +6,7 @@ _LONGEST = 300  # characters of an error's message when it is quoted inside anot
 class StrettoError(Exception):
     """Base class of all errors of this package."""
 
-    is_told = False
+    from_peer = False
     """Whether the message says everything, because another process reported or caused the failure. A traceback would
     add nothing; uncaught, the error is printed as one line."""
 
@@ -38,13 +38,13 @@ class PipelineError(StrettoError):
 class PeerError(StrettoError):
     """Ranks that work together cannot continue: one of them failed, died, stalled, or was given different input."""
 
-    is_told = True
+    from_peer = True
 
 
-def told(text: str) -> PipelineError:
-    """Return a PipelineError with `is_told`: its message says everything."""
+def peer_failure(text: str) -> PipelineError:
+    """Return a PipelineError with `from_peer`: its message says everything."""
     error = PipelineError(text)
-    error.is_told = True
+    error.from_peer = True
     return error
 
 

@@ -66,7 +66,7 @@ class Mappings:
             mapping.is_freed = True
             self.trim()
 
-    def gone(self, owner: object) -> None:
+    def forget(self, owner: object) -> None:
         """Unmap all memory of a process that is gone."""
         for (other, _), mapping in self._open.items():
             mapping.is_freed |= other is owner

@@ -151,7 +151,7 @@ class Broker:
             self._had_ranks, self._until = True, time.monotonic() + _GRACE
         client.close()
         self._clients.discard(client)
-        self._copies.mappings.gone(client)
+        self._copies.mappings.forget(client)
 
     def _dispatch(self, client: Client, message: FromRank | None, file: int) -> None:
         match message:

@@ -6,7 +6,7 @@ from itertools import permutations
 
 from stretto.execute.side_channel import SideChannel, side_channels
 from stretto.execute.team import Team
-from stretto.ir.errors import told
+from stretto.ir.errors import peer_failure
 
 Ranks = tuple[int, ...]
 
@@ -51,7 +51,7 @@ class Agreement:
             with self._supervisor.explaining(lambda: what):
                 mark, *values = form.unpack(channel.receive(form.size, self._supervisor.check))
             if mark != self._supervisor.mark:
-                raise told(
+                raise peer_failure(
                     f"rank {peer} is not in {self._supervisor.label}; all ranks must call step() and eval_step() in "
                     "the same order, with the same record and accumulate"
                 )

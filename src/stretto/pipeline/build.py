@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.execute.host_lanes import Work
 from stretto.execute.team import Team
-from stretto.ir.errors import PipelineError, told
+from stretto.ir.errors import PipelineError, peer_failure
 from stretto.ir.placement import Placement
 from stretto.layers import Layer, cut_layers
 from stretto.pipeline.agreement import Agreement
@@ -124,7 +124,9 @@ def _form_team(loss: Any, mesh: DeviceMesh, device: torch.device, options: Optio
     """Validate the arguments and connect the ranks (collective): if one rank's arguments are wrong, all raise."""
     wrong = wrong_program(options.plan, options.program, options.costs, options.wgrad_microbatches, mesh.size())
     wrong = wrong or wrong_option(loss, options)
-    return Team(mesh.get_group(), device, timeout=options.timeout, wrong=wrong, error=PipelineError, failure=told)
+    return Team(
+        mesh.get_group(), device, timeout=options.timeout, wrong=wrong, error=PipelineError, failure=peer_failure
+    )
 
 
 def _place_layers(
@@ -209,7 +211,7 @@ def _validate_same_options(team: Team, placed: _Placed, program: Program, togeth
         for name, value in first.items():
             if other.get(name) != value:
                 values = f" ({other[name]:.40} and {value:.40})" if name not in ("plan", "program") else ""
-                raise told(f"rank {rank} was given another {name} than rank 0{values}")
+                raise peer_failure(f"rank {rank} was given another {name} than rank 0{values}")
 
 
 def _find_recomputed(team: Team, placed: _Placed, patterns: Sequence[str]) -> dict[str, nn.Module]:

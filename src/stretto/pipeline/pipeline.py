@@ -71,7 +71,8 @@ class Pipeline:
     `loss(output, target)` returns the mean of its microbatch, or a sum and the count to divide it by.
 
     With `checkpoint`, the backward recomputes every layer. With `recompute`, it recomputes only the modules whose names
-    match, such as norms and activation functions, which are cheap to run and then need not keep their outputs.
+    match, such as norms and activation functions, which are cheap to run and then need not keep their outputs. Pass one
+    of the two, not both.
 
     Layers may pass any values to each other. But if a step begins like an earlier one, with inputs of the same shapes,
     these values must have the same shapes as then, or the step is refused; `dynamic_shapes=True` lifts that.

@@ -15,7 +15,7 @@ from stretto.execute.host_lanes import HostLane, Work
 from stretto.execute.side_channel import SideChannel, side_channels
 from stretto.execute.supervisor import Supervisor
 from stretto.execute.team import Team
-from stretto.ir.errors import PipelineError, told
+from stretto.ir.errors import PipelineError, peer_failure
 from stretto.pipeline.descriptions import Description, describe, moved_as
 from stretto.pipeline.pytree import LEAF, Tree, validate_unchanged
 from stretto.pipeline.recv_buffers import RecvBuffer
@@ -66,7 +66,7 @@ class _Connection:
         assert self.side_channel is not None
         length, mark = _HEADER.unpack(self.side_channel.receive(_HEADER.size, supervisor.check))
         if mark != _mark(channel, supervisor):
-            raise told(
+            raise peer_failure(
                 f"a message came that does not belong to {supervisor.label}; all ranks must call step() and "
                 "eval_step() in the same order, with the same record and accumulate"
             )

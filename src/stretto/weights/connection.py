@@ -25,7 +25,7 @@ class ProtocolError(connection.ProtocolError, PeerClosed):
 class Connection(connection.Connection[Message]):
     """One end of a connection that carries weight-push messages."""
 
-    gone, late, odd = PeerClosed, PeerTimeout, ProtocolError
+    closed_error, timeout_error, protocol_error = PeerClosed, PeerTimeout, ProtocolError
 
     def __init__(self, stream: socket.socket) -> None:
         super().__init__(stream, DECODER)

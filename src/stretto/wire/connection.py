@@ -53,9 +53,9 @@ class Beat(msgspec.Struct, tag=True):
 class Connection(Generic[M]):
     """One side of a connection. Any thread may send; only one thread at a time may receive."""
 
-    gone: type[PeerClosed] = PeerClosed
-    late: type[PeerTimeout] = PeerTimeout
-    odd: type[ProtocolError] = ProtocolError
+    closed_error: type[PeerClosed] = PeerClosed
+    timeout_error: type[PeerTimeout] = PeerTimeout
+    protocol_error: type[ProtocolError] = ProtocolError
 
     def __init__(self, stream: socket.socket, decoder: msgspec.msgpack.Decoder[M]) -> None:
         stream.setblocking(True)
@@ -76,7 +76,7 @@ class Connection(Generic[M]):
             while data:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise self.gone(f"did not take a message for {seconds:g} s")
+                    raise self.closed_error(f"did not take a message for {seconds:g} s")
                 try:
                     self._stream.settimeout(left)
                     data = data[send_bytes(self._stream, data, files) :]
@@ -84,7 +84,7 @@ class Connection(Generic[M]):
                 except TimeoutError:  # may be the receiving thread's timeout: both threads share the socket's
                     continue
                 except OSError as error:
-                    raise self.gone(f"is gone ({error.strerror or error})") from None
+                    raise self.closed_error(f"is gone ({error.strerror or error})") from None
 
     def recv(self, *, seconds: float) -> tuple[M, list[int]]:
         """Return the next message that is not a heartbeat, and its attached files."""
@@ -104,7 +104,7 @@ class Connection(Generic[M]):
             self._last_received = time.monotonic()
         except MalformedMessage as error:
             close_files(files)
-            raise self.odd(f"talks nonsense: it sent {error}") from None
+            raise self.protocol_error(f"talks nonsense: it sent {error}") from None
         except BaseException:
             close_files(files)
             raise
@@ -118,18 +118,18 @@ class Connection(Generic[M]):
             until = min(deadline, self._last_received + self.silence)
             if now >= until:
                 if until == deadline:
-                    raise self.late("is slow: it did not answer in time")
-                raise self.late(f"has been silent for {self.silence:g} s")
+                    raise self.timeout_error("is slow: it did not answer in time")
+                raise self.timeout_error(f"has been silent for {self.silence:g} s")
             try:
                 self._stream.settimeout(min(until - now, _STEP))
                 part, attached = recv_bytes(self._stream, min(count - len(data), _AT_ONCE))
             except TimeoutError:
                 continue
             except OSError as error:
-                raise self.gone(f"is gone ({error.strerror or error})") from None
+                raise self.closed_error(f"is gone ({error.strerror or error})") from None
             files += attached
             if not part:
-                raise self.gone("has closed the connection")
+                raise self.closed_error("has closed the connection")
             data += part
         return data
 
@@ -150,7 +150,7 @@ class Connection(Generic[M]):
                     greeting.check(self._recv_message(seconds))
                     self.send(greeting.proof(), seconds=seconds)
         except MalformedMessage as error:
-            raise self.odd(f"sent {error}") from None
+            raise self.protocol_error(f"sent {error}") from None
         self.limit, self.silence = _LARGE, SILENCE
         return peer_name
 
@@ -165,7 +165,7 @@ class Connection(Generic[M]):
         except PeerTimeout:
             raise
         except PeerClosed:
-            raise self.gone("did not accept the secret") from None
+            raise self.closed_error("did not accept the secret") from None
 
     def beat(self) -> None:
         """Send a heartbeat, unless the socket's send buffer is full."""
@@ -174,7 +174,7 @@ class Connection(Generic[M]):
             poll.register(self._stream, select.POLLOUT)
             writable = any(event & select.POLLOUT for _, event in poll.poll(0))
         except (OSError, ValueError) as error:
-            raise self.gone(f"is gone ({error})") from None
+            raise self.closed_error(f"is gone ({error})") from None
         if writable:
             beat: Any = Beat()
             self.send(beat)

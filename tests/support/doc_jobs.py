@@ -1,0 +1,151 @@
+"""What fragments of code in the docs may use, and where they run: on real ranks."""
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import stretto
+from stretto.weights import Receiver, status
+
+Names = dict[str, Any]
+WIDTH, ROWS = 6, 16
+
+
+def run_fragment(mesh: DeviceMesh, code: str, given: str, folder: str) -> str:
+    """Run code with the names that `given` prepares; return what this rank printed."""
+    output = io.StringIO()
+    with GIVEN[given](mesh, Path(folder)) as names, contextlib.redirect_stdout(output):
+        exec(code, names)
+    return output.getvalue()
+
+
+def _layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    return torch.ones(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+
+
+def _pipeline(mesh: DeviceMesh) -> stretto.Pipeline:
+    plan = stretto.schedules.one_f_one_b(devices=mesh.size(), microbatches=4)
+    return stretto.Pipeline(_layers(), plan=plan, loss=_loss, mesh=mesh)
+
+
+@contextmanager
+def training(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """Layers, a plan, a loss, a batch and a mesh, from which a pipeline is made and trained."""
+    del folder
+    plan = stretto.schedules.dualpipe(devices=mesh.size(), microbatches=8)
+    tokens, targets = _batch()
+    names = {"stretto": stretto, "torch": torch, "mesh": mesh, "plan": plan}
+    names |= {"layers": _layers(), "loss": _loss, "tokens": tokens, "targets": targets}
+    yield names
+    pipe = names["pipe"]
+    gradients = [p.grad for p in pipe.parameters()] if "masters" not in names else list(pipe.main_grads().values())
+    assert gradients
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
+    pipe.close()
+
+
+@contextmanager
+def data_parallel(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """The same, where the mesh is made here: of half as many devices for each pipeline, on CPUs."""
+    del folder
+    rank, half = mesh.get_rank(), mesh.size() // 2
+    tokens, targets = _batch()
+    plan = stretto.schedules.one_f_one_b(devices=half, microbatches=4)
+    names = {"stretto": stretto, "torch": torch, "dist": dist, "layers": _layers(), "loss": _loss, "plan": plan}
+    names["init_device_mesh"] = lambda _, shape, **rest: init_device_mesh("cpu", (shape[0], half), **rest)
+    names |= {"my_tokens": tokens * (rank // half), "my_targets": targets}
+    yield names
+    pipe, alone = names["pipe"], nn.Sequential(*_layers())
+    _loss(alone(torch.cat([0 * tokens, tokens])), torch.cat([targets, targets])).backward()
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad)
+    pipe.close()
+
+
+@contextmanager
+def recorded(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """The timeline of a step."""
+    del folder
+    pipe = _pipeline(mesh)
+    yield {"timeline": pipe.step(*_batch(), record=True).timeline}
+    pipe.close()
+
+
+@contextmanager
+def failing(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """A pipeline, and a batch that it refuses."""
+    pipe, (inputs, targets) = _pipeline(mesh), _batch()
+    with contextlib.chdir(folder):
+        try:
+            yield {"torch": torch, "pipe": pipe, "inputs": inputs[:3], "targets": targets[:3]}
+        except stretto.PipelineError:
+            saved = torch.load(f"rank-{mesh.get_local_rank()}-after-step-0.pt")
+            assert list(saved) == [name for name, _ in pipe.named_parameters()]
+        else:
+            raise AssertionError("the step was not refused")
+
+
+@contextmanager
+def pushing(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """A pipeline, and a receiver that waits for its weights."""
+    live = {name: torch.zeros_like(tensor) for name, tensor in nn.Sequential(*_layers()).state_dict().items()}
+    names = {"stretto": stretto, "mesh": mesh, "pipe": _pipeline(mesh)}
+    with Receiver(f"unix://{folder}/engine-0/door", into=live) as receiver:
+        receiver.start()
+        yield names
+        _validate_pushed(names)
+        assert (live["7.weight"] == names["pipe"].state_dict()["7.weight"]).all()
+    names["pipe"].close()
+
+
+@contextmanager
+def pushing_a_model(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """A model."""
+    del folder
+    names = {"mesh": mesh, "model": nn.Sequential(*_layers())}
+    yield names
+    _validate_pushed(names)
+    names["receiver"].close()
+
+
+def _validate_pushed(names: Names) -> None:
+    assert list(names["report"].receivers.values()) == ["verified"]
+    names["sender"].close()
+
+
+@contextmanager
+def sharding(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """A model to shard, and a receiver for it; the process group is there already."""
+    live = {name: tensor.bfloat16() for name, tensor in nn.Sequential(*_layers()).state_dict().items()}
+    address = f"unix://{folder}/engine-0/door"
+    with contextlib.ExitStack() as stack:
+        if mesh.get_rank() == 0:
+            stack.enter_context(Receiver(address, into=live)).start()
+        dist.barrier()
+        stack.callback(setattr, dist, "init_process_group", dist.init_process_group)
+        dist.init_process_group = lambda: None  # type: ignore[assignment]
+        yield {"model": nn.Sequential(*_layers()), "steps": 2, "train": lambda _: None, "addresses": [address]}
+        assert (status(address).version, status(address).assurance) == ("step-1", "verified")
+        dist.barrier()
+
+
+GIVEN: dict[str, Callable[[DeviceMesh, Path], AbstractContextManager[Names]]] = {
+    given.__name__: given for given in (training, data_parallel, recorded, failing, pushing, pushing_a_model, sharding)
+}
