@@ -13,14 +13,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 
 from pushes import begun, total_of
 from stretto.ir.errors import WeightsError
-from stretto.weights.adapters import BackgroundCall
 from stretto.weights.adapters import vllm as adapter
+from stretto.weights.adapters.http import in_background, wait_for
 from stretto.weights.adapters.vllm import VllmServer, register
 from stretto.weights.adapters.vllm_model import Account, Packed, Shapes, unfinished, unreloadable
 from stretto.weights.ipc_buffers import SharedBuffers
@@ -494,7 +495,7 @@ def test_an_error_of_the_loader_leaves_it_paused_and_the_next_push_loads_all_ane
         push(to, "v", NEW)
     assert "/resume" not in worker.calls
     assert server._update_call is not None
-    server._update_call.wait("vLLM", DEADLINE)  # which raises nothing: other workers would be left unheard
+    wait_for(server._update_call, "vLLM", DEADLINE)  # which raises nothing: other workers would be left unheard
     assert "no room for k" in worker.engine.worker.problem
     assert not worker.main.info.can_load()  # q of the failed push is not taken for one of the next
     worker.main.fails = False
@@ -514,7 +515,7 @@ def test_a_sender_that_leaves_ends_the_update(worker: Worker, address: str) -> N
     begun(to, "keep", seconds=DEADLINE)
     to.close()
     assert server._update_call is not None
-    server._update_call.wait("vLLM", DEADLINE)
+    wait_for(server._update_call, "vLLM", DEADLINE)
     assert "the push failed: the sender" in worker.engine.worker.problem
     offer.shared.close()
 
@@ -532,11 +533,25 @@ def test_a_push_without_the_servers_update_is_refused_and_touches_nothing(
     to.close()
 
 
+def test_a_pause_that_never_came_is_not_taken_back(worker: Worker, address: str) -> None:
+    server = VllmServer(worker.url, address=address)
+    server.init()
+    server._update_call, server._was_paused = in_background(lambda: None), False  # as a push before has left them
+    worker.paused = True  # by somebody else, meanwhile
+    with (
+        mock.patch.object(server, "_workers", side_effect=WeightsError("no answer")),
+        pytest.raises(WeightsError, match="no answer"),
+    ):
+        server.pause("v", "keep", seconds=DEADLINE)
+    server.withdraw(seconds=DEADLINE)
+    assert not {"/resume", "/finish_weight_update"} & set(worker.calls)
+
+
 def test_an_update_to_which_no_push_comes_ends(worker: Worker, address: str) -> None:
     server = VllmServer(worker.url, address=address)
     server.init()
     worker.engine.update_weights({"seconds": 0.1})
-    server._update_call = BackgroundCall(lambda: None)
+    server._update_call = in_background(lambda: None)
     with pytest.raises(WeightsError, match=r"worker 0 got no v: no push has begun at unix://.* within 0.1 s"):
         server.resume("v", seconds=DEADLINE)
     assert "/resume" not in worker.calls

@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from stretto.ir.errors import WeightsError
-from stretto.weights.adapters import BackgroundCall, Http
+from stretto.weights.adapters.http import Http, failure_of, in_background, wait_for
 from stretto.weights.ipc_buffers import SharedBuffers
 from stretto.weights.messages import Assurance, InFlight
 from stretto.weights.send.endpoint import Offer, Wanted
@@ -77,7 +78,7 @@ class CheckpointEngineWorkers:
         self._socket: Any = None
         self._monitor: Any = None
         self._drop_reason = ""
-        self._update_call: BackgroundCall | None = None
+        self._update_call: Future[Any] | None = None
 
     def open(self, offer: Offer, *, seconds: float) -> Wanted:  # noqa: ARG002 (nothing to wait for)
         if offer.split:
@@ -95,7 +96,7 @@ class CheckpointEngineWorkers:
         self._socket = self._bound(self._path(self._uuid))
         if self._request is not None:
             sockets = [(uuid, self._path(uuid)) for uuid in self._devices]
-            self._update_call = BackgroundCall(partial(self._request, sockets))
+            self._update_call = in_background(partial(self._request, sockets))
         self._exchange(_handle(offer.shared), "the buffers", seconds)
 
     def load(self, bucket: int, slot: int, total: bytes, *, seconds: float) -> None:  # noqa: ARG002 (workers compute no checksums)
@@ -119,7 +120,7 @@ class CheckpointEngineWorkers:
         with self._exchange_lock:
             self._close()
         if self._update_call is not None:
-            self._update_call.wait(f"{self.name} has loaded all, and its engine", deadline - time.monotonic())
+            wait_for(self._update_call, f"{self.name} has loaded all, and its engine", deadline - time.monotonic())
 
     def commit(self, *, seconds: float) -> Assurance:  # noqa: ARG002 (nothing to wait for)
         """Return the assurance; the engine serves already, unless a server keeps it paused."""
@@ -164,8 +165,8 @@ class CheckpointEngineWorkers:
                 return
             if self._monitor in ready:
                 raise WeightsError(f"{self.name} is gone; it {otherwise}")
-            if self._update_call is not None and self._update_call.error is not None:
-                raise WeightsError(f"{self.name}: its engine was asked to update, and: {self._update_call.error}")
+            if (error := failure_of(self._update_call)) is not None:
+                raise WeightsError(f"{self.name}: its engine was asked to update, and: {error}")
             if self._drop_reason:
                 raise WeightsError(f"{self.name} was abandoned: {self._drop_reason}")
             if left <= 0:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from stretto.ir.errors import WeightsError
-from stretto.weights.adapters import Http, Served, seconds_left
 from stretto.weights.adapters.checkpoint_engine import CheckpointEngineWorkers
+from stretto.weights.adapters.http import Http, seconds_left
+from stretto.weights.adapters.served import Served
 from stretto.weights.messages import InFlight
 
 # "keep" maps to SGLang's "retract": requests go back to the queue and are computed again. Kept in place, they would

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from stretto.ir.errors import WeightsError, named
-from stretto.weights.adapters import BackgroundCall, Http, Served, seconds_left
+from stretto.weights.adapters.http import Http, failure_of, in_background, seconds_left, wait_for
+from stretto.weights.adapters.served import Served
 from stretto.weights.adapters.vllm_model import Account, Packed, Shapes, discard_kept, unfinished, unreloadable
 from stretto.weights.connection import PeerClosed
 from stretto.weights.ipc_buffers import device_name
@@ -295,7 +296,7 @@ class VllmServer(Http):
                 f"address has {{uuid}} and {{rank}} where a worker's own come, and no others (got {address!r:.80})"
             ) from error
         self._address, self._draft = address, draft
-        self._update_call: BackgroundCall | None = None
+        self._update_call: Future[Any] | None = None
         self._was_paused = False
         """Whether the engine was paused before this push, by a failed update for example; then it stays paused."""
 
@@ -334,6 +335,7 @@ class VllmServer(Http):
 
     def pause(self, version: str, in_flight: InFlight, *, seconds: float) -> None:  # noqa: ARG002 (`resume` reports it)
         left = seconds_left(seconds)
+        self._update_call, self._was_paused = None, True  # until we pause it, nothing is to be resumed
         workers = self._workers(left()) if self._address is not None else []
         for rank, worker in enumerate(workers):
             if not worker["address"]:
@@ -344,14 +346,12 @@ class VllmServer(Http):
             if any(worker["active"] for worker in workers):  # an update that failed, or whose sender died
                 self.post("/finish_weight_update", seconds=left())
             self.post("/start_draft_weight_update" if self._draft else "/start_weight_update", seconds=left())
-            self._update_call = BackgroundCall(
-                lambda: self.post("/update_weights", {"update_info": {}}, seconds=3600.0)
-            )
+            self._update_call = in_background(lambda: self.post("/update_weights", {"update_info": {}}, seconds=3600.0))
 
     def resume(self, version: str, *, seconds: float) -> None:
         left = seconds_left(seconds)
         if self._update_call is not None:
-            self._update_call.wait("vLLM", left())
+            wait_for(self._update_call, "vLLM", left())
             for rank, worker in enumerate(self._workers(left())):
                 if worker["problem"] or worker["version"] != version:
                     why = worker["problem"] or f"it has {worker['version']}"
@@ -364,16 +364,15 @@ class VllmServer(Http):
         left = seconds_left(seconds)
         if self._update_call is not None:
             with contextlib.suppress(WeightsError):  # a failed call also ends the update, and may be why we withdraw
-                self._update_call.wait("vLLM", left())
+                wait_for(self._update_call, "vLLM", left())
                 unchanged = {"weight_version": self.version(seconds=left())}
                 self.post("/finish_weight_update", unchanged, seconds=left())
         if not self._was_paused:
             self.post("/resume", seconds=left())
 
     def trouble(self) -> str:
-        return (
-            f"vLLM says: {self._update_call.error}" if self._update_call is not None and self._update_call.error else ""
-        )
+        error = failure_of(self._update_call)
+        return "" if error is None else f"vLLM says: {error}"
 
 
 def _synchronize(device: torch.device) -> None:
