@@ -118,7 +118,7 @@ def loop() -> None:
 
 
 def measured() -> None:
-    """What the loop measured of its last step and its last push, beside what is foreseen."""
+    """What the loop measured of its last step and its last push, beside what was predicted."""
     step, push = (stretto.load_timeline(OUT / f"{name}.trace.json") for name in ("training", "push"))
     cores = len(os.sched_getaffinity(0))
     shared = {"cores": SharedResource(cores, {"compute": 1}, devices=2)} if cores < 2 else {}

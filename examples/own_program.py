@@ -22,5 +22,5 @@ seconds = {"load": 0.02, "work": 0.03, "hand": 0.01, "use": 0.02}
 simulated = stretto.simulate(program, stretto.Costs(calls=seconds, unit="s"))
 measured = stretto.execute(program, lambda task: lambda: time.sleep(seconds[str(task)[:-1]]))
 print(stretto.draw_text(measured, width=80))
-print(f"it took {measured.makespan / simulated.makespan:.2f} of what was foreseen; {stretto.fit(measured).calls}")
+print(f"it took {measured.makespan / simulated.makespan:.2f} of the predicted time; {stretto.fit(measured).calls}")
 stretto.draw_comparison({"simulated": simulated, "measured": measured}, Path("own.svg"))

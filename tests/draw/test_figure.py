@@ -34,9 +34,9 @@ def test_dualpipe_has_every_label_of_the_papers_figure(dualpipe: stretto.Timelin
     cells = Counter(
         str(microbatch)
         for row in stretto.schedules.dualpipe(devices=8, microbatches=20).rows
-        for slot in row
+        for cell in row
         for microbatch in (
-            [slot.forward.microbatch, slot.backward.microbatch] if isinstance(slot, Pair) else [slot.microbatch]
+            [cell.forward.microbatch, cell.backward.microbatch] if isinstance(cell, Pair) else [cell.microbatch]
         )
         if microbatch < 10
     )

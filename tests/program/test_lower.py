@@ -32,7 +32,7 @@ def test_compute_keeps_the_plans_order(plan: stretto.Plan) -> None:
     for task in program.tasks():
         if task.kind in COMPUTE and task.kind is not Kind.WGRAD:
             rows[task.device].append(str(task))
-    assert rows == [[str(slot) for slot in row] for row in plan.rows]
+    assert rows == [[str(cell) for cell in row] for row in plan.rows]
 
 
 @given(plans())

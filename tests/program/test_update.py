@@ -31,9 +31,9 @@ def test_serial(devices: int, rounds: int, h2d: int, broadcast: int, reload: int
 @given(st.integers(2, 6), st.integers(1, 6), times, times, times)
 def test_two_stages(devices: int, rounds: int, h2d: int, broadcast: int, reload: int) -> None:
     """Exact where a reload is no longer than a broadcast; otherwise a bound, as copies need not wait for reloads."""
-    slot = max(broadcast, reload)
-    first = h2d + broadcast + (devices - 1) * slot
-    others = (rounds - 1) * (max(h2d + broadcast, reload) + (devices - 1) * slot)
+    turn = max(broadcast, reload)
+    first = h2d + broadcast + (devices - 1) * turn
+    others = (rounds - 1) * (max(h2d + broadcast, reload) + (devices - 1) * turn)
     found = makespan(devices, rounds * devices, "overlap_reload", h2d, broadcast, reload)
     assert found <= first + others + reload
     if reload <= broadcast:
@@ -43,12 +43,12 @@ def test_two_stages(devices: int, rounds: int, h2d: int, broadcast: int, reload:
 @given(st.integers(2, 6), st.integers(1, 40), times, times, times)
 def test_three_stages(devices: int, buckets: int, h2d: int, broadcast: int, reload: int) -> None:
     """While copies keep up: a round's take no longer than its broadcasts or reloads."""
-    slot = max(broadcast, reload)
+    turn = max(broadcast, reload)
     found = makespan(devices, buckets, "overlap_all", h2d, broadcast, reload)
-    if h2d <= devices * slot:
-        assert found == h2d + broadcast + reload + (buckets - 1) * slot
+    if h2d <= devices * turn:
+        assert found == h2d + broadcast + reload + (buckets - 1) * turn
     else:
-        assert found > h2d + broadcast + reload + (buckets - 1) * slot or buckets <= devices
+        assert found > h2d + broadcast + reload + (buckets - 1) * turn or buckets <= devices
 
 
 @given(st.integers(1, 40), times, times)

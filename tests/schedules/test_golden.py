@@ -13,7 +13,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def rows_of(plan: stretto.Plan) -> list[list[str]]:
-    return [[str(slot).removesuffix("OVERLAP_F_B") for slot in row] for row in plan.rows]
+    return [[str(cell).removesuffix("OVERLAP_F_B") for cell in row] for row in plan.rows]
 
 
 def test_dualpipe_equals_the_figure() -> None:
@@ -44,8 +44,8 @@ def test_dualpipe_has_the_reference_shape_at_every_size(half_devices: int, extra
         h, reach = min(device, devices - 1 - device), devices // 2
         near_is_down = device < reach
         shape = []
-        for slot in row:
-            actions = [slot.forward, slot.backward] if isinstance(slot, Pair) else [slot]
+        for cell in row:
+            actions = [cell.forward, cell.backward] if isinstance(cell, Pair) else [cell]
             parts = []
             for action in actions:
                 down = action.microbatch < microbatches // 2

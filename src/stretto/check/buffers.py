@@ -13,12 +13,12 @@ def buffers(program: Program, waits: Waits) -> Iterator[Violation]:
     for fills, filled, empties in refills(program.tables, device):
         wrong = (empties < 0) | ~waits.hold(fills, empties)
         for task, before, reader in zip(*(column[wrong].tolist() for column in (fills, filled, empties)), strict=True):
-            slot = f"buffer {program.work.slot[task]} of device {device[task]}"
+            buffer = f"buffer {program.work.slot[task]} of device {device[task]}"
             held = f"what {program.task(before)} put there"
             if reader < 0:
-                message = f"{program.task(task)} fills {slot}, but nothing has used {held}"
+                message = f"{program.task(task)} fills {buffer}, but nothing has used {held}"
                 yield Violation("buffers", message, (task, before))
             else:
                 user = program.task(reader)
-                message = f"{program.task(task)} fills {slot} without waiting until {user} is done with {held}"
+                message = f"{program.task(task)} fills {buffer} without waiting until {user} is done with {held}"
                 yield Violation("buffers", message, (task, before, reader))

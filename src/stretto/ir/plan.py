@@ -10,7 +10,7 @@ from stretto.ir.action import Action, Pair
 from stretto.ir.errors import PlanError
 from stretto.ir.placement import Placement
 
-Slot: TypeAlias = Action | Pair
+Cell: TypeAlias = Action | Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Plan:
     A plan prints as PyTorch's compute-only CSV; `parse_plan` reads it back as the same plan.
     """
 
-    rows: tuple[tuple[Slot, ...], ...]
+    rows: tuple[tuple[Cell, ...], ...]
     placement: Placement
 
     def __post_init__(self) -> None:
@@ -52,11 +52,11 @@ class Plan:
         return "\n".join(",".join(map(str, row)) for row in self.rows)
 
 
-def actions_of(slot: Slot) -> tuple[Action, ...]:
-    return (slot.forward, slot.backward) if isinstance(slot, Pair) else (slot,)
+def actions_of(cell: Cell) -> tuple[Action, ...]:
+    return (cell.forward, cell.backward) if isinstance(cell, Pair) else (cell,)
 
 
-def infer_placement(rows: Sequence[Sequence[Slot]]) -> Placement:
+def infer_placement(rows: Sequence[Sequence[Cell]]) -> Placement:
     """Return the placement that most actions follow: one route, or one for each half of the microbatches.
 
     A few actions in a wrong row do not change it, so `check` can name them.
@@ -89,8 +89,8 @@ def infer_placement(rows: Sequence[Sequence[Slot]]) -> Placement:
     return Placement((routes[0], routes[1]), microbatches)
 
 
-def _placed(rows: Sequence[Sequence[Slot]]) -> Iterator[tuple[int, Action]]:
+def _placed(rows: Sequence[Sequence[Cell]]) -> Iterator[tuple[int, Action]]:
     for device, row in enumerate(rows):
-        for slot in row:
-            for action in actions_of(slot):
+        for cell in row:
+            for action in actions_of(cell):
                 yield device, action

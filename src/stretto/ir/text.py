@@ -10,7 +10,7 @@ from stretto.ir.action import Action, End, Op, Pair, Reduce, Transfer
 from stretto.ir.errors import PlanError, TextError
 from stretto.ir.files import file_path, read_text, write_text
 from stretto.ir.placement import Placement
-from stretto.ir.plan import Plan, Slot, infer_placement
+from stretto.ir.plan import Cell, Plan, infer_placement
 
 Item: TypeAlias = Action | Pair | Transfer | Reduce
 
@@ -27,7 +27,7 @@ def parse_plan(text: str) -> Plan:
     >>> str(parse_plan("0F0,0B0"))
     '0F0,0B0'
     """
-    rows: list[tuple[Slot, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     for device, items in enumerate(parse_rows(text)):
         row = tuple(item for item in items if not isinstance(item, Transfer | Reduce))
         if any(isinstance(item, Transfer) for item in items):
@@ -62,7 +62,7 @@ class _PlanFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def plan_to_json(plan: Plan) -> str:
-    rows = [[str(slot) for slot in row] for row in plan.rows]
+    rows = [[str(cell) for cell in row] for row in plan.rows]
     routes = [list(route) for route in plan.placement.routes]
     return msgspec.json.encode(_PlanFile(rows, routes, plan.microbatches)).decode()
 
@@ -77,15 +77,15 @@ def parse_plan_json(text: str) -> Plan:
         file = msgspec.json.decode(text.encode("utf-8", "surrogatepass"), type=_PlanFile)
     except (msgspec.DecodeError, RecursionError) as error:
         raise TextError(f"not a plan in JSON: {error}") from None
-    rows = tuple(tuple(_slot(cell, number) for cell in row) for number, row in enumerate(file.rows, 1))
+    rows = tuple(tuple(_parse_cell(text, number) for text in row) for number, row in enumerate(file.rows, 1))
     placement = Placement(tuple(map(tuple, file.routes)), file.microbatches)
     if placement.stages * placement.microbatches > 4 * sum(map(len, rows)) + 64:
         raise TextError(f"{placement.stages} stages × {placement.microbatches} microbatches, but only a few actions")
     return Plan(rows, placement)
 
 
-def _slot(cell: str, line: int) -> Slot:
-    item = _parse_item(cell, line)
+def _parse_cell(text: str, line: int) -> Cell:
+    item = _parse_item(text, line)
     if isinstance(item, Transfer | Reduce):
         what = "transfers" if isinstance(item, Transfer) else "sums of gradients"
         raise TextError(f"row {line} has {what}; a plan holds compute actions only")

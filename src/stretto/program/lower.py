@@ -11,7 +11,7 @@ import numpy as np
 from stretto.costs import Costs, costs_or_default
 from stretto.ir.action import Op, Pair
 from stretto.ir.errors import PlanError
-from stretto.ir.plan import Plan, Slot
+from stretto.ir.plan import Cell, Plan
 from stretto.layers import Layer
 from stretto.program.anatomy import Anatomy
 from stretto.program.columns import Bools, Ints, TaskColumns
@@ -195,19 +195,19 @@ def _actions(plan: Plan) -> _Actions:
 
 def _columns(plan: Plan) -> tuple[Ints, TaskColumns]:
     """Return the device of each action of a plan, and the actions as columns."""
-    slots = [slot for row in plan.rows for slot in row]
-    pairs = [(at, slot) for at, slot in enumerate(slots) if isinstance(slot, Pair)]
-    first: list[Slot] = slots.copy()
+    cells = [cell for row in plan.rows for cell in row]
+    pairs = [(at, cell) for at, cell in enumerate(cells) if isinstance(cell, Pair)]
+    first: list[Cell] = cells.copy()
     for at, pair in pairs:
         first[at] = pair.forward
     columns = TaskColumns(
         np.array([_KIND[op] for op in map(attrgetter("op"), first)]),
         np.array(list(map(attrgetter("stage"), first))),
         np.array(list(map(attrgetter("microbatch"), first))),
-        np.full(len(slots), -1),
-        np.full(len(slots), -1),
-        np.zeros(len(slots), dtype=np.int64),
-        np.full(len(slots), -1),
+        np.full(len(cells), -1),
+        np.full(len(cells), -1),
+        np.zeros(len(cells), dtype=np.int64),
+        np.full(len(cells), -1),
     )
     paired = [at for at, _ in pairs]
     columns.kind[paired] = Kind.PAIR
@@ -296,10 +296,10 @@ def _used_lanes(code: Ints, devices: int) -> tuple[tuple[Lane, ...], Ints]:
     used = np.flatnonzero(np.bincount(code)) if devices < 1000 else np.unique(code)  # counting is quicker
     lanes = []
     own = len(_OWN_LANES)
-    for device, slot in (divmod(int(lane), 2 * devices + own) for lane in used):
-        if slot < own:
-            lanes.append(Lane(device, _OWN_LANES[slot]))
+    for device, number in (divmod(int(lane), 2 * devices + own) for lane in used):
+        if number < own:
+            lanes.append(Lane(device, _OWN_LANES[number]))
         else:
-            direction, peer = divmod(slot - own, devices)
+            direction, peer = divmod(number - own, devices)
             lanes.append(Lane(device, ("send", "recv")[direction], peer))
     return tuple(lanes), np.searchsorted(used, code)

@@ -29,10 +29,10 @@ def no_copies(actions: int) -> Copies:
     return Copies(none, none, none, np.full(actions, -1))
 
 
-def plan_copies(device: Ints, actions: TaskColumns, backward: Ints, room: int) -> Copies:
-    """Plan copies by Kimi K2's rule: what a forward saved is copied out during the `room` actions after it, and back
-    during the `room` actions before its backward. In a steady state of pairs, the activations of the previous forward
-    are copied out while those of the next backward are copied back.
+def plan_copies(device: Ints, actions: TaskColumns, backward: Ints, copy_actions: int) -> Copies:
+    """Plan copies by Kimi K2's rule: what a forward saved is copied out during the `copy_actions` actions after it, and
+    back during the `copy_actions` actions before its backward. In a steady state of pairs, the activations of the
+    previous forward are copied out while those of the next backward are copied back.
 
     Activations that are used again too soon for that stay. Buffers are assigned in issue order; a buffer is free again
     once its contents have been copied out, or used for the last time.
@@ -45,19 +45,19 @@ def plan_copies(device: Ints, actions: TaskColumns, backward: Ints, room: int) -
     uses[runs] = backward[actions.stage[runs], actions.microbatch[runs]]
     sound = (uses >= 0) & (device[uses] == device) & (uses > np.arange(count))
     uses[~sound] = -1
-    first = np.flatnonzero(sound & (uses - np.arange(count) > 2 * room))
+    first = np.flatnonzero(sound & (uses - np.arange(count) > 2 * copy_actions))
     if not len(first):
         return no_copies(count)
-    slots, back = _share_out(device, runs, uses, first, room)
-    return Copies(first, uses[first] - room, back[first], slots)
+    slots, back = _share_out(device, runs, uses, first, copy_actions)
+    return Copies(first, uses[first] - copy_actions, back[first], slots)
 
 
-def _share_out(device: Ints, runs: Ints, uses: Ints, leaving: Ints, room: int) -> tuple[Ints, Ints]:
+def _share_out(device: Ints, runs: Ints, uses: Ints, leaving: Ints, copy_actions: int) -> tuple[Ints, Ints]:
     """Return the buffer of each action's forward, and the buffer its activations are copied back into."""
     count = len(device)
     slots, back = [-1] * count, [-1] * count
     last = uses.tolist()
-    returning = {last[action] - room: action for action in leaving.tolist()}
+    returning = {last[action] - copy_actions: action for action in leaving.tolist()}
     leaves, fills = set(leaving.tolist()), set(runs.tolist())
     bounds = np.searchsorted(device, np.arange(device.max() + 2)).tolist()
     for begin, stop in pairwise(bounds):
@@ -67,8 +67,8 @@ def _share_out(device: Ints, runs: Ints, uses: Ints, leaving: Ints, room: int) -
         for action in range(begin, stop):
             free.extend(released.pop(action - 1, ()))
             for filler, into, until in (
-                (returning.get(action, -1), back, action + room),
-                (action if action in fills else -1, slots, action + room if action in leaves else last[action]),
+                (returning.get(action, -1), back, action + copy_actions),
+                (action if action in fills else -1, slots, action + copy_actions if action in leaves else last[action]),
             ):
                 if filler >= 0:
                     if not free:

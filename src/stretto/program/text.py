@@ -24,10 +24,10 @@ def parse_program(text: str) -> Program:
     1RECV_F0,1F0
     """
     rows = parse_rows(text)
-    slots = [tuple(item for item in row if not isinstance(item, Transfer | Reduce)) for row in rows]
-    placement = infer_placement(slots)
+    cells = [tuple(item for item in row if not isinstance(item, Transfer | Reduce)) for row in rows]
+    placement = infer_placement(cells)
     if not any(isinstance(item, Transfer) for row in rows for item in row):
-        return lower(Plan(tuple(slots), placement))
+        return lower(Plan(tuple(cells), placement))
     summed = {*Sums(placement, Anatomy.whole(placement.stages)).stage.tolist()}
     kept = [[item for item in row if not isinstance(item, Reduce) or item.stage in summed] for row in rows]
     return link_tasks((task for device, row in enumerate(kept) for task in _tasks(device, row, placement)), placement)

@@ -2,7 +2,7 @@
 
 from stretto.ir.errors import PlanError
 from stretto.ir.placement import folded, opposed
-from stretto.ir.plan import Plan, Slot
+from stretto.ir.plan import Cell, Plan
 from stretto.schedules.registry import register
 from stretto.schedules.row import Row
 from stretto.schedules.sizes import validate_sizes
@@ -100,7 +100,7 @@ def _row(
     near: int,
     far: int,
     first: dict[int, int] | None = None,
-) -> tuple[Slot, ...]:
+) -> tuple[Cell, ...]:
     """Return one device's row; `depth` counts devices from its end of the line, `microbatches` is per stream."""
     row = Row(first)
     outside = ranks - depth - 1  # devices between this one and the middle
@@ -130,4 +130,4 @@ def _row(
         row.input(near)
     while row.pending:
         row.weight()
-    return tuple(row.slots)
+    return tuple(row.cells)

@@ -12,5 +12,5 @@ def forward_only(plan: Plan) -> Plan:
     0F0,0F1
     1F0,1F1
     """
-    rows = (tuple(action for slot in row for action in actions_of(slot) if action.op is Op.F) for row in plan.rows)
+    rows = (tuple(action for cell in row for action in actions_of(cell) if action.op is Op.F) for row in plan.rows)
     return Plan(tuple(rows), plan.placement)

@@ -5,7 +5,7 @@ from itertools import chain, pairwise, repeat
 
 from stretto.ir.action import Action, Op, Pair
 from stretto.ir.placement import looped
-from stretto.ir.plan import Plan, Slot
+from stretto.ir.plan import Cell, Plan
 from stretto.schedules.registry import register
 from stretto.schedules.sizes import validate_sizes
 
@@ -24,7 +24,7 @@ def interleaved(*, devices: int, microbatches: int, stages_per_device: int = 2, 
 
     Microbatches go round in groups: a group passes a device's first stage, then its second, and so
     on. `overlap=True` is Kimi K2's form: one more forward before the first backward, which makes
-    the forward and the backward of each steady slot independent, so that they become a pair.
+    the forward and the backward of each cell of the steady state independent, so that they become a pair.
 
     A group is `devices` microbatches if that divides their number. Otherwise there are as many
     groups of at least `devices` as fit, and their sizes differ by at most one.
@@ -34,7 +34,7 @@ def interleaved(*, devices: int, microbatches: int, stages_per_device: int = 2, 
     """
     validate_sizes("interleaved", devices=devices, microbatches=microbatches, stages_per_device=stages_per_device)
     groups = _groups(devices=devices, microbatches=microbatches)
-    rows: list[tuple[Slot, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     for device in range(devices):
         stages = [device + devices * chunk for chunk in range(stages_per_device)]
         forwards = list(_visits(Op.F, stages, groups))
@@ -42,14 +42,14 @@ def interleaved(*, devices: int, microbatches: int, stages_per_device: int = 2, 
         # The last device must reach its last stage's first forward; each hop before it adds one forward each way.
         warmup = (stages_per_device - 1) * max(map(len, groups)) + 2 * (devices - device - 1) + overlap
         warmup = min(warmup, len(forwards))
-        slots: list[Slot] = list(forwards[:warmup])
+        cells: list[Cell] = list(forwards[:warmup])
         steady = zip(forwards[warmup:], backwards, strict=False)
         if overlap:
-            slots += (Pair(forward, backward) for forward, backward in steady)
+            cells += (Pair(forward, backward) for forward, backward in steady)
         else:
-            slots += (action for both in steady for action in both)
-        slots += backwards[len(forwards) - warmup :]
-        rows.append(tuple(slots))
+            cells += (action for both in steady for action in both)
+        cells += backwards[len(forwards) - warmup :]
+        rows.append(tuple(cells))
     return Plan(tuple(rows), looped(devices=devices, stages_per_device=stages_per_device, microbatches=microbatches))
 
 

@@ -36,5 +36,5 @@ def one_f_one_b(*, devices: int, microbatches: int) -> Plan:
             row.backward(device)
         for _ in range(warmup):
             row.backward(device)
-        rows.append(tuple(row.slots))
+        rows.append(tuple(row.cells))
     return Plan(tuple(rows), looped(devices=devices, stages_per_device=1, microbatches=microbatches))

@@ -1,7 +1,7 @@
 """Writes one device's row op by op, keeping count of microbatches."""
 
 from stretto.ir.action import Action, Op, Pair
-from stretto.ir.plan import Slot
+from stretto.ir.plan import Cell
 
 
 class Row:
@@ -12,29 +12,29 @@ class Row:
     """
 
     def __init__(self, first: dict[int, int] | None = None) -> None:
-        self.slots: list[Slot] = []
+        self.cells: list[Cell] = []
         self._first = first or {}
         self._next: dict[tuple[int, Op], int] = {}
         self._weights: list[Action] = []
 
     def forward(self, stage: int) -> None:
-        self.slots.append(self._take(stage, Op.F))
+        self.cells.append(self._take(stage, Op.F))
 
     def backward(self, stage: int) -> None:
-        self.slots.append(self._take(stage, Op.B))
+        self.cells.append(self._take(stage, Op.B))
 
     def input(self, stage: int) -> None:
         action = self._take(stage, Op.I)
-        self.slots.append(action)
+        self.cells.append(action)
         self._weights.append(Action(stage, Op.W, action.microbatch))
 
     def weight(self, stage: int | None = None) -> None:
         """Append the oldest weight part still to come, of this stage if one is given."""
         at = next(k for k, action in enumerate(self._weights) if stage in (None, action.stage))
-        self.slots.append(self._weights.pop(at))
+        self.cells.append(self._weights.pop(at))
 
     def pair(self, *, forward: int, backward: int) -> None:
-        self.slots.append(Pair(self._take(forward, Op.F), self._take(backward, Op.B)))
+        self.cells.append(Pair(self._take(forward, Op.F), self._take(backward, Op.B)))
 
     @property
     def pending(self) -> int:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from stretto.ir.action import Action, Op
 from stretto.ir.placement import folded
-from stretto.ir.plan import Plan, Slot, actions_of
+from stretto.ir.plan import Cell, Plan, actions_of
 from stretto.schedules.registry import register
 from stretto.schedules.row import Row
 from stretto.schedules.sizes import validate_sizes
@@ -61,7 +61,7 @@ def zb_v(*, devices: int, microbatches: int) -> Plan:
         for stage in (up, down):
             for _ in range(device):
                 row.weight(stage)
-        rows.append(tuple(slot for slot in row.slots if actions_of(slot)[0].microbatch < microbatches))
+        rows.append(tuple(cell for cell in row.cells if actions_of(cell)[0].microbatch < microbatches))
     return Plan(tuple(rows), folded(devices=devices, microbatches=microbatches))
 
 
@@ -139,16 +139,16 @@ class _Block:
         ]
 
 
-def _repeated(blocks: list[_Block], microbatches: int) -> tuple[tuple[Slot, ...], ...]:
+def _repeated(blocks: list[_Block], microbatches: int) -> tuple[tuple[Cell, ...], ...]:
     """Return rows that repeat each block once per microbatch, with weight parts in the free ticks."""
-    rows: list[tuple[Slot, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     for device, block in enumerate(blocks):
         ticks = sorted(
             (tick + _PERIOD * k, Action(stage, op, k))
             for tick, stage, op in block.passes(device, len(blocks))
             for k in range(microbatches)
         )
-        row: list[Slot] = []
+        row: list[Cell] = []
         weights: deque[Action] = deque()
         for (tick, action), (following, _) in pairwise([*ticks, (2 * ticks[-1][0], None)]):
             assert action is not None
@@ -161,7 +161,7 @@ def _repeated(blocks: list[_Block], microbatches: int) -> tuple[tuple[Slot, ...]
     return tuple(rows)
 
 
-def _squeezed(blocks: list[_Block], microbatches: int) -> tuple[tuple[Slot, ...], ...]:
+def _squeezed(blocks: list[_Block], microbatches: int) -> tuple[tuple[Cell, ...], ...]:
     """Return the repeated blocks without the slack at their ends.
 
     Tick by tick, every device runs the ready pass that comes first in its blocks, or else a weight
@@ -174,7 +174,7 @@ def _squeezed(blocks: list[_Block], microbatches: int) -> tuple[tuple[Slot, ...]
     return min(variants, key=lambda variant: variant[0])[1]
 
 
-def _squeeze(blocks: list[_Block], microbatches: int, *, wary: bool) -> tuple[int, tuple[tuple[Slot, ...], ...]]:
+def _squeeze(blocks: list[_Block], microbatches: int, *, wary: bool) -> tuple[int, tuple[tuple[Cell, ...], ...]]:
     """Squeeze the blocks; return how many ticks the rows take, and the rows."""
     repeated = _repeated(blocks, microbatches)
     line = [
@@ -197,17 +197,17 @@ def _squeeze(blocks: list[_Block], microbatches: int, *, wary: bool) -> tuple[in
 class _Squeezer:
     """The state of one device while its row is squeezed."""
 
-    def __init__(self, device: int, passes: list[tuple[int, int, Op]], blocks: tuple[Slot, ...], *, wary: bool) -> None:
+    def __init__(self, device: int, passes: list[tuple[int, int, Op]], blocks: tuple[Cell, ...], *, wary: bool) -> None:
         self.first = device
         self.wary = wary
         self.passes = passes
         self.left = len(blocks)
-        self.row: list[Slot] = []
+        self.row: list[Cell] = []
         self._microbatches = len(blocks) // _PERIOD
         self._next = [0] * len(passes)
         self._weights: deque[Action] = deque()
         self._held, self._held_first = 0, 0  # from forward to weight part: in total, of the first stage
-        self._room, self._room_first = _peaks(blocks, device)
+        self._most, self._most_first = _peaks(blocks, device)
 
     def choose(self, done: set[tuple[int, bool, int]], stages: int) -> Action | None:
         ready = [
@@ -216,7 +216,7 @@ class _Squeezer:
             if self._next[at] < self._microbatches and self._can_run(stage, op, self._next[at], done, stages)
         ]
         at = min(ready)[1] if ready else None
-        if at is not None and self.wary and self._weights and self._held == self._room - 1:
+        if at is not None and self.wary and self._weights and self._held == self._most - 1:
             at = None if self.passes[at][2] is Op.F else at
         if at is not None:
             _, stage, op = self.passes[at]
@@ -231,7 +231,7 @@ class _Squeezer:
 
     def _can_run(self, stage: int, op: Op, microbatch: int, done: set[tuple[int, bool, int]], stages: int) -> bool:
         if op is Op.F:
-            if self._held >= self._room or (stage == self.first and self._held_first >= self._room_first):
+            if self._held >= self._most or (stage == self.first and self._held_first >= self._most_first):
                 return False
             return stage == 0 or (stage - 1, True, microbatch) in done
         if (stage, True, microbatch) not in done:
@@ -249,11 +249,11 @@ class _Squeezer:
         self._held_first += change if action.stage == self.first else 0
 
 
-def _peaks(row: tuple[Slot, ...], first: int) -> tuple[int, int]:
+def _peaks(row: tuple[Cell, ...], first: int) -> tuple[int, int]:
     """Return the most passes a row holds at once, from forward to weight part: in total, of its first stage."""
     held = held_first = peak = peak_first = 0
-    for slot in row:
-        (action,) = actions_of(slot)
+    for cell in row:
+        (action,) = actions_of(cell)
         change = {Op.F: 1, Op.W: -1}.get(action.op, 0)
         held += change
         held_first += change if action.stage == first else 0

@@ -60,5 +60,5 @@ def _split(*, devices: int, microbatches: int, depth: int) -> Plan:
                 row.weight()
         while row.pending:
             row.weight()
-        rows.append(tuple(row.slots))
+        rows.append(tuple(row.cells))
     return Plan(tuple(rows), looped(devices=devices, stages_per_device=1, microbatches=microbatches))
