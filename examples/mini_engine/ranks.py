@@ -26,7 +26,7 @@ from mini_engine.shard import BeforeLoad, Shard, Sum
 from stretto.ir.errors import WeightsError
 from stretto.weights.messages import InFlight
 from stretto.weights.receive.receiver import Receiver
-from stretto.weights.receive.session import Hooks
+from stretto.weights.receive.state import Hooks
 
 _SECONDS = 30.0  # for a rank to answer another
 

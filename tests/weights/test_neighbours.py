@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from stretto.weights.ipc_buffers import SharedBuffers
 from stretto.weights.listener import Listener, connect
 from stretto.weights.manifest import TensorSpec
 from stretto.weights.messages import Abandon, Begin, Begun, Buffers, Failed, Filled, Pause, Paused, Ready
+from stretto.weights.receive.session import Session
 from stretto.weights.regions import whole
 from stretto.weights.send.endpoint import Wanted
 from stretto.weights.sources.shard import Shard
@@ -289,6 +291,26 @@ def test_a_sender_that_has_opened_is_not_thrown_out_by_another(folder: Path) -> 
         assert isinstance(second.recv(seconds=SECONDS)[0], Ready)
         second.close()
         shared.close()
+
+
+def test_a_sender_that_comes_back_at_once_is_not_told_that_its_own_failure_keeps_the_receiver_busy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = Session._answer
+
+    def slowly(session: Session, *arguments: Any) -> None:
+        answer(session, *arguments)
+        time.sleep(0.3)  # it has answered, and still counts as busy
+
+    monkeypatch.setattr(Session, "_answer", slowly)
+    with Receiver(f"unix://{folder}/r", into={"w": torch.zeros(100)}) as receiver:
+        receiver.start()
+        first = connect(str(receiver.address))
+        first.send(opening())  # without a file for its buffers
+        assert isinstance(first.recv(seconds=SECONDS)[0], Failed)
+        first.close()
+        with registered() as sender:
+            assert sender.push("v", [str(receiver.address)]).receivers == {str(receiver.address): "verified"}
 
 
 def test_a_receiver_that_serves_late_does_not_wait_for_those_who_have_left(folder: Path) -> None:

@@ -18,7 +18,8 @@ from stretto.ir.errors import WeightsError
 from stretto.weights.connection import Connection
 from stretto.weights.messages import Filled, Message
 from stretto.weights.receive.receiver import Receiver
-from stretto.weights.receive.session import Hooks, Session
+from stretto.weights.receive.session import Session
+from stretto.weights.receive.state import Hooks
 from stretto.weights.send.choose import busy
 from stretto.weights.send.push import Lanes
 from stretto.weights.send.remotes import status

@@ -19,7 +19,7 @@ from stretto.ir.errors import StrettoError
 from stretto.program.task import Kind
 from stretto.weights.manifest import ITEM_BYTES, TensorSpec
 from stretto.weights.receive.receiver import Receiver
-from stretto.weights.receive.session import Hooks
+from stretto.weights.receive.state import Hooks
 
 DEVICE = os.environ.get("STRETTO_TEST_DEVICE", "cpu")  # "cuda" runs all of this on a GPU, under MPS
 SPEC = [("float32", (64, 33)), ("bfloat16", (7,)), ("int8", (5, 5, 5)), ("float8_e4m3fn", (300, 40)), ("int64", ())]

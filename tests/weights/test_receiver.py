@@ -21,7 +21,7 @@ from stretto.weights.connection import Connection
 from stretto.weights.manifest import TensorSpec
 from stretto.weights.messages import Commit
 from stretto.weights.receive.receiver import Receiver
-from stretto.weights.receive.session import Hooks
+from stretto.weights.receive.state import Hooks
 from stretto.weights.send.report import PushError
 from stretto.weights.send.sender import Sender
 from stretto.wire import connection

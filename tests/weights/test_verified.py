@@ -21,7 +21,7 @@ from stretto.weights.receive import loaders as loading
 from stretto.weights.receive.memory_layouts import shared, unfit
 from stretto.weights.receive.receiver import Receiver
 from stretto.weights.receive.rows import first_change
-from stretto.weights.receive.session import Hooks
+from stretto.weights.receive.state import Hooks
 from stretto.weights.send import reshard as spread
 from stretto.weights.send.remotes import status
 from stretto.weights.send.sender import Sender

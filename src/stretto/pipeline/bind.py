@@ -14,6 +14,7 @@ from stretto.execute.host_lanes import Work
 from stretto.execute.recorder import Recorder
 from stretto.execute.supervisor import Supervisor
 from stretto.ir.errors import PipelineError
+from stretto.pipeline.arrivals import Arrival, Channel
 from stretto.pipeline.descriptions import Description
 from stretto.pipeline.losses import Losses
 from stretto.pipeline.pytree import LEAF, Tree, Value, entering, validate_unchanged
@@ -22,7 +23,7 @@ from stretto.pipeline.rng import RngKey
 from stretto.pipeline.segments import Grads
 from stretto.pipeline.shape_cache import Messages, ShapeCache
 from stretto.pipeline.stage import Stage
-from stretto.pipeline.transfers import Arrival, Channel, Transfers
+from stretto.pipeline.transfers import Transfers
 from stretto.program.program import Program
 from stretto.program.task import WEIGHTS, Kind, Task
 from stretto.program.wgrads import joined_ends

@@ -1,7 +1,5 @@
 """Descriptions of messages: their containers, plain values, and the dtypes and shapes of their tensors."""
 
-import importlib
-from collections import namedtuple
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
 
@@ -11,6 +9,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from stretto.ir.errors import PipelineError
+from stretto.pipeline.packing import Node, children, node_of, packed, spec_of, typed, unpacked
 from stretto.pipeline.pytree import LEAF, Tree, full_name, storage_of
 
 
@@ -38,24 +37,16 @@ class _Same(msgspec.Struct, frozen=True, array_like=True, tag="same"):
 
 class _Plain(msgspec.Struct, frozen=True, array_like=True, tag="plain"):
     value: msgspec.Raw
-    """Encoded by `_packed` and compared as bytes, so that 1 differs from True and NaN equals NaN."""
+    """Encoded by `packed` and compared as bytes, so that 1 differs from True and NaN equals NaN."""
 
 
 _Leaf: TypeAlias = TensorMeta | _Same | _Plain
 
 
-class _Node(msgspec.Struct, frozen=True, array_like=True):
-    """A container of the pytree; a leaf has an empty type."""
-
-    type: str = ""
-    context: Any = None
-    children: "tuple[_Node, ...]" = ()
-
-
 class _Wire(msgspec.Struct, frozen=True, array_like=True):
     """A description in its wire format."""
 
-    root: _Node
+    root: Node
     leaves: tuple[_Leaf, ...]
     shared: tuple[int, ...]
     rows: int
@@ -85,7 +76,7 @@ class Description:
             isinstance(other, Description)
             and self.leaves == other.leaves
             and self.spec == other.spec
-            and _typed(self.spec) == _typed(other.spec)
+            and typed(self.spec) == typed(other.spec)
             and (self.shared, self.rows) == (other.shared, other.rows)
         )
 
@@ -93,7 +84,7 @@ class Description:
 
     def unlike(self, other: "Description") -> str:
         """Return the first difference in words, e.g. "float32 of shape (4, 8), was float32 of shape (4, 7)"."""
-        if self.spec != other.spec or _typed(self.spec) != _typed(other.spec):
+        if self.spec != other.spec or typed(self.spec) != typed(other.spec):
             return f"in {' '.join(str(self.spec).split())}, was in {' '.join(str(other.spec).split())}"
         for place, (leaf, before) in enumerate(zip(self.leaves, other.leaves, strict=True)):
             if leaf != before:
@@ -122,12 +113,12 @@ class Description:
                     leaves.append(leaves[leaf.leaf])
                     needs.append(needs[leaf.leaf])
                 case _Plain():
-                    leaves.append(_unpacked(msgspec.msgpack.decode(leaf.value)))
+                    leaves.append(unpacked(msgspec.msgpack.decode(leaf.value)))
                     needs.append(False)
         return Tree(leaves, self.spec, needs, self.shared)
 
     def encode(self) -> bytes:
-        text = msgspec.msgpack.encode(_Wire(_node_of(self.spec), self.leaves, self.shared, self.rows))
+        text = msgspec.msgpack.encode(_Wire(node_of(self.spec), self.leaves, self.shared, self.rows))
         if Description.decode(text) != self:
             raise PipelineError(f"a layer hands on {self.spec}, which another process cannot put together again")
         return text
@@ -135,7 +126,7 @@ class Description:
     @staticmethod
     def decode(text: bytes) -> "Description":
         wire = _WIRE.decode(text)
-        return Description(_spec_of(wire.root), wire.leaves, wire.shared, wire.rows)
+        return Description(spec_of(wire.root), wire.leaves, wire.shared, wire.rows)
 
 
 def _where(spec: pytree.TreeSpec, place: int) -> str:
@@ -157,7 +148,7 @@ def _in_words(leaf: _Leaf) -> str:
         case _Same():
             return f"item {leaf.leaf} again"
         case _Plain():
-            return f"{_unpacked(msgspec.msgpack.decode(leaf.value))!r:.60}"
+            return f"{unpacked(msgspec.msgpack.decode(leaf.value))!r:.60}"
 
 
 _WIRE: msgspec.msgpack.Decoder[_Wire] = msgspec.msgpack.Decoder(_Wire)
@@ -170,7 +161,7 @@ def describe(tree: Tree, device: torch.device, rows: int = 0) -> tuple[Descripti
     tensors: list[Tensor] = []
     for place, (leaf, needs) in enumerate(zip(tree.leaves, tree.needs, strict=True)):
         if not isinstance(leaf, Tensor):
-            described.append(_Plain(msgspec.Raw(msgspec.msgpack.encode(_packed(leaf)))))
+            described.append(_Plain(msgspec.Raw(msgspec.msgpack.encode(packed(leaf)))))
         elif id(leaf) in first:
             described.append(_Same(first[id(leaf)]))
         else:
@@ -232,115 +223,15 @@ def look_of(values: Sequence[Any] | None) -> Hashable | None:
                     same = first.setdefault(id(leaf), place), first.setdefault(storage_of(leaf), place)
                     looks.append((_look_of_tensor(leaf), same))
                 else:
-                    looks.append(msgspec.msgpack.encode(_packed(leaf)))
+                    looks.append(msgspec.msgpack.encode(packed(leaf)))
     except (PipelineError, RuntimeError, NotImplementedError):
         return None
     return tuple(looks)
 
 
 def _look_of_spec(spec: pytree.TreeSpec) -> Hashable:
-    return spec.type, msgspec.msgpack.encode(_packed(spec.context)), tuple(map(_look_of_spec, _children(spec)))
+    return spec.type, msgspec.msgpack.encode(packed(spec.context)), tuple(map(_look_of_spec, children(spec)))
 
 
 def _look_of_tensor(tensor: Tensor) -> Hashable:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _node_of(spec: pytree.TreeSpec) -> _Node:
-    if spec.type is None:
-        return _Node()
-    if spec.type is namedtuple:
-        return _Node("namedtuple", _packed(spec.context), tuple(map(_node_of, _children(spec))))
-    return _Node(_importable(spec.type), _packed(spec.context), tuple(map(_node_of, _children(spec))))
-
-
-def _typed(spec: pytree.TreeSpec) -> Any:
-    """Return what `==` of specs does not compare: the types in their contexts, since 1 == True."""
-    context = spec.context
-    plain = context is None or (isinstance(context, list) and all(type(key) is str for key in context))
-    own = None if plain else msgspec.msgpack.encode(_packed(context))
-    return own, tuple(map(_typed, _children(spec)))
-
-
-def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    return spec.children() if hasattr(spec, "children") else spec.children_specs
-
-
-def _spec_of(node: _Node) -> pytree.TreeSpec:
-    if not node.type:
-        return LEAF
-    kind = namedtuple if node.type == "namedtuple" else _imported(node.type)
-    if kind not in pytree.SUPPORTED_NODES:
-        raise PipelineError(f"{node.type} is not registered with torch.utils._pytree in this process")
-    return pytree.TreeSpec(kind, _unpacked(node.context), [_spec_of(child) for child in node.children])
-
-
-def _packed(value: Any) -> Any:
-    """Encode a plain value or a container's context so that msgpack restores the same types."""
-    kind = type(value)
-    if value is None or kind in (bool, float, str, bytes) or (kind is int and -(2**63) <= value < 2**63):
-        return value
-    match value:
-        case int() if kind is int:
-            return ["int", str(value)]
-        case complex():
-            return ["complex", value.real, value.imag]
-        case torch.dtype():
-            return ["dtype", str(value).removeprefix("torch.")]
-        case torch.device():
-            return ["device", str(value)]
-        case tuple() | list() if kind in (tuple, list):
-            return [kind.__name__, [_packed(item) for item in value]]
-        case dict() if kind is dict:
-            return ["dict", [[_packed(key), _packed(item)] for key, item in value.items()]]
-        case _ if isinstance(value, type) or callable(value):
-            return ["name", _importable(value)]
-        case _:
-            raise PipelineError(f"a layer hands on a container that keeps a {full_name(kind)}, which cannot travel")
-
-
-def _unpacked(packed: Any) -> Any:
-    if not isinstance(packed, list):
-        return packed
-    match packed:
-        case ["int", digits]:
-            return int(digits)
-        case ["complex", real, imaginary]:
-            return complex(real, imaginary)
-        case ["dtype", name]:
-            return getattr(torch, name)
-        case ["device", name]:
-            return torch.device(name)
-        case ["tuple", items]:
-            return tuple(map(_unpacked, items))
-        case ["list", items]:
-            return list(map(_unpacked, items))
-        case ["dict", items]:
-            return {_unpacked(key): _unpacked(item) for key, item in items}
-        case ["name", name]:
-            return _imported(name)
-    raise PipelineError(f"a message holds {packed!r:.60}, which is nothing that is sent")
-
-
-def _importable(thing: Any) -> str:
-    """Return the import path of a class or function; raise PipelineError if it cannot be imported by that path."""
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
-    if module and name:
-        path = f"{module}:{name}"
-        try:
-            if _imported(path) is thing:
-                return path
-        except (ImportError, AttributeError):
-            pass
-    raise PipelineError(
-        f"a layer hands on a {name or thing!r}, which another process cannot find; "
-        "define it at the top level of a module"
-    )
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    thing: Any = importlib.import_module(module)
-    for part in name.split("."):
-        thing = getattr(thing, part)
-    return thing

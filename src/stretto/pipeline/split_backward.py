@@ -13,17 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from stretto.pipeline.deferred_functions import deferred_embedding, deferred_grouped, deferred_linear
 from stretto.pipeline.gradients import Gradients
-from stretto.pipeline.grouped_linear import GroupedLinear, grouped_linear, grouped_outer
+from stretto.pipeline.grouped_linear import GroupedLinear
 from stretto.pipeline.overrides import Forward, Overrides
-from stretto.pipeline.segments import direct
 from stretto.pipeline.weight_gradients import (
     WeightGradient,
-    add_embedding,
-    add_grouped,
-    add_linear,
-    embedding_backward,
-    flattened,
 )
 
 
@@ -118,7 +113,7 @@ class Deferral:
             x, w, b = _autocast(x), _autocast(w), None if b is None else _autocast(b)
         if not weight.requires_grad and (bias is None or not bias.requires_grad):
             return F.linear(x, w, b)
-        return _linear(self.anchor, x, w, b, (self, weight, bias, rows))
+        return deferred_linear(self.anchor, x, w, b, (self, weight, bias, rows))
 
     def _linear(self) -> Forward:
         def forward(layer: nn.Linear, input: Tensor) -> Tensor:
@@ -141,7 +136,7 @@ class Deferral:
             if not weight.requires_grad:
                 return type(layer).forward(layer, input)
             padding = -1 if layer.padding_idx is None else layer.padding_idx
-            return _embedding(self.anchor, input, weight, padding, self)
+            return deferred_embedding(self.anchor, input, weight, padding, self)
 
         return forward
 
@@ -153,7 +148,7 @@ class Deferral:
             w: Tensor = weight
             if torch.is_autocast_enabled(x.device.type):
                 x, w = _autocast(x), _autocast(w)
-            return _grouped(self.anchor, x, w, counts, self, weight)
+            return deferred_grouped(self.anchor, x, w, counts, self, weight)
 
         return forward
 
@@ -220,88 +215,6 @@ class _Into:
         self._deferral._deferred = self._before
 
 
-# The functions below detach their outputs: autograd forbids in-place changes to views made inside a custom function.
-# Deferred gradients hold detached inputs, since a saved input would keep its graph alive.
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,  # noqa: ARG004
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: tuple[Deferral, nn.Parameter, nn.Parameter | None, slice | None],
-    ) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
-        ctx.target = target
-        return F.linear(x, weight, bias).detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        _, x_needs, weight_needs, bias_needs, _ = ctx.needs_input_grad
-        x_grad = grad @ weight if x_needs else None
-        deferral, *target = ctx.target
-        if deferral.defers:
-            needs = weight_needs, bias_needs
-            deferral.defer(add_linear, grad if x is None else x.detach(), grad, (*target, *needs))
-            return None, x_grad, None, None, None
-        flat = flattened(grad)
-        weight_grad = flat.T @ flattened(x) if weight_needs else None
-        return None, x_grad, weight_grad, flat.sum(0) if bias_needs else None, None
-
-
-class _Grouped(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,  # noqa: ARG004
-        x: Tensor,
-        weight: Tensor,
-        counts: Tensor,
-        deferral: Deferral,
-        parameter: nn.Parameter,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, counts)
-        ctx.deferral, ctx.parameter = deferral, parameter
-        return grouped_linear(x, weight, counts).detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, counts = ctx.saved_tensors
-        _, x_needs, weight_needs, *_ = ctx.needs_input_grad
-        x_grad = grouped_linear(grad, weight.transpose(1, 2), counts) if x_needs else None
-        if ctx.deferral.defers:
-            ctx.deferral.defer(add_grouped, x.detach(), grad, (ctx.parameter, counts))
-            return None, x_grad, None, None, None, None
-        return None, x_grad, grouped_outer(grad, x, counts) if weight_needs else None, None, None, None
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,  # noqa: ARG004
-        rows: Tensor,
-        weight: nn.Parameter,
-        padding: int,
-        deferral: Deferral,
-    ) -> Tensor:
-        ctx.save_for_backward(rows)  # so that autograd notices in-place changes
-        ctx.weight, ctx.padding, ctx.deferral = weight, padding, deferral
-        return F.embedding(rows, weight).detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (rows,) = ctx.saved_tensors
-        if ctx.deferral.defers:
-            ctx.deferral.defer(add_embedding, rows, grad, (ctx.weight, ctx.padding))
-            return None, None, None, None, None
-        return None, None, embedding_backward(grad, rows, ctx.weight.shape[0], ctx.padding, False), None, None
-
-
 def _compiled(module: nn.Module) -> set[int]:
     """Return the ids of all modules inside compiled ones, by `torch.compile` or `Module.compile`."""
     # Recognise the name under which torch.compile stores a module: importing its class takes as long as all of torch.
@@ -331,11 +244,6 @@ def _autocast(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
-
-
-_linear: Callable[..., Tensor] = direct(_Linear)
-_grouped: Callable[..., Tensor] = direct(_Grouped)
-_embedding: Callable[..., Tensor] = direct(_Embedding)
 
 
 def _own(parameter: Tensor | None) -> TypeGuard[nn.Parameter]:

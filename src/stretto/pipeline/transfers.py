@@ -1,8 +1,6 @@
 """Moves values between ranks: one process group of two for each directed link, and headers on a side channel."""
 
-import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,179 +10,15 @@ from torch import Tensor
 
 from stretto.execute.device_lanes import Begun, StreamFuture
 from stretto.execute.host_lanes import HostLane, Work
-from stretto.execute.side_channel import SideChannel, side_channels
-from stretto.execute.supervisor import Supervisor
+from stretto.execute.side_channel import side_channels
 from stretto.execute.team import Team
-from stretto.ir.errors import PipelineError, peer_failure
+from stretto.ir.errors import PipelineError
+from stretto.pipeline.arrivals import HEADER, Arrival, Channel, DeviceArrival, HostArrival, LinkEnd, mark_of
 from stretto.pipeline.descriptions import Description, describe, moved_as
 from stretto.pipeline.pytree import LEAF, Tree, validate_unchanged
 from stretto.pipeline.recv_buffers import RecvBuffer
 from stretto.program.program import Program
-from stretto.program.task import Kind, Lane
-
-Channel = tuple[Kind, int]
-"""A kind of transfer and its stage. Messages of one channel usually have the same shapes."""
-
-_HEADER = struct.Struct("<QQ")  # the length of the description that follows (0 for none), and the message's mark
-_KINDS = {kind: number for number, kind in enumerate(Kind)}
-
-
-@dataclass(slots=True)
-class _Connection:
-    """One end of a directed link to another rank."""
-
-    group: dist.ProcessGroup
-    side_channel: SideChannel | None
-    """Carries headers between the hosts; None if there are no other processes."""
-    peer: int
-    """The other end's rank in the group."""
-    known: dict[Channel, Description] = field(default_factory=dict)
-    """The last message of each channel."""
-    steady: set[Channel] = field(default_factory=set)
-    """Channels whose last message had tensors of the same shapes and dtypes as the message before it."""
-    last: "Arrival | None" = None
-    """The last receive that was posted; its header may not have been read yet."""
-
-    def learn(self, channel: Channel, description: Description) -> None:
-        """Record the last message of a channel."""
-        before = self.known.get(channel)
-        if before is None or before.metas == description.metas:
-            self.steady.add(channel)
-        else:
-            self.steady.discard(channel)
-        self.known[channel] = description
-
-    def guess(self, channel: Channel) -> Description | None:
-        """Predict the next message, so that its receive can be posted before its header arrives.
-
-        Both ends predict the same. Return None if the header must be read first.
-        """
-        return self.known[channel] if channel in self.steady else None
-
-    def recv_description(self, channel: Channel, supervisor: Supervisor) -> Description:
-        """Read the header of the next message, and return the message's description."""
-        assert self.side_channel is not None
-        length, mark = _HEADER.unpack(self.side_channel.receive(_HEADER.size, supervisor.check))
-        if mark != _mark(channel, supervisor):
-            raise peer_failure(
-                f"a message came that does not belong to {supervisor.label}; all ranks must call step() and "
-                "eval_step() in the same order, with the same record and accumulate"
-            )
-        if not length:
-            return self.known[channel]
-        return Description.decode(self.side_channel.receive(length, supervisor.check))
-
-
-class Arrival(Begun):
-    """A posted receive. The message has arrived once someone has waited for it: its lane on the host, the stream that
-    uses it on a device.
-    """
-
-    def __init__(
-        self,
-        transfers: "Transfers",
-        link: _Connection,
-        channel: Channel,
-        buffer_for: Callable[[Description], RecvBuffer],
-        awaited: str,
-    ) -> None:
-        super().__init__()
-        self._transfers, self._link, self._channel, self._buffer_for, self._awaited = (
-            transfers,
-            link,
-            channel,
-            buffer_for,
-            awaited,
-        )
-        self.description: Description | None = None
-        self._buffer: RecvBuffer | None = None
-
-    def take(self) -> tuple[Tree, RecvBuffer]:
-        """Return the message, and the receive buffer that holds it."""
-        assert self.description is not None, "no task waited for this message"
-        assert self._buffer is not None
-        return self.description.tree(self._buffer.tensors), self._buffer
-
-    def complete(self, description: Description) -> None:
-        """Complete at once, without receiving anything, where there are no other processes."""
-        self.description, self._buffer = description, self._buffer_for(description)
-
-    def begin_as(self, description: Description) -> None:
-        """Post the receive of a message whose description is known."""
-        self.description = description
-        self._fill(description)
-
-    def begin(self) -> None:
-        """Post the receive of the predicted message, if there is a prediction."""
-        guess = self._link.guess(self._channel)
-        if guess is not None:
-            self._fill(guess)
-
-    def recv_description(self) -> None:
-        """Read the message's header, unless read already, and post another receive if the prediction was wrong."""
-        if self.description is None:
-            description = self._link.recv_description(self._channel, self._transfers.supervisor)
-            if self._buffer is None or self._buffer.metas != description.metas:
-                self._fill(description)
-            self._link.learn(self._channel, description)
-            self.description = description
-
-    def _fill(self, description: Description) -> None:
-        self._buffer = self._buffer_for(description)
-        self.futures += [
-            StreamFuture(self._link.group.recv([raw], self._link.peer, 0), raw) for raw in self._buffer.raws
-        ]
-
-
-class _ToHost(Arrival):
-    """A receive into host memory: its lane waits for the predicted tensors, the header, and any further tensors."""
-
-    _is_begun = False
-
-    def begin_as(self, description: Description) -> None:
-        self._is_begun = True
-        super().begin_as(description)
-
-    def post(self, before: Arrival | None) -> None:
-        """Begin now if the previous message's header has been read; otherwise the lane begins it."""
-        if before is None or before.description is not None:
-            self.begin()
-
-    def begin(self) -> None:
-        self._is_begun = True
-        super().begin()
-
-    def wait(self) -> None:
-        if not self._is_begun:
-            self.begin()
-        self.follow()
-        self.futures.clear()
-        self.recv_description()
-        self.follow()
-
-
-class _ToDevice(Arrival):
-    """A receive into device memory: the host waits for the header, the stream for the tensors."""
-
-    def post(self, before: Arrival | None) -> None:
-        """Begin after reading the previous message's header, on which this one's prediction depends."""
-        if before is not None:
-            before.recv_description()
-        self.begin()
-        if self._buffer is None:
-            self.recv_description()
-
-    def wait(self) -> None:
-        self.recv_description()
-        with self._transfers.supervisor.explaining(lambda: self._awaited):
-            self.follow()
-
-    def recv_description(self) -> None:
-        if self.description is None:
-            assert self._link.side_channel is not None
-            self._transfers.supervisor.wait(self._link.side_channel, lambda: self._awaited)
-            with self._transfers.supervisor.explaining(lambda: self._awaited):
-                super().recv_description()
+from stretto.program.task import Lane
 
 
 class Transfers:
@@ -202,8 +36,8 @@ class Transfers:
         rank, rendezvous = team.rank, team.rendezvous
         self.supervisor, self.device = team.supervisor, device
         self._instant = rendezvous is None  # no other processes: every transfer completes at once
-        self._sends: dict[int, _Connection] = {}
-        self._receives: dict[int, _Connection] = {}
+        self._sends: dict[int, LinkEnd] = {}
+        self._receives: dict[int, LinkEnd] = {}
         self.lanes: dict[Lane, HostLane] = {}
         """Threads that wait for transfers of host memory."""
         directed = sorted(
@@ -213,9 +47,9 @@ class Transfers:
         for source, target in directed:
             pair = team.make((source, target))
             if pair is not None and rank == source:
-                self._sends[target] = _Connection(pair, outgoing.get(target), int(source < target))
+                self._sends[target] = LinkEnd(pair, outgoing.get(target), int(source < target))
             elif pair is not None:
-                self._receives[source] = _Connection(pair, incoming.get(source), int(source > target))
+                self._receives[source] = LinkEnd(pair, incoming.get(source), int(source > target))
         if device.type != "cuda":
             lanes = [lane for lane in program.lanes if lane.device == rank and lane.name not in ("compute", "comm")]
             self.lanes = {lane: HostLane(str(lane)) for lane in lanes}
@@ -266,7 +100,7 @@ class Transfers:
             arrival.begin_as(description)
         return arrival, arrival
 
-    def _start(self, link: _Connection, tree: Tree, moved: list[Tensor]) -> Work | None:
+    def _start(self, link: LinkEnd, tree: Tree, moved: list[Tensor]) -> Work | None:
         if self._instant:
             return None
         unchanged = partial(validate_unchanged, tree, tree.versions())
@@ -302,7 +136,7 @@ class Transfers:
             moved = [*(moved_as(part) for part in guess.empty(self.device) if part.numel()), *moved]
         with self.supervisor.explaining(lambda: "what it sent to be taken"):
             link.side_channel.send(
-                _HEADER.pack(len(text), _mark(channel, self.supervisor)) + text, self.supervisor.check
+                HEADER.pack(len(text), mark_of(channel, self.supervisor)) + text, self.supervisor.check
             )
         return description, self._start(link, tree, moved)
 
@@ -315,7 +149,7 @@ class Transfers:
         """
         link = self._receives[peer]
         if self._instant:
-            arrival = Arrival(self, link, channel, buffer_for, awaited)
+            arrival = Arrival(self.supervisor, link, channel, buffer_for, awaited)
             arrival.complete(link.known[channel])  # the last message again
             return arrival, None
         posted = self._arrival(link, channel, buffer_for, awaited)
@@ -325,9 +159,11 @@ class Transfers:
         return posted, posted
 
     def _arrival(
-        self, link: _Connection, channel: Channel, buffer_for: Callable[[Description], RecvBuffer], awaited: str
-    ) -> "_ToDevice | _ToHost":
-        return (_ToDevice if self.device.type == "cuda" else _ToHost)(self, link, channel, buffer_for, awaited)
+        self, link: LinkEnd, channel: Channel, buffer_for: Callable[[Description], RecvBuffer], awaited: str
+    ) -> "DeviceArrival | HostArrival":
+        return (DeviceArrival if self.device.type == "cuda" else HostArrival)(
+            self.supervisor, link, channel, buffer_for, awaited
+        )
 
     def forget(self) -> None:
         """Drop the last receive of every link, at the end of a step."""
@@ -364,12 +200,6 @@ class _Sent:
     def wait(self) -> None:
         _wait(self._works)
         self._unchanged()
-
-
-def _mark(channel: Channel, supervisor: Supervisor) -> int:
-    """Return a number that identifies a message's step and channel."""
-    kind, stage = channel
-    return (supervisor.mark + (_KINDS[kind] << 32) + stage) % 2**64
 
 
 def check_group(group: dist.ProcessGroup) -> None:

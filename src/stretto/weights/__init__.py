@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from stretto.ir.errors import WeightsError
     from stretto.weights.manifest import TensorSpec
     from stretto.weights.receive.receiver import Receiver
-    from stretto.weights.receive.session import Hooks
+    from stretto.weights.receive.state import Hooks
     from stretto.weights.send.remotes import status
     from stretto.weights.send.report import PushError, Report
     from stretto.weights.send.sender import Sender

@@ -20,10 +20,11 @@ import torch
 
 from pushes import begun, total_of
 from stretto.ir.errors import WeightsError
-from stretto.weights.adapters import vllm as adapter
+from stretto.weights.adapters import vllm_worker as adapter
 from stretto.weights.adapters.http import in_background, wait_for
-from stretto.weights.adapters.vllm import VllmServer, register
+from stretto.weights.adapters.vllm import VllmServer
 from stretto.weights.adapters.vllm_model import Account, Packed, Shapes, unfinished, unreloadable
+from stretto.weights.adapters.vllm_worker import register
 from stretto.weights.ipc_buffers import SharedBuffers
 from stretto.weights.layout import lay_out
 from stretto.weights.manifest import Manifest, TensorSpec
@@ -608,7 +609,7 @@ def test_it_is_registered_once_and_only_where_vllm_has_the_lifecycle(
 ) -> None:
     register()
     register()
-    assert Factory._registry == {"stretto": ("stretto.weights.adapters.vllm", "StrettoEngine")}
+    assert Factory._registry == {"stretto": ("stretto.weights.adapters.vllm_worker", "StrettoEngine")}
     Factory._registry.clear()
     monkeypatch.setattr(sys.modules["vllm.distributed.weight_transfer.base"], "WeightTransferEngine", object)
     register()

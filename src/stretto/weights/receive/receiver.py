@@ -26,7 +26,8 @@ from stretto.weights.manifest import ITEM_BYTES, Manifest, TensorSpec
 from stretto.weights.messages import Abandon, Failed, Open, Status, StatusRequest
 from stretto.weights.receive.loaders import CallbackLoader, InPlaceLoader, Load, Loader, Validator
 from stretto.weights.receive.rows import reads_in_place
-from stretto.weights.receive.session import Hooks, ReceiverState, Session
+from stretto.weights.receive.session import Session
+from stretto.weights.receive.state import Hooks, ReceiverState
 from stretto.wire.frames import close_files
 from stretto.wire.peers import is_trusted, peer_user
 
@@ -35,6 +36,7 @@ _MAX_CONNECTIONS = 32
 _FOREVER = 1e9  # seconds; heartbeats bound the wait
 _CLOSE_SECONDS = 2.0  # for an update in progress to end
 _FAREWELL_SECONDS = 1.0  # to send the reason before disconnecting a peer
+_BUSY_SECONDS = 1.0  # for an update to end before another sender is told that the receiver is busy
 
 
 class Receiver:
@@ -256,7 +258,7 @@ class Receiver:
                 if isinstance(message, StatusRequest):
                     close_files(files)
                     connection.send(self.status)
-                elif isinstance(message, Open) and self._claim(connection, message, files):
+                elif isinstance(message, Open) and self._claim_soon(connection, message, files):
                     handed_on = True
                 elif isinstance(message, Abandon):  # of an update that was refused
                     close_files(files)
@@ -277,6 +279,15 @@ class Receiver:
                 self._slots.release()
             if not handed_on:
                 connection.close()
+
+    def _claim_soon(self, connection: Connection, opening: Open, files: list[int]) -> bool:
+        """Claim the receiver, with a short wait: a sender that was answered may be back before the answer is done."""
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while not self._claim(connection, opening, files):
+            if self._closed or time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
 
     def _claim(self, connection: Connection, opening: Open, files: list[int]) -> bool:
         """Give a connection the receiver, one at a time; a sender that is between two pushes is disconnected."""

@@ -1,14 +1,9 @@
 """A session: a receiver handles the updates of one sender, and moves from state to state as the sender directs."""
 
 import logging
-import secrets
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 import torch
 
 from stretto.ir.errors import WeightsError, named
@@ -19,14 +14,12 @@ from stretto.weights.ipc_buffers import OpenedBuffers
 from stretto.weights.manifest import Manifest
 from stretto.weights.messages import (
     Abandon,
-    Assurance,
     Begin,
     Begun,
     Commit,
     End,
     Failed,
     Filled,
-    InFlight,
     Loaded,
     Message,
     Open,
@@ -35,12 +28,12 @@ from stretto.weights.messages import (
     Ready,
     Serving,
     State,
-    Status,
     StatusRequest,
     Taken,
     Unknown,
 )
 from stretto.weights.receive.loaders import Loader
+from stretto.weights.receive.state import Hooks, ReceiverState, no_hook
 from stretto.wire.connection import SILENCE
 from stretto.wire.frames import close_files
 
@@ -48,66 +41,6 @@ log = logging.getLogger(__name__)
 _FOREVER = 1e9  # seconds; heartbeats bound the wait
 _DECISION_SECONDS = 120.0  # for a sender to pause or abandon an update after it has opened it
 _MAX_SECONDS = 7 * 24 * 3600.0  # the longest timeout that a sender may ask for
-
-
-def _no_hook(*_: Any) -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What an engine does around an update. All hooks run in the receiver's serving thread."""
-
-    pause: Callable[[InFlight], None] = _no_hook
-    """Stop generating, and wait for, abort or keep the requests in flight. If the update is then abandoned, `resume` is
-    called next."""
-    begin: Callable[[], None] = _no_hook
-    """Prepare the engine for loading, whatever state an earlier update has left it in. If the update fails after this,
-    the receiver is dirty."""
-    finish: Callable[[], None] = _no_hook
-    """All tensors are loaded: quantise, transpose, and so on."""
-    flush_cache: Callable[[], None] = _no_hook
-    """Drop everything that was computed with the old weights."""
-    resume: Callable[[], None] = _no_hook
-
-
-class ReceiverState:
-    """The status of a receiver, shared by its threads."""
-
-    def __init__(self, version: str, device: str) -> None:
-        self._lock = threading.Lock()
-        self._status = Status("serving", version, "", device, identity=secrets.token_hex(8))
-        self.answering = False
-        """Whether a sender waits for an answer."""
-        self.opened = False
-        """Whether a sender has opened an update that has not ended."""
-
-    @property
-    def status(self) -> Status:
-        with self._lock:
-            return msgspec.structs.replace(self._status)
-
-    @property
-    def busy(self) -> bool:
-        """Whether an update is in progress."""
-        return self.answering or self.opened
-
-    def set(self, state: State, *, error: str = "") -> None:
-        with self._lock:
-            self._status.state, self._status.error = state, error
-            if state == "dirty":  # the content is unknown
-                self._status.assurance, self._status.content = None, ""
-
-    def go_on_from(self, previous: Status) -> None:
-        """Take over the status of a closed receiver, but not its identity."""
-        with self._lock:
-            state: State = "serving" if previous.state == "serving" else "dirty"
-            self._status = msgspec.structs.replace(previous, state=state, identity=self._status.identity)
-
-    def serve(self, version: str, content: str, assurance: Assurance) -> None:
-        with self._lock:
-            self._status.state, self._status.error = "serving", ""
-            self._status.version, self._status.content, self._status.assurance = version, content, assurance
 
 
 class Session:
@@ -287,7 +220,7 @@ class Session:
         self._state.set("loading")
         self._run_changing_hook("begin", self._hooks.begin)
         hooks = self._hooks.pause, self._hooks.begin
-        if hooks != (_no_hook, _no_hook) and not self._loader.holds():  # the engine has replaced live tensors
+        if hooks != (no_hook, no_hook) and not self._loader.holds():  # the engine has replaced live tensors
             assert self._manifest is not None
             assert self._opening is not None
             alike, self._loader = self._loader.alike, self._make_loader(self._manifest, self._opening)
@@ -337,7 +270,7 @@ class Session:
 
     def _run_changing_hook(self, name: str, hook: Callable[[], None]) -> None:
         """Run a hook that may change the engine's weights."""
-        self._touched = self._touched or hook is not _no_hook
+        self._touched = self._touched or hook is not no_hook
         self._run_hook(name, hook)
 
     def _bucket_of(self, name: str) -> str:
@@ -381,7 +314,7 @@ class Session:
         assert self._loader is not None
         assurance = self._loader.assurance()
         hooks = self._hooks.finish, self._hooks.flush_cache
-        if assurance == "verified" and hooks != (_no_hook, _no_hook) and self._loader.changed(self._pool):
+        if assurance == "verified" and hooks != (no_hook, no_hook) and self._loader.changed(self._pool):
             assurance = "delivered"  # the engine's hooks have changed its tensors
         self._state.serve(self._opening.version, self._opening.content, assurance)
         self._state.opened = False
