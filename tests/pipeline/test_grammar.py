@@ -68,16 +68,15 @@ def assert_exact_or_refused(ranks: Ranks, model: Model) -> list[Found]:
     except RuntimeError as error:  # autograd itself refuses it
         assert "in-place" in str(error) or "inplace" in str(error) or "require grad" in str(error), error
         expected = None
-    try:
-        found = ranks.run(run_pipeline, model.devices, model, timeout=60)
-    except AssertionError as error:  # autograd itself refuses it
-        autograd = re.search(r"RuntimeError: .*\b(in-?place|require grad)", str(error))
-        transformed = "don't yet support saved tensor hooks" in str(error)  # as torch.func says of any checkpoint
+    found = ranks.run(run_pipeline, model.devices, model, timeout=60)
+    for raised in (rank.raised for rank in found if rank.raised):  # autograd itself refuses it
+        autograd = re.search(r"RuntimeError: .*\b(in-?place|require grad)", raised)
+        transformed = "don't yet support saved tensor hooks" in raised  # as torch.func says of any checkpoint
         if transformed and (model.checkpoint or model.recompute):
             return []
-        if autograd and (expected is None or may_be_changed_too_early(model)):
-            return []
-        raise
+        assert autograd, raised
+        assert expected is None or may_be_changed_too_early(model), raised
+        return []
     said = {rank.said for rank in found}
     if said != {""}:
         known = any(reason in one for reason in REFUSED for one in said)

@@ -8,6 +8,7 @@ import collections
 import copy
 import math
 import os
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -610,6 +611,8 @@ class Found:
     buffers: dict[str, Tensor]
     evaluated: float
     said: str = ""
+    raised: str = ""
+    """An error that is not the pipeline's."""
 
 
 def run_plain(model: Model) -> Found:
@@ -679,4 +682,6 @@ def run_pipeline(mesh: Any, model: Model) -> Found:
         pipe.close()
     except stretto.PipelineError as error:
         return Found(0.0, {}, {}, 0.0, said=str(error))
+    except RuntimeError:  # such as autograd's
+        return Found(0.0, {}, {}, 0.0, raised=traceback.format_exc())
     return Found(loss, gradients, buffers, evaluated)
