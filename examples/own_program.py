@@ -1,7 +1,6 @@
 """A program of your own: two devices, three lanes, plain functions; checked, simulated, executed, drawn, compared."""
 
 import time
-from pathlib import Path
 
 import stretto
 from stretto import Call
@@ -22,5 +21,6 @@ seconds = {"load": 0.02, "work": 0.03, "hand": 0.01, "use": 0.02}
 simulated = stretto.simulate(program, stretto.Costs(calls=seconds, unit="s"))
 measured = stretto.execute(program, lambda task: lambda: time.sleep(seconds[str(task)[:-1]]))
 print(stretto.draw_text(measured, width=80))
-print(f"it took {measured.makespan / simulated.makespan:.2f} of the predicted time; {stretto.fit(measured).calls}")
-stretto.draw_comparison({"simulated": simulated, "measured": measured}, Path("own.svg"))
+fitted = {name: round(time, 4) for name, time in stretto.fit(measured).calls.items()}
+print(f"it took {measured.makespan / simulated.makespan:.2f} of the predicted time; {fitted}")
+stretto.draw_comparison({"simulated": simulated, "measured": measured}, "own.svg")

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from stretto.pipeline.grouped_linear import GroupedLinear
     from stretto.pipeline.pipeline import Pipeline
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Call",

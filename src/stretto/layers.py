@@ -33,6 +33,10 @@ class Layer:
     name: str
     phases: tuple[Phase, ...]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.phases, tuple) or not all(isinstance(phase, Phase) for phase in self.phases):
+            raise PlanError(f"a layer has a tuple of Phases (got {self.phases!r:.40})")
+
 
 _ATTN, _MLP, _LOSS = Phase("attn"), Phase("mlp"), Phase("loss")
 EMBEDDING = Layer("embedding", (Phase("embedding"),))
@@ -70,6 +74,8 @@ def cut_layers(
     """
     if type(stages) is not int or stages < 1:
         raise PlanError(f"stages is a whole number of at least 1 (got {stages!r:.40})")
+    if balance is not None and not all(type(share) is int for share in balance):
+        raise PlanError(f"balance has a whole number of layers for each stage (got {balance!r:.40})")
     if balance is None:
         each, more = divmod(len(layers), stages)
         balance = [each + (stage < more) for stage in range(stages)]

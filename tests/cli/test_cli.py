@@ -3,12 +3,14 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import stretto
 from commands import run
 from strategies import SCHEDULES
+from stretto.cli.console import out
 from stretto.schedules import dualpipe, gpipe, one_f_one_b, zb_v
 from stretto.timeline.trace import trace_json
 
@@ -348,6 +350,13 @@ BAD = {
     "nothing to draw": (["show", "gpipe", "-o", "x.svg", "--costs", "F=0,I=0,W=0"], "nothing takes any time"),
     "no folder": (["show", "gpipe", "-o", "none/x.csv"], "cannot write none/x.csv: No such file or directory"),
     "narrow": (["show", "gpipe", "--width", "3"], "--width needs at least 20 columns (got 3)"),
+    "nothing left to compare": (["compare", "-d", "0"], "none of the schedules can be compared; gpipe needs devices"),
+    "costs of a list": (["show", "--costs", "F=1"], "name a schedule to draw or write"),
+    "width of a file": (["show", "gpipe", "--width", "50", "-o", "x.csv"], "--width is for drawing on a terminal"),
+    "transfers of a figure": (["show", "gpipe", "--transfers", "-o", "x.svg"], "--transfers goes with -o FILE.csv"),
+    "empty size": ([*UPDATE, "--size", ""], "--size: a size is a number of bytes"),
+    "empty list": (["compare", "gpipe", "--costs", "empty.toml"], "F is an empty list"),
+    "too long to say": (["simulate", "gpipe", "--costs", "F=1e308,B=1e308"], "longer than a number can say"),
     "limit": (["check", "good.csv", "--memory-limit", "nan"], "--memory-limit: a size is a number of bytes"),
 }
 
@@ -367,10 +376,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "bad.trace.json").write_text('{"traceEvents": 3}')
     step, update = gpipe(devices=2, microbatches=2), stretto.weight_update(devices=2, buckets=2)
     (path / "plan.trace.json").write_text(trace_json(stretto.simulate(step)))
-    measured = stretto.simulate(step, stretto.Costs(unit="s"))
+    measured = stretto.simulate(step, stretto.Costs(unit="s", F=1, I=1, W=1))
     (path / "measured.trace.json").write_text(trace_json(measured))
     (path / "update.trace.json").write_text(trace_json(stretto.simulate(update)))
     (path / "lengths.toml").write_text("F = [1, 2]\nI = [1, 2, 3, 4]\n")
+    (path / "empty.toml").write_text("F = []")
     (path / "speed.toml").write_text('[link]\nbandwidth = "50GB/s"\n')
     (path / "digits.toml").write_text("F = " + "9" * 5000)
     return path
@@ -541,6 +551,40 @@ def test_an_unsound_schedule_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     refused = run("simulate", "gpipe", "-d", "2", "-m", "2")
     assert "was to plan 2 devices and 2 microbatches, but its plan has 2 and 1" in refused.stderr
     assert (refused.returncode, refused.stdout) == (2, "")
+
+
+def test_buckets_are_counted_exactly() -> None:
+    for size, bucket in (("4.03GB", "0.31GB"), ("4.07GB", "0.11GB"), ("8.05GB", "0.35GB")):
+        whole = [f"{round(float(text[:-2]) * 1000)}MB" for text in (size, bucket)]
+        exact, found = (
+            json.loads(run(*UPDATE, "-d", "1", "--size", a, "--bucket", b, "--json").stdout)
+            for a, b in (whole, (size, bucket))
+        )
+        assert found == exact
+
+
+def test_a_file_with_other_devices_has_the_same_model(tmp_path: Path) -> None:
+    one_f_one_b(devices=4, microbatches=8).save(tmp_path / "four.csv")
+    (tmp_path / "lists.toml").write_text("\n".join(f"{op} = [1, 1, 1, 1, 1, 1, 1, 1]" for op in "FIW"))
+    ways = ("F=1,I=1,W=1", "lists.toml")
+    rows = [
+        json.loads(run("compare", "1f1b", "four.csv", "-d", "8", "--costs", way, "--json", cwd=tmp_path).stdout)
+        for way in ways
+    ]
+    assert rows[0] == rows[1]
+    assert rows[0][1]["makespan"] == 2 * 33
+
+
+def test_sums_of_equal_times_may_differ_in_their_last_bits() -> None:
+    assert run("simulate", "gpipe", "--costs", "F=0.1,I=0.1,W=0.2,FB=0.3").returncode == 0
+
+
+def test_the_output_may_be_full() -> None:
+    with (
+        mock.patch.object(out, "print", side_effect=OSError(28, "No space left on device")),
+    ):
+        done = run("show")
+    assert (done.returncode, done.stderr) == (2, "stretto: cannot write the output: No space left on device\n")
 
 
 def test_show_prints_json() -> None:

@@ -78,13 +78,17 @@ def test_infinite_costs_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("unit=s,F=0.01,B=0.02", "times in seconds have no defaults: give I and W too"),
-        ("unit=s", "times in seconds have no defaults: give F and I and W too"),
+        ("unit=s,F=0.01", "times in seconds have no defaults: give I too"),
+        ("unit=s", "times in seconds have no defaults: give F too"),
         ("unit=ms,F=1", "unit is s if times are seconds, or left out (got 'ms')"),
     ],
 )
 def test_seconds_have_no_defaults(text: str, says: str) -> None:
+    plan = gpipe(devices=2, microbatches=1)
     with pytest.raises(stretto.CostError, match=re.escape(says)):
-        parse_costs(text)
+        stretto.simulate(plan, parse_costs(text))
+    with pytest.raises(stretto.CostError, match="give F too"):
+        stretto.simulate(plan, parse_costs_toml('unit = "s"\n[calls]\nx = 1'))
+    assert stretto.simulate(plan, parse_costs("unit=s,F=0.01,B=0.02")).makespan == pytest.approx(0.06)
     assert parse_costs("unit=s,F=0.01,I=0.01,W=0.01").unit == "s"
     assert parse_costs_toml('unit = "s"\n[bucket]\nh2d = 0.1').unit == "s"

@@ -133,7 +133,7 @@ def test_a_folder_names_the_version_however_it_is_spelled(checkpoint: Path) -> N
         (["--in-flight", "drop"], "--in-flight is one of wait, abort, keep (got 'drop')"),
         (["--mode", "four"], "--mode is one of serial, overlap_reload, overlap_all (got 'four')"),
         (["--bucket", "0B"], "--bucket is a size from 1KiB to 1TiB (got '0B')"),
-        (["--bucket", "512"], "--bucket needs a unit, e.g. 512GB (got '512')"),
+        (["--bucket", "512"], "--bucket needs a unit, e.g. 512MiB (got '512')"),
         (["--dry-run", "--devices", "0"], "--devices is a number of senders from 1 to 4096 (got 0)"),
         (["--to", "unix:///x", "-o", "a.foo"], "-o draws .svg, .png or .trace.json (got a.foo)"),
         (["--to", "unix:///x", "-o", "/no/a.svg"], "cannot write /no/a.svg: no directory to write into"),

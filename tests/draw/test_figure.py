@@ -125,7 +125,7 @@ def test_a_legend_in_several_lines_takes_nothing_from_the_rows(tmp_path: Path) -
     ("costs", "unit"),
     [
         (Costs(), "units"),
-        (Costs(unit="s"), "s"),
+        (Costs(unit="s", F=1, I=1, W=1), "s"),
         (Costs(unit="s", F=1e-3, I=1e-3, W=1e-3), "ms"),
         (Costs(unit="s", F=1e-6, I=1e-6, W=1e-6), "µs"),
     ],
@@ -149,7 +149,7 @@ def test_a_step_in_seconds_is_drawn_as_wide_as_one_without_a_unit(tmp_path: Path
 
 def test_seconds_and_times_without_a_unit_have_no_common_scale(tmp_path: Path) -> None:
     plan = gpipe(devices=2, microbatches=2)
-    timelines = {str(unit): stretto.simulate(plan, Costs(unit=unit)) for unit in ("s", None)}
+    timelines = {str(unit): stretto.simulate(plan, Costs(unit=unit, F=1, I=1, W=1)) for unit in ("s", None)}
     with pytest.raises(stretto.StrettoError, match="cannot be drawn on one scale"):
         stretto.draw_comparison(timelines, tmp_path / "figure.svg")
 

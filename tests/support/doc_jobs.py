@@ -80,6 +80,31 @@ def data_parallel(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
 
 
 @contextmanager
+def checkpointing(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """A trained pipeline with its optimizer, and a pipeline of another plan."""
+    pipe = _pipeline(mesh)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    pipe.step(*_batch())
+    optimizer.step()
+    plan = stretto.schedules.dualpipe(devices=mesh.size(), microbatches=4)
+    torch.manual_seed(1)
+    other = stretto.Pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(8)], plan=plan, loss=_loss, mesh=mesh)
+    names: Names = {"torch": torch, "pipe": pipe, "optimizer": optimizer, "other": other}
+    with contextlib.chdir(folder):
+        yield names
+    assert other.step_count == pipe.step_count == 1
+    assert other.eval_step(*_batch()).loss == pipe.eval_step(*_batch()).loss
+    moments: list[Names] = [{}] * mesh.size()
+    own = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in pipe.named_parameters()}
+    dist.all_gather_object(moments, own)
+    expected = {name: moment for rank in moments for name, moment in rank.items()}
+    fresh = names["fresh"].state
+    assert all(torch.equal(fresh[p]["exp_avg"], expected[name]) for name, p in other.named_parameters())
+    pipe.close()
+    other.close()
+
+
+@contextmanager
 def recorded(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
     """The timeline of a step."""
     del folder
@@ -147,5 +172,6 @@ def sharding(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
 
 
 GIVEN: dict[str, Callable[[DeviceMesh, Path], AbstractContextManager[Names]]] = {
-    given.__name__: given for given in (training, data_parallel, recorded, failing, pushing, pushing_a_model, sharding)
+    given.__name__: given
+    for given in (training, data_parallel, checkpointing, recorded, failing, pushing, pushing_a_model, sharding)
 }

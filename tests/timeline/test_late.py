@@ -43,7 +43,7 @@ def test_only_what_could_have_run_is_late() -> None:
 
 def test_a_task_that_waits_for_what_it_needs_is_not_late() -> None:
     plan = gpipe(devices=2, microbatches=1)
-    timeline = stretto.simulate(plan, Costs(link=Link(latency=5), unit="s"))
+    timeline = stretto.simulate(plan, Costs(link=Link(latency=5), unit="s", F=1, I=1, W=1))
     whole = issued_at(timeline, timeline.start.copy())  # issued at the last moment, and yet never late
     assert whole.host_late().max() == 0
     assert [device.host_late for device in whole.summary().devices] == [0, 0]
@@ -51,7 +51,7 @@ def test_a_task_that_waits_for_what_it_needs_is_not_late() -> None:
 
 def test_either_end_of_a_transfer_can_be_late() -> None:
     plan = gpipe(devices=2, microbatches=1)
-    timeline = stretto.simulate(plan, Costs(link=Link(latency=5), unit="s"))
+    timeline = stretto.simulate(plan, Costs(link=Link(latency=5), unit="s", F=1, I=1, W=1))
     tasks = names(timeline)
     send, receive = (next(k for k, name in enumerate(tasks) if part in name) for part in ("SEND_F", "RECV_F"))
     start, end = timeline.start.copy(), timeline.end.copy()
@@ -68,7 +68,7 @@ def test_either_end_of_a_transfer_can_be_late() -> None:
 
 @given(plans(devices=4, microbatches=6), st.integers(0, 2**32 - 1))
 def test_by_hand(plan: stretto.Plan, seed: int) -> None:
-    timeline = stretto.simulate(plan, Costs(link=Link(latency=0.5), unit="s"))
+    timeline = stretto.simulate(plan, Costs(link=Link(latency=0.5), unit="s", F=1, I=1, W=1))
     program, draws = timeline.program, np.random.default_rng(seed)
     timeline = issued_at(timeline, timeline.start + draws.uniform(-3, 1, len(program)))
     assert timeline.issued is not None
@@ -113,7 +113,7 @@ def test_compute_that_waits_for_what_was_not_issued_is_idle_because_of_a_host() 
 
 @given(plans(devices=4, microbatches=6), st.integers(0, 2**32 - 1))
 def test_idle_time_is_counted_once(plan: stretto.Plan, seed: int) -> None:
-    timeline = stretto.simulate(plan, Costs(link=Link(latency=0.5), unit="s"))
+    timeline = stretto.simulate(plan, Costs(link=Link(latency=0.5), unit="s", F=1, I=1, W=1))
     draws = np.random.default_rng(seed)
     timeline = issued_at(timeline, timeline.start + draws.uniform(-3, 1, len(timeline.program)))
     gaps, compute = timeline.late_gaps(), timeline.program.compute

@@ -6,7 +6,7 @@ from hypothesis import given
 import stretto
 from strategies import plans
 from stretto import Costs
-from stretto.costs import Link
+from stretto.costs import Link, PhaseTimes
 from stretto.schedules import dualpipe, forward_only, gpipe, one_f_one_b
 
 
@@ -119,3 +119,14 @@ def test_bubbles_and_busy_add_up(plan: stretto.Plan) -> None:
         assert device.busy + device.bubble == found.makespan
         assert device.busy <= device.span <= found.makespan
     assert 0 <= found.bubble_ratio < 1
+
+
+def test_a_chain_of_communication_is_exposed_as_a_whole() -> None:
+    """The last stage waits for its combine, and then for the backward's."""
+    layers = stretto.layers.cut_layers([stretto.layers.MOE], stages=1)
+    phases = {"attn": PhaseTimes(1, 1, 1), "mlp": PhaseTimes(1, 1, 1)}
+    phases |= {"dispatch": PhaseTimes(1, 1), "combine": PhaseTimes(1, 1)}
+    costs = Costs(phases=phases)
+    plan = stretto.schedules.gpipe(devices=1, microbatches=1)
+    summary = stretto.simulate(stretto.lower(plan, layers=layers, costs=costs), costs).summary()
+    assert (summary.makespan, summary.devices[0].busy, summary.devices[0].exposed_comm) == (10, 6, 4)

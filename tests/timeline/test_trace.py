@@ -145,7 +145,7 @@ def test_a_trace_is_read_back_as_it_was(
 ) -> None:
     layers = [[MOE, DENSE]] * plan.stages if phases else None
     link, host = Link(latency=1 / 3), Link(bandwidth=0.7)
-    costs = Costs(unit=unit, link=link, activation_bytes=1, recompute_bytes=0, host=host)
+    costs = Costs(unit=unit, F=1, I=1, W=1, link=link, activation_bytes=1, recompute_bytes=0, host=host)
     program = stretto.lower(plan, layers=layers, offload=offload, recompute=recompute)
     timeline = stretto.simulate(program, costs)
     again = parse_trace(trace_json(timeline, costs=costs))

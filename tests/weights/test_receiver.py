@@ -131,7 +131,7 @@ def test_what_failed_is_named_by_sender_and_receiver(
 def test_the_last_error_is_told_whatever_the_state(folder: Path, sender: Sender) -> None:
     problems: list[Exception] = [KeyError("first")]
 
-    def pause(_: str) -> None:
+    def prepare() -> None:
         if not problems:
             raise RuntimeError("second")
 
@@ -140,7 +140,7 @@ def test_the_last_error_is_told_whatever_the_state(folder: Path, sender: Sender)
             raise problems.pop()
         return names(tensors)
 
-    with Receiver(f"unix://{folder}/a", load, hooks=Hooks(pause=pause)) as receiver:
+    with Receiver(f"unix://{folder}/a", load, hooks=Hooks(prepare=prepare)) as receiver:
         receiver.start()
         sender.register("v", MODEL)
         for why in ("KeyError: 'first'", "RuntimeError: second"):

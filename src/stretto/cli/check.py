@@ -64,6 +64,9 @@ def check(
     if program.is_update:
         out.print(f"sound: {program.devices} devices, {placement.microbatches} buckets, {len(program)} tasks")
         return
+    if program.is_own:
+        out.print(f"sound: {program.devices} devices, {len(program.lanes)} lanes, {len(program)} calls")
+        return
     routes = f" on {len(placement.routes)} routes" if len(placement.routes) > 1 else ""
     out.print(
         f"sound: {program.devices} devices, {placement.stages} stages{routes}, {placement.microbatches} microbatches, "

@@ -10,6 +10,7 @@ import typer
 
 from stretto.cli.console import err, number, out, print_table, working
 from stretto.cli.inputs import (
+    DEVICES,
     CostsOption,
     CostTable,
     Devices,
@@ -27,6 +28,7 @@ from stretto.cli.inputs import (
     is_trace,
     note_free_copies,
     read_costs,
+    read_program,
     training_of,
 )
 from stretto.costs import Costs, SharedResource
@@ -118,25 +120,29 @@ def compare(
     options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
     simulated = not names or not all(map(is_trace, names))  # whether costs and options apply to anything
     timelines, refused = {}, []
-    for name, sizes in _targets(names or [], Sizes(devices, microbatches, stages_per_device, overlap)):
+    targets = _targets(names or [], Sizes(devices, microbatches, stages_per_device, overlap))
+    slices = _slices(targets, devices)
+    for name, sizes in targets:
         label = name + " +overlap" * sizes.overlap
         with working(f"simulating {label}"):
             try:
                 arguments = (
                     (LowerOptions(), CostTable(table.costs)) if simulated and is_trace(name) else (options, table)
                 )
-                timelines[label] = training_of(name, sizes, *arguments, same_model=True)
+                timelines[label] = training_of(name, sizes, *arguments, slices=slices)
             except StrettoError as error:
-                reason = str(error) if str(error).startswith(name) else f"{label}: {error}"
+                reason = str(error) if name in str(error) else f"{label}: {error}"
                 if names:
                     raise type(error)(reason) from None
                 refused.append(reason)
+    if not timelines:
+        raise PlanError(f"none of the schedules can be compared; {refused[0]}")
     _validate_one_unit(timelines)
     note_free_copies(options, timelines.values())
     sizes_differ = _differing_sizes(timelines)
     fitted = {name: _fitted(timeline, cores) for name, timeline in timelines.items() if fit and is_trace(name)}
     timelines |= {f"{name}, fitted": timeline for name, timeline in fitted.items()}
-    rows = [_compared(name, timeline, table.costs) for name, timeline in timelines.items()]
+    rows = [_compared(name, timeline, table.costs, slices) for name, timeline in timelines.items()]
     ranked = sorted(rows, key=lambda row: row.makespan)
     if output is not None:
         with working(f"writing {output}"):
@@ -208,11 +214,18 @@ def _targets(names: list[str], sizes: Sizes) -> list[tuple[str, Sizes]]:
     return targets
 
 
-def _compared(name: str, timeline: Timeline, costs: Costs) -> Comparison:
+def _slices(targets: list[tuple[str, Sizes]], devices: int | None) -> int:
+    """Return p, the number of slices of the model: the devices of named schedules, or of the first file."""
+    if devices is not None or not all(is_file(name) for name, _ in targets):
+        return max(1, DEVICES if devices is None else devices)
+    return read_program(Path(targets[0][0])).devices
+
+
+def _compared(name: str, timeline: Timeline, costs: Costs, slices: int) -> Comparison:
     program = timeline.program
     stages, devices = program.placement.stages, program.devices
-    summary = timeline.summary(costs.for_stages(stages, devices=devices))
-    share = devices / stages  # how much of a p-th of the model a stage is
+    summary = timeline.summary(costs.for_stages(stages, devices=slices))
+    share = slices / stages  # how much of a p-th of the model a stage is
     return Comparison(
         name=name,
         devices=devices,

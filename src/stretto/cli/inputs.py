@@ -25,6 +25,8 @@ from stretto.schedules.registry import schedule_named
 from stretto.simulate import simulate
 from stretto.timeline import Timeline, load_timeline
 
+DEVICES = 4
+"""How many devices a schedule is made for, unless the user says so."""
 LARGEST = 20_000_000  # actions; above this, a machine runs out of memory first, not of time
 
 Devices = Annotated[int | None, typer.Option("--devices", "-d", help="Pipeline devices (p). [default: 4]")]
@@ -37,7 +39,8 @@ CostsOption = Annotated[
     str | None,
     typer.Option(
         "--costs",
-        help="Times per stage, e.g. F=1,I=1,W=1,B=2,FB=3, or a TOML file, in which lists give a value per stage. "
+        help="Times per stage (compare: per slice of the model), e.g. F=1,I=1,W=1,B=2,FB=3, or a TOML file, in which "
+        "lists give a value each. "
         "B defaults to I+W, FB (a woven pair) to F+B. BW is the part of B that runs after the gradient is sent; "
         "reduce is the sum of a stage's gradients over its devices, if it has several. Also sizes, e.g. "
         "activation_bytes=2GB.",
@@ -139,7 +142,8 @@ def size_with_unit(option: str, text: str, *, per: str = "") -> float:
         raise CostError(f"{option} is a speed, e.g. 50GB{per} (got {text!r:.40})")
     size = size_of(option, text, per=per)
     if text.removesuffix(per).strip()[-1:].lower() != "b":
-        raise CostError(f"{option} needs a unit, e.g. {text.removesuffix(per).strip()}GB{per} (got {text!r:.40})")
+        unit = "MiB" if option == "--bucket" else "GB"
+        raise CostError(f"{option} needs a unit, e.g. {text.removesuffix(per).strip()}{unit}{per} (got {text!r:.40})")
     return size
 
 
@@ -166,13 +170,13 @@ def read_program(path: Path) -> Program:
 
 def make_plan(name: str, sizes: Sizes) -> Plan:
     schedule = schedule_named(name)
-    devices = 4 if sizes.devices is None else sizes.devices
+    devices = DEVICES if sizes.devices is None else sizes.devices
     microbatches = 8 if sizes.microbatches is None else sizes.microbatches
     stages_per_device = schedule.stages_per_device if sizes.stages_per_device is None else sizes.stages_per_device
     if not schedule.variable and (sizes.stages_per_device is not None or sizes.overlap):
         raise PlanError(f"{schedule.name} takes no --stages-per-device and no --overlap; interleaved does")
     if 3 * devices * stages_per_device * (microbatches + 2 * devices) > LARGEST:
-        raise PlanError(f"{devices} devices × {microbatches} microbatches is too large; stay below {LARGEST:,} actions")
+        raise PlanError(f"{devices} devices × {microbatches} microbatches is too large for the command line")
     more = {"stages_per_device": stages_per_device, "overlap": sizes.overlap} if schedule.variable else {}
     plan = schedule.make(devices=devices, microbatches=microbatches, **more)
     if (plan.devices, plan.microbatches) != (devices, microbatches):
@@ -183,12 +187,12 @@ def make_plan(name: str, sizes: Sizes) -> Plan:
     return plan
 
 
-def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, same_model: bool) -> Program:
+def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, slices: int | None) -> Program:
     """Lower a schedule, or read a file; raise ProgramError if `check` finds violations in it."""
     if is_file(target):
         program = _read_file(target, sizes, options)
     else:
-        program = _lowered(target, sizes, options, costs, same_model=same_model)
+        program = _lowered(target, sizes, options, costs, slices=slices)
     if violations := check(program):
         where = f"; see stretto check {target}" if is_file(target) else ""
         more = f" (and {len(violations) - 1} more{where})" if len(violations) > 1 else ""
@@ -196,10 +200,10 @@ def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Cost
     return program
 
 
-def _lowered(name: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, same_model: bool) -> Program:
+def _lowered(name: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, slices: int | None) -> Program:
     plan = make_plan(name, sizes)
-    if same_model:
-        costs = costs.for_stages(plan.stages, devices=plan.devices)
+    if slices is not None:
+        costs = costs.for_stages(plan.stages, devices=slices)
     layers = None if options.layers is None else cut_layers(parse_layers(options.layers), stages=plan.stages)
     return lower(
         plan,
@@ -223,10 +227,10 @@ def _read_file(target: str, sizes: Sizes, options: LowerOptions) -> Program:
 
 
 def training_of(
-    target: str, sizes: Sizes, options: LowerOptions, table: CostTable, *, same_model: bool = False
+    target: str, sizes: Sizes, options: LowerOptions, table: CostTable, *, slices: int | None = None
 ) -> Timeline:
     """Return `timeline_of` of a training step; raise PlanError if it is a weight update."""
-    timeline = timeline_of(target, sizes, options, table, same_model=same_model)
+    timeline = timeline_of(target, sizes, options, table, slices=slices)
     if timeline.program.is_update:
         raise PlanError(
             f"{target} shows a weight update; stretto show draws it, stretto simulate weight_update simulates one"
@@ -235,11 +239,12 @@ def training_of(
 
 
 def timeline_of(
-    target: str, sizes: Sizes, options: LowerOptions, table: CostTable, *, same_model: bool = False
+    target: str, sizes: Sizes, options: LowerOptions, table: CostTable, *, slices: int | None = None
 ) -> Timeline:
     """Load a trace, or simulate a schedule or file.
 
-    With `same_model`, costs are those of slices of the model, and each schedule's stages take their share.
+    With `slices`, costs are those of so many slices of the model, unless they have lists of another length, and each
+    schedule's stages take their share.
     """
     if is_trace(target):
         if options.given() or sizes.given():
@@ -248,9 +253,11 @@ def timeline_of(
             raise CostError(f"{target} has its own times; leave {table.times[0]} out, only bytes matter here")
         return load_timeline(target)
     costs = table.costs
-    program = _sound_program(target, sizes, options, costs, same_model=same_model)
-    if same_model:
-        costs = costs.for_stages(program.placement.stages, devices=program.devices)
+    program = _sound_program(target, sizes, options, costs, slices=slices)
+    if costs.reduce_tied and not program.anatomy.ties:
+        err.print(f"note: {target} ties no weights, so reduce_tied takes no time")
+    if slices is not None:
+        costs = costs.for_stages(program.placement.stages, devices=slices)
     return simulate(program, costs)
 
 

@@ -68,6 +68,8 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as error:  # of standard output: files that users name have errors of their own
+        code = _fail(f"cannot write the output: {error.strerror or error}")
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     sys.exit(code if isinstance(code, int) else 0)

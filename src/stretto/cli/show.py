@@ -87,7 +87,7 @@ def show(
     sizes = Sizes(devices, microbatches, stages_per_device, overlap)
     options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
     if name is None:
-        if sizes.given() or options.given() or output is not None:
+        if sizes.given() or options.given() or output or costs or lanes or transfers or width is not None:
             raise PlanError("name a schedule to draw or write; stretto show alone lists them")
         _list(json=json)
     elif name.lower().replace("-", "_") == WEIGHT_UPDATE:
@@ -95,6 +95,10 @@ def show(
     elif output is not None:
         if json:
             raise PlanError("--json prints a trace; -o FILE.trace.json writes one (give one of the two)")
+        if width is not None:
+            raise PlanError("--width is for drawing on a terminal; leave it out with -o")
+        if transfers and figure_kind(output) != ".csv":
+            raise PlanError("--transfers goes with -o FILE.csv")
         with working(f"writing {output}"):
             _write(name, sizes, options, output, transfers=transfers, costs=costs, lanes=lanes)
         out.print(f"wrote {output}")
@@ -164,7 +168,7 @@ def _write(
         case ".csv":
             plan = make_plan(name, sizes)
             write_text(path, str(lower(plan) if transfers else plan) + "\n")
-        case ".json" if not transfers:
+        case ".json":
             make_plan(name, sizes).save(path)
         case _:
             raise PlanError(

@@ -54,15 +54,16 @@ def simulate_update(
 ) -> None:
     """Compare all modes, and draw one."""
     devices = 4 if devices is None else devices
-    chosen = {name: getattr(options, name) or default for name, default in msgspec.structs.asdict(_DEFAULTS).items()}
+    given = {name: value for name, value in msgspec.structs.asdict(options).items() if value is not None}
+    chosen = {**msgspec.structs.asdict(_DEFAULTS), **given}
     if (mode := chosen["mode"]) not in MODES:
         raise PlanError(f"--mode is one of {', '.join(MODES)} (got {mode!r:.40})")
     if other := [name for name in table.names if name not in ("shared", "unit")]:
         raise CostError(f"a weight update takes only shared resources from --costs; leave {other[0]} out")
-    total, each = (_positive(name, chosen[name]) for name in ("size", "bucket"))
-    if devices < 1 or math.ceil(total / each) * (2 * devices + 1) > LARGEST:
-        raise PlanError(f"{devices} devices × {total / each:.0f} buckets: stay between 1 device and {LARGEST:,} tasks")
-    buckets = math.ceil(total / each)
+    total, each = (round(_positive(name, chosen[name])) for name in ("size", "bucket"))
+    buckets = -(-total // each)
+    if devices < 1 or buckets * (2 * devices + 1) > LARGEST:
+        raise PlanError(f"{devices} devices × {buckets} buckets: stay between 1 device and {LARGEST:,} tasks")
     times = {name: each / _positive(name, chosen[name], per="/s") for name in BucketTimes.__struct_fields__}
     costs = Costs(unit="s", bucket=BucketTimes(**times), shared=table.costs.shared)
     with working("simulating the update"):

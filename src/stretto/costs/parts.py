@@ -23,7 +23,8 @@ BYTES = (
     "message_bytes",
 )
 """The costs in bytes."""
-OPTIONAL = ("B", "FB", "R", "activation_bytes", "offload_bytes", "recompute_bytes", "slowdown")
+PASSES = ("F", "I", "W")
+OPTIONAL = (*PASSES, "B", "FB", "R", "activation_bytes", "offload_bytes", "recompute_bytes", "slowdown")
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.costs.parts import BYTES, TIMES, BucketTimes, Link, PerStage, PhaseTimes, SharedResource, Unit
+from stretto.costs.parts import BYTES, PASSES, TIMES, BucketTimes, Link, PerStage, PhaseTimes, SharedResource, Unit
 from stretto.costs.validate import link_ends, validate
 from stretto.ir.errors import CostError
 
@@ -20,9 +20,10 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     unit: Unit = None
     """"s" if times are seconds; simulated times are then comparable with measured ones."""
-    F: PerStage = 1.0
-    I: PerStage = 1.0  # noqa: E741
-    W: PerStage = 1.0
+    F: PerStage | None = None
+    I: PerStage | None = None  # noqa: E741
+    W: PerStage | None = None
+    """Forward, input gradient and weight gradient; 1 each unless given. Times in seconds have no defaults."""
     B: PerStage | None = None
     """A full backward; I + W unless given."""
     FB: PerStage | None = None
@@ -87,6 +88,10 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             return self.per_stage("F", stages=stages) + self.per_stage("B", stages=stages)
         if value is None and name == "R":
             return self.per_stage("F", stages=stages)
+        if value is None and name in PASSES:
+            if self.unit == "s":
+                raise CostError(f"times in seconds have no defaults: give {name} too")
+            value = 1.0
         return _spread(name, 0.0 if value is None else value, stages, "stages")
 
     def call_time(self, name: str) -> float:
@@ -119,7 +124,12 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         >>> costs.F, costs.W
         ((0.5, 0.5, 1.5, 1.5), 1.0)
         """
+        for name, count in (("stages", stages), ("devices", devices)):
+            if type(count) is not int or count < 1:
+                raise CostError(f"{name} is a whole number of at least 1 (got {count!r:.40})")
         values = {name: getattr(self, name) for name in (*TIMES, *BYTES[:-1])}
+        if self.unit is None:
+            values |= {name: 1.0 for name in PASSES if values[name] is None}
         lists = {name: len(value) for name, value in values.items() if isinstance(value, tuple)}
         slices = next(iter(lists.values()), devices)
         for name, length in lists.items():
@@ -148,18 +158,22 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 f"{stage} ({parts[stage]:g} > {whole[stage]:g})"
             )
         self.device_factors(devices=devices)
-        times = {name: self.per_stage(name, stages=stages) for name in ("F", "B", "FB", "BW")}
-        for name, of in (("BW", "B"), ("BW", "FB"), ("F", "FB"), ("B", "FB")):
-            part, whole = times[name], times[of]
-            if (part > whole).any():
-                stage = int((part > whole).argmax())
-                raise CostError(
-                    f"{name} is a part of {of}, but exceeds it on stage {stage} ({part[stage]:g} > {whole[stage]:g})"
-                )
         for key in self.links:
             for device in link_ends(key):
                 if device >= devices:
                     raise CostError(f'link "{key}" names device {device}, but there are only {devices} devices')
+
+    def validate_passes(self, *, stages: int) -> None:
+        """Raise CostError if a part of a pass takes longer than the whole."""
+        times = {name: self.per_stage(name, stages=stages) for name in ("F", "B", "FB", "BW")}
+        for name, of in (("BW", "B"), ("BW", "FB"), ("F", "FB"), ("B", "FB")):
+            part, whole = times[name], times[of]
+            exceeds = part > whole * (1 + 1e-9)  # sums of equal times differ in their last bits
+            if exceeds.any():
+                stage = int(exceeds.argmax())
+                raise CostError(
+                    f"{name} is a part of {of}, but exceeds it on stage {stage} ({part[stage]:g} > {whole[stage]:g})"
+                )
 
 
 def costs_or_default(costs: Costs | None) -> Costs:
@@ -180,5 +194,6 @@ def family(name: str) -> str:
 
 def _spread(name: str, value: PerStage, count: int, what: str) -> NDArray[np.float64]:
     if isinstance(value, tuple) and len(value) != count:
-        raise CostError(f"{name} has {len(value)} entries, but the plan has {count} {what}")
+        way = "; Costs.for_stages() and stretto compare cut costs anew" if what == "stages" else ""
+        raise CostError(f"{name} has {len(value)} entries, but the plan has {count} {what}{way}")
     return np.broadcast_to(np.asarray(value, dtype=np.float64), (count,))

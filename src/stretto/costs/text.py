@@ -32,7 +32,7 @@ def parse_costs(text: str) -> Costs:
             table[name] = value if name in ("unit", *BYTES) else float(value)
         except ValueError:
             raise CostError(f"cost {name} must be a number (got {value!r:.40})") from None
-    return _user_costs(table)
+    return costs_from(table)
 
 
 def parse_costs_toml(text: str) -> Costs:
@@ -41,7 +41,7 @@ def parse_costs_toml(text: str) -> Costs:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also covers numbers with thousands of digits
         raise CostError(f"not valid TOML: {error}") from None
-    return _user_costs(table)
+    return costs_from(table)
 
 
 def load_costs(path: str | Path) -> Costs:
@@ -58,14 +58,6 @@ def load_costs(path: str | Path) -> Costs:
         return parse_costs_toml(read_text(path))
     except CostError as error:
         raise CostError(f"{path}: {error}") from None
-
-
-def _user_costs(table: Mapping[str, Any]) -> Costs:
-    """Make costs from user input; raise CostError if times in seconds would need defaults, which have no unit."""
-    missing = [name for name in ("F", "I", "W") if name not in table]
-    if table.get("unit") == "s" and missing and not any(map(table.get, ("phases", "bucket", "calls"))):
-        raise CostError(f"times in seconds have no defaults: give {' and '.join(missing)} too")
-    return costs_from(table)
 
 
 def costs_from(table: Mapping[str, Any]) -> Costs:
@@ -96,14 +88,14 @@ def _sized(name: str, value: Any, *, seconds: bool) -> Any:
 
 
 def save_costs(costs: Costs, path: str | Path) -> None:
-    """Write what differs from the defaults, and F, I and W, which have no defaults in seconds."""
+    """Write what differs from the defaults."""
     if file_path(path).suffix.lower() != ".toml":
         raise TextError(f"costs are saved as .toml (got {path})")
     defaults = msgspec.to_builtins(Costs())
     table = {
         name: _without_none(value)
         for name, value in msgspec.to_builtins(costs, enc_hook=float).items()
-        if value != defaults[name] or name in ("F", "I", "W")
+        if value != defaults[name]
     }
     write_text(path, tomli_w.dumps(table))
 

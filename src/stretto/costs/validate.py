@@ -14,6 +14,8 @@ def validate(costs: Any) -> None:
     for name in (*TIMES, *BYTES):
         value = getattr(costs, name)
         if isinstance(value, tuple):
+            if not value:
+                raise CostError(f"{name} is an empty list; give a number, or one for each stage")
             for number in value:
                 _validate_number(name, number)
         elif value is not None or name not in OPTIONAL:
@@ -68,7 +70,7 @@ def _validate_shared(name: str, shared: Any, *, any_lane: bool) -> None:
         raise CostError(f"{name} must be a SharedResource (got {shared!r:.40})")
     if not isinstance(shared.lanes, dict):
         raise CostError(f"{name}.lanes says how much each lane draws, by its name (got {shared.lanes!r:.40})")
-    for lane, draws in {"capacity": shared.capacity, **shared.lanes}.items():
+    for lane, draws in (("capacity", shared.capacity), *shared.lanes.items()):
         _validate_number(f"{name}.{lane}", draws)
         if draws <= 0:
             raise CostError(f"{name}.{lane} must be above 0 (got {draws})")
@@ -84,4 +86,11 @@ def _validate_number(name: str, value: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Return whether a value is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True

@@ -17,7 +17,8 @@ Cell: TypeAlias = Action | Pair
 class Plan:
     """One row of actions and pairs per device, and the placement they follow.
 
-    A plan prints as PyTorch's compute-only CSV; `parse_plan` reads it back as the same plan.
+    A plan prints as PyTorch's compute-only CSV, which `parse_plan` reads back as the same plan if every device has
+    actions and there are at most two routes; the JSON of `save` holds any plan.
     """
 
     rows: tuple[tuple[Cell, ...], ...]

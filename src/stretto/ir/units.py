@@ -29,6 +29,6 @@ def bytes_text(nbytes: float) -> str:
     ('21 GB', '1.54 kB', '12 bytes')
     """
     for unit in ("PB", "TB", "GB", "MB", "kB"):
-        if nbytes >= _UNITS[unit]:
+        if nbytes >= 0.9995 * _UNITS[unit]:  # what is printed as 1000 of the next smaller one
             return f"{nbytes / _UNITS[unit]:.3g} {unit}"
     return f"{nbytes:.3g} bytes"

@@ -122,7 +122,9 @@ class Pipeline:
             timeout=timeout,
         )
         parts = build(layers, loss, mesh, options)
-        self.rank, self._device = mesh.get_local_rank(), torch.device(mesh.device_type)
+        self.rank = mesh.get_local_rank()
+        """This rank's number among those of the pipeline."""
+        self._device = torch.device(mesh.device_type)
         self._loss, self._gradient_kind = loss, gradients
         self._team, self._placement = parts.team, parts.placement
         self.program = parts.program

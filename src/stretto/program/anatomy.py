@@ -111,7 +111,11 @@ def _ties(ties: Iterable[Iterable[int]], *, stages: int) -> tuple[tuple[int, ...
     """Return which stages share weights, each group sorted; raise PlanError if that is not what `ties` holds."""
     try:
         sorted_ties = tuple(sorted({tuple(sorted({*tie})) for tie in ties}))
-        wrong = [tie for tie in sorted_ties if len(tie) < 2 or not all(0 <= stage < stages for stage in tie)]
+        wrong = [
+            tie
+            for tie in sorted_ties
+            if len(tie) < 2 or not all(type(stage) is int and 0 <= stage < stages for stage in tie)
+        ]
     except TypeError:
         raise PlanError(f"ties are lists of stages that share weights, e.g. [[0, 3]] (got {ties!r:.40})") from None
     if wrong:

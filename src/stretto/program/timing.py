@@ -21,11 +21,12 @@ def part_times(anatomy: Anatomy, costs: Costs) -> Times:
             "B, FB and BW are times of whole passes; with layers they follow from the phases, so leave them out"
         )
     stages = len(anatomy.forward)
-    whole = {name: costs.per_stage(name, stages=stages).tolist() for name in ("F", "I", "W", "R")}
+    names = () if costs.phases else ("F", "I", "W", "R")
+    whole = {name: costs.per_stage(name, stages=stages).tolist() for name in names}
     times: Times = {Kind.F: [], Kind.B: [], Kind.RECOMPUTE: [], Kind.WGRAD: []}
     for stage, parts in enumerate(anatomy.forward):
         shares = sum(part.phase.lane == "compute" for part in parts)
-        share = PhaseTimes(*(whole[name][stage] / shares for name in ("F", "I", "W", "R")))
+        share = PhaseTimes(*(whole[name][stage] / shares for name in names))
         of = {part: _times(part, costs, share) for part in parts}
         backward = anatomy.backward[stage]
         times[Kind.F].append([of[part].F for part in parts])

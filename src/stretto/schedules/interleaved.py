@@ -13,9 +13,9 @@ from stretto.schedules.sizes import validate_sizes
 @register(
     published="2021-04",
     meaning="1F1B over v stages per device; with overlap, Kimi K2's: one more warm-up forward, steady state in pairs",
-    limits="any; bubble for m ≥ p, memory and overlap for p∣m",
+    limits="any; bubble for m ≥ p, memory for p∣m; overlap for p∣m, its bubble for m ≥ 2p",
     bubble="(p−1)(F+B)/v; overlap: (2(p−r−1)F&B−(p−2r−1)(F+B))/v",
-    memory="(pv+p−1−2r)/v; overlap: ((v+1)p−2r)/v",
+    memory="min(pv+p−1−2r, mv)/v; overlap: min((v+1)p−2r, mv)/v",
     stages_per_device=2,
     variable=True,
 )

@@ -53,23 +53,32 @@ def register(
     even: bool = False,
     rounds: int = 0,
 ) -> Callable[[_M], _M]:
-    """Register a plan-making function under its own name, for the command line, `doctor`, docs and tests.
+    """Register a plan-making function under its own name: in this process, `SCHEDULES` has it from then on.
+
+    A file in `stretto/schedules/` that does so is known to the command line, `doctor`, docs and tests. A plan that a
+    script makes reaches the command line by `plan.save("mine.csv")`.
 
     The function takes `devices` and `microbatches` by keyword, and if `variable`, `stages_per_device` and `overlap`.
+    `published` is a year and month, by which listings are sorted. `meaning`, `limits`, `bubble` and `memory` are texts
+    for `stretto show`. `even` says that devices and microbatches must be even, `rounds` the least microbatches per
+    device.
     """
     texts = {"published": published, "meaning": meaning, "limits": limits, "bubble": bubble, "memory": memory}
     for field, text in texts.items():
         if not isinstance(text, str) or not text:
             raise PlanError(f"{field} is a text about the schedule (got {text!r:.40})")
-    if not isinstance(aliases, tuple) or not all(isinstance(alias, str) for alias in aliases):
-        raise PlanError(f"aliases are a tuple of names (got {aliases!r:.40})")
+    if not isinstance(aliases, tuple) or not all(isinstance(alias, str) and _is_name(alias) for alias in aliases):
+        raise PlanError(f"aliases are a tuple of names in lower case, without spaces or dashes (got {aliases!r:.40})")
+    for field, count, least in (("stages_per_device", stages_per_device, 1), ("rounds", rounds, 0)):
+        if type(count) is not int or count < least:
+            raise PlanError(f"{field} is a whole number of at least {least} (got {count!r:.40})")
 
     def registered(make: _M) -> _M:
-        name = make.__name__
+        name = getattr(make, "__name__", "")
         about = Schedule(
             name, make, published, meaning, limits, bubble, memory, stages_per_device, variable, aliases, even, rounds
         )
-        if not name.isidentifier() or name != name.lower():
+        if not callable(make) or not _is_name(name) or not name.isidentifier():
             raise PlanError(f"a schedule has a name in lower case, without spaces or signs (got {name!r:.40})")
         keywords = ("devices", "microbatches", *(("stages_per_device", "overlap") if variable else ()))
         try:
@@ -87,6 +96,11 @@ def register(
     return registered
 
 
+def _is_name(text: str) -> bool:
+    """Return whether a name can be found: lookups ignore case, and dashes become underscores."""
+    return text == text.lower().replace("-", "_").strip() != ""
+
+
 def schedule_named(name: str) -> Schedule:
     """Look a schedule up by name or alias; case and dashes do not matter."""
     plain = name.lower().replace("-", "_")
@@ -95,4 +109,4 @@ def schedule_named(name: str) -> Schedule:
             return schedule
     near = get_close_matches(plain, SCHEDULES, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise PlanError(f"unknown schedule {name!r:.40}; {hint}known are {', '.join(SCHEDULES)}")
+    raise PlanError(f"unknown schedule {name!r:.40}; {hint}known are {', '.join(SCHEDULES)}, or a .csv or .json file")

@@ -16,11 +16,45 @@ def durations(program: Program, costs: Costs) -> Floats:
     """Return the time of each task; all ends of a transfer or broadcast take the same time."""
     stages, devices = program.placement.stages, program.devices
     costs.validate(stages=stages, devices=devices, recompute=program.recomputes)
+    work = program.work
+    if program.is_update:
+        time = np.zeros(len(program))
+        for kind in UPDATES:
+            time[work.kind == kind] = getattr(costs.bucket, kind.name.lower())
+        return time
+    if program.is_own:
+        time = np.array([float(costs.call_time(name)) for name in program.anatomy.calls])[work.part]
+        time[program.compute] *= costs.device_factors(devices=devices)[program.device[program.compute]]
+        return time
     if costs.phases and program.anatomy.is_whole:
         raise CostError("the costs have times of phases, but the program has none; give its layers (--layers)")
-    forward, whole, late, woven, of_input, of_weight, recompute = (
-        costs.per_stage(name, stages=stages) for name in ("F", "B", "BW", "FB", "I", "W", "R")
+    with np.errstate(over="ignore"):  # simulate() rejects a step of infinite length
+        time = _whole_times(program, costs) if program.anatomy.is_whole else _part_times(program, costs)
+        time *= costs.device_factors(devices=devices)[program.device]  # transfers are still 0 here
+        time += _transfer_times(program, costs)
+    if (copies := np.flatnonzero(work.among(COPIES))).size:
+        size = costs.leaving_bytes(stages=stages, recompute=program.recomputes)
+        with np.errstate(over="ignore"):
+            time[copies] = costs.host.latency + size[work.stage[copies]] * _rate(costs.host)
+    sums = work.kind == Kind.REDUCE
+    reduce = costs.per_stage("reduce", stages=stages)
+    time[sums] = np.where(work.part > 0, costs.reduce_tied, reduce[work.stage])[sums]
+    return time
+
+
+def _whole_times(program: Program, costs: Costs) -> Floats:
+    """Return the times of whole actions; 0 for other tasks."""
+    stages = program.placement.stages
+    costs.validate_passes(stages=stages)
+    forward, whole, late, woven, recompute = (
+        costs.per_stage(name, stages=stages) for name in ("F", "B", "BW", "FB", "R")
     )
+    of_input, of_weight = (  # a program without I and W needs no times of them
+        costs.per_stage(kind.name, stages=stages) if (program.work.kind == kind).any() else np.zeros(stages)
+        for kind in (Kind.I, Kind.W)
+    )
+    if not np.isfinite(forward + whole).all():
+        raise CostError("the step would take longer than a number can say; use a larger unit of time")
     saved = forward + whole - woven  # what weaving a stage's forward with its own backward saves
     table = np.zeros((len(Kind), stages))
     table[[Kind.F, Kind.B, Kind.I, Kind.W, Kind.PAIR, Kind.WGRAD, Kind.RECOMPUTE]] = (
@@ -33,25 +67,9 @@ def durations(program: Program, costs: Costs) -> Floats:
         recompute,
     )
     work = program.work
-    time = table[work.kind, work.stage]
+    time: Floats = table[work.kind, work.stage]
     pairs = np.flatnonzero(work.kind == Kind.PAIR)
     time[pairs] = np.maximum(0.0, time[pairs] + (whole - late - saved / 2)[work.stage_b[pairs]])
-    if not program.anatomy.is_whole:
-        time = _part_times(program, costs)
-    time *= costs.device_factors(devices=devices)[program.device]  # transfers are still 0 here
-    time += _transfer_times(program, costs)
-    if (copies := np.flatnonzero(work.among(COPIES))).size:
-        size = costs.leaving_bytes(stages=stages, recompute=program.recomputes)
-        with np.errstate(over="ignore"):
-            time[copies] = costs.host.latency + size[work.stage[copies]] * _rate(costs.host)
-    sums = work.kind == Kind.REDUCE
-    reduce = costs.per_stage("reduce", stages=stages)
-    time[sums] = np.where(work.part > 0, costs.reduce_tied, reduce[work.stage])[sums]
-    if program.is_own:
-        time = np.array([float(costs.call_time(name)) for name in program.anatomy.calls])[work.part]
-        time[program.compute] *= costs.device_factors(devices=devices)[program.device[program.compute]]
-    for kind in UPDATES:
-        time[work.kind == kind] = getattr(costs.bucket, kind.name.lower())
     return time
 
 

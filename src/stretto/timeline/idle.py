@@ -33,12 +33,29 @@ class Gaps:
 
 
 def exposed(program: Program, start: Floats, end: Floats, awaited: Bools) -> Gaps:
-    """Find where a device sat idle while its next compute task waited for a running task, one of `awaited`."""
-    edge = (awaited & (end > start))[program.need] & program.compute[program.needing]
-    if not edge.any():
-        return Gaps.none()
-    need = program.need[edge]
-    return _gaps(program, start, end, program.needing[edge], need, start[need], end[need])
+    """Find where a device sat idle while its next compute task waited for a running task, one of `awaited`: one that it
+    needs, or one that such a task needs in turn.
+    """
+    edge = awaited[program.need] & program.compute[program.needing]
+    task, need = program.needing[edge], program.need[edge]
+    tasks, needs = [task], [need]
+    chain = awaited[program.need] & awaited[program.needing]
+    order = np.argsort(program.needing[chain], kind="stable")
+    after, before = program.needing[chain][order], program.need[chain][order]
+    free = _free(program, start, end)
+    while len(task):  # chains are short: a combine and the backward's combine
+        matters = end[need] > free[task]
+        pairs = np.unique(task[matters] * len(program) + need[matters])
+        task, need = np.divmod(pairs, len(program))
+        first, last = np.searchsorted(after, need), np.searchsorted(after, need, side="right")
+        count = last - first
+        task = np.repeat(task, count)
+        within = np.arange(len(task)) - np.repeat(np.cumsum(count) - count, count)
+        need = before[np.repeat(first, count) + within]
+        tasks.append(task)
+        needs.append(need)
+    task, need = np.concatenate(tasks), np.concatenate(needs)
+    return _gaps(program, start, end, task, need, start[need], end[need])
 
 
 def ready(program: Program, start: Floats, end: Floats) -> Floats:
@@ -73,9 +90,7 @@ def late(program: Program, start: Floats, end: Floats, issued: Floats) -> Gaps:
 
 def _gaps(program: Program, start: Floats, end: Floats, task: Ints, cause: Ints, begin: Floats, stop: Floats) -> Gaps:
     """Clip these intervals to the idle time before their compute tasks; an overlap belongs to the first of them."""
-    free = np.full(len(program), start.min())  # when the device became free for a task
-    before, after = queue_edges(np.where(program.compute, program.device, -1))
-    free[after] = end[before]
+    free = _free(program, start, end)
     begin, stop = np.maximum(begin, free[task]), np.minimum(stop, start[task])
     nonempty = stop > begin
     task, cause, begin, stop = task[nonempty], cause[nonempty], begin[nonempty], stop[nonempty]
@@ -84,6 +99,14 @@ def _gaps(program: Program, start: Floats, end: Floats, task: Ints, cause: Ints,
     begin = np.maximum(begin, _latest_before(task, stop))
     nonempty = stop > begin
     return Gaps(task[nonempty], cause[nonempty], begin[nonempty], stop[nonempty])
+
+
+def _free(program: Program, start: Floats, end: Floats) -> Floats:
+    """Return when the device became free for each compute task."""
+    free = np.full(len(program), start.min())
+    before, after = queue_edges(np.where(program.compute, program.device, -1))
+    free[after] = end[before]
+    return free
 
 
 def _latest_before(group: Ints, time: Floats) -> Floats:

@@ -7,6 +7,8 @@ from stretto.ir.extras import require
 
 if TYPE_CHECKING:
     from stretto.ir.errors import WeightsError
+    from stretto.weights.connection import PeerClosed as PeerClosed
+    from stretto.weights.ipc_buffers import device_name as device_name
     from stretto.weights.manifest import TensorSpec
     from stretto.weights.receive.receiver import Receiver
     from stretto.weights.receive.state import Hooks
@@ -15,16 +17,30 @@ if TYPE_CHECKING:
     from stretto.weights.send.sender import Sender
     from stretto.weights.sources.export import Export
 
-__all__ = ["Export", "Hooks", "PushError", "Receiver", "Report", "Sender", "TensorSpec", "WeightsError", "status"]
+__all__ = [
+    "Export",
+    "Hooks",
+    "PeerClosed",
+    "PushError",
+    "Receiver",
+    "Report",
+    "Sender",
+    "TensorSpec",
+    "WeightsError",
+    "device_name",
+    "status",
+]
 
 _MODULES = {
     "Export": "sources.export",
-    "Hooks": "receive.session",
+    "Hooks": "receive.state",
+    "PeerClosed": "connection",
     "PushError": "send.report",
     "Receiver": "receive.receiver",
     "Report": "send.report",
     "Sender": "send.sender",
     "TensorSpec": "manifest",
+    "device_name": "ipc_buffers",
     "status": "send.remotes",
 }
 

@@ -18,7 +18,7 @@ from stretto.ir.errors import WeightsError, named
 from stretto.weights.adapters.vllm_model import Account, Packed, Shapes, discard_kept, unfinished, unreloadable
 from stretto.weights.ipc_buffers import device_name
 from stretto.weights.manifest import TensorSpec
-from stretto.weights.messages import InFlight, Status
+from stretto.weights.messages import Status
 from stretto.weights.receive.loaders import listed
 from stretto.weights.receive.receiver import Receiver
 from stretto.weights.receive.state import Hooks
@@ -161,7 +161,7 @@ class WorkerReceiver:
         self.problem = ""
         """Why the last update failed in this worker."""
         hooks = Hooks(
-            pause=self._pause,
+            prepare=self._take_thread,
             begin=lambda: self._in_worker(self._begin),
             finish=lambda: self._in_worker(self._finish),
             resume=self._resume,
@@ -202,7 +202,7 @@ class WorkerReceiver:
         unsupported = unreloadable(self._engine.model) if self._engine.device.type == "cpu" else []
         return unsupported or Shapes(self._engine.model).wrong(entries)
 
-    def _pause(self, _: InFlight) -> None:
+    def _take_thread(self) -> None:
         """Wait for the thread that vLLM lends for this push, and skip those of failed pushes."""
         self._lent_thread.over = True  # the last push may have failed without its thread noticing yet
         deadline = time.monotonic() + _PATIENCE

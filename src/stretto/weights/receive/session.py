@@ -172,6 +172,7 @@ class Session:
 
     def _resume(self) -> None:
         """Call the resume hook, in which the engine may serve already; if the hook fails, the receiver is dirty."""
+        self._state.engine_paused = False  # even if it fails: then nobody knows
         try:
             self._hooks.resume()
         except BaseException as error:
@@ -210,8 +211,10 @@ class Session:
         self._state_before, self._touched = self._state.status.state, False
         self._patience = min(max(SILENCE, message.patience), _MAX_SECONDS)
         self._state.set("paused")
-        # Even if it is dirty: a failed update may have left the engine in any state.
-        self._run_hook("pause", lambda: self._hooks.pause(message.in_flight))
+        if not self._state.engine_paused:
+            self._run_hook("pause", lambda: self._hooks.pause(message.in_flight))
+            self._state.engine_paused = True
+        self._run_hook("prepare", self._hooks.prepare)
         return Paused()
 
     def _begin(self) -> Message:
@@ -219,8 +222,8 @@ class Session:
         assert self._loader is not None
         self._state.set("loading")
         self._run_changing_hook("begin", self._hooks.begin)
-        hooks = self._hooks.pause, self._hooks.begin
-        if hooks != (no_hook, no_hook) and not self._loader.holds():  # the engine has replaced live tensors
+        hooks = self._hooks.pause, self._hooks.prepare, self._hooks.begin
+        if hooks != (no_hook,) * 3 and not self._loader.holds():  # the engine has replaced live tensors
             assert self._manifest is not None
             assert self._opening is not None
             alike, self._loader = self._loader.alike, self._make_loader(self._manifest, self._opening)

@@ -17,11 +17,19 @@ def no_hook(*_: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What an engine does around an update. All hooks run in the receiver's serving thread."""
+    """What an engine does around an update. All hooks run in the receiver's serving thread.
+
+    `pause` and `resume` alternate: after an update that failed once it had begun, the engine stays paused, and the next
+    update does not call `pause` again. Only if `pause` or `resume` itself has failed, which leaves the engine in an
+    unknown state, is `pause` called again before `resume`.
+    """
 
     pause: Callable[[InFlight], None] = no_hook
-    """Stop generating, and wait for, abort or keep the requests in flight. If the update is then abandoned, `resume` is
-    called next."""
+    """Stop generating, and wait for, abort or keep the requests in flight: when it returns, nothing reads the weights
+    any more. If the update is then abandoned, or if `pause` fails, `resume` is called next."""
+    prepare: Callable[[], None] = no_hook
+    """Called in each update while the engine is paused, before anything is changed. If it fails, the engine is as it
+    was."""
     begin: Callable[[], None] = no_hook
     """Prepare the engine for loading, whatever state an earlier update has left it in. If the update fails after this,
     the receiver is dirty."""
@@ -42,6 +50,8 @@ class ReceiverState:
         """Whether a sender waits for an answer."""
         self.opened = False
         """Whether a sender has opened an update that has not ended."""
+        self.engine_paused = False
+        """Whether the engine's `pause` has succeeded since its last `resume`."""
 
     @property
     def status(self) -> Status:
@@ -53,9 +63,11 @@ class ReceiverState:
         """Whether an update is in progress."""
         return self.answering or self.opened
 
-    def set(self, state: State, *, error: str = "") -> None:
+    def set(self, state: State, *, error: str | None = None) -> None:
+        """Change the state; the error of the last update stays unless another is given."""
         with self._lock:
-            self._status.state, self._status.error = state, error
+            self._status.state = state
+            self._status.error = self._status.error if error is None else error
             if state == "dirty":  # the content is unknown
                 self._status.assurance, self._status.content = None, ""
 
