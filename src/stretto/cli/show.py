@@ -30,7 +30,7 @@ from stretto.cli.inputs import (
     timeline_of,
     write_figure,
 )
-from stretto.cli.update import NAME as WEIGHT_UPDATE
+from stretto.cli.update import is_weight_update
 from stretto.draw import draw_rich, draw_text
 from stretto.ir.errors import PlanError
 from stretto.ir.files import write_text
@@ -90,8 +90,8 @@ def show(
         if sizes.given() or options.given() or output or costs or lanes or transfers or width is not None:
             raise PlanError("name a schedule to draw or write; stretto show alone lists them")
         _list(json=json)
-    elif name.lower().replace("-", "_") == WEIGHT_UPDATE:
-        raise PlanError(f"stretto simulate {WEIGHT_UPDATE} draws a weight update, with -o FILE as a figure")
+    elif is_weight_update(name):
+        raise PlanError("stretto simulate weight_update draws a weight update, with -o FILE as a figure")
     elif output is not None:
         if json:
             raise PlanError("--json prints a trace; -o FILE.trace.json writes one (give one of the two)")

@@ -25,7 +25,7 @@ from stretto.cli.inputs import (
     training_of,
     write_figure,
 )
-from stretto.cli.update import NAME, UpdateOptions, simulate_update
+from stretto.cli.update import NAME, UpdateOptions, is_weight_update, simulate_update
 from stretto.ir.errors import PlanError
 from stretto.ir.units import bytes_text
 from stretto.timeline import Summary, Timeline
@@ -96,10 +96,11 @@ def simulate(
     sizes = Sizes(devices, microbatches, stages_per_device, overlap)
     options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
     update = UpdateOptions(size=size, bucket=bucket, h2d=h2d, broadcast=broadcast, reload=reload, mode=mode)
-    if name.lower().replace("-", "_") == NAME:
+    if is_weight_update(name):
         if sizes != Sizes(devices) or options.given():
             raise PlanError(f"{NAME} takes --devices and sizes of its own; the other options go with a schedule")
-        return simulate_update(devices, update, table, output=output, json=json)
+        simulate_update(devices, update, table, output=output, json=json)
+        return
     if update.given():
         raise PlanError(f"--size, --bucket, --h2d, --broadcast, --reload and --mode go with {NAME}, not with {name}")
     with working(f"simulating {name}"):
@@ -111,11 +112,10 @@ def simulate(
             write_figure(timeline, output, costs=table.costs)
     if json:
         out.print(msgspec.json.format(msgspec.json.encode(summary)).decode())
-        return None
+        return
     _print(summary, timeline)
     if output is not None:
         out.print(f"wrote {output}")
-    return None
 
 
 def _print(summary: Summary, timeline: Timeline) -> None:

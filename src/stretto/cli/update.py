@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.cli.console import number, out, print_table, working
-from stretto.cli.inputs import CostTable, size_with_unit, write_figure
+from stretto.cli.inputs import DEVICES, CostTable, size_with_unit, write_figure
 from stretto.costs import BucketTimes, Costs
 from stretto.draw import draw_rich, draw_text
 from stretto.ir.errors import CostError, PlanError
@@ -17,6 +17,11 @@ from stretto.timeline import Timeline
 NAME = "weight_update"
 LARGEST = 2_000_000  # tasks
 _DRAWN = 160  # tasks; more do not fit a terminal
+
+
+def is_weight_update(name: str) -> bool:
+    """Return whether a user has named the weight update; case and dashes do not matter, as in names of schedules."""
+    return name.lower().replace("-", "_") == NAME
 
 
 class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +58,7 @@ def simulate_update(
     devices: int | None, options: UpdateOptions, table: CostTable, *, output: Path | None, json: bool
 ) -> None:
     """Compare all modes, and draw one."""
-    devices = 4 if devices is None else devices
+    devices = DEVICES if devices is None else devices
     given = {name: value for name, value in msgspec.structs.asdict(options).items() if value is not None}
     chosen = {**msgspec.structs.asdict(_DEFAULTS), **given}
     if (mode := chosen["mode"]) not in MODES:
