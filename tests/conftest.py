@@ -10,7 +10,7 @@ settings.register_profile("default", deadline=None, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=3000, print_blob=True)
 settings.load_profile("default")
 
-STARTERS = {"Ranks", "Victim", "multiprocessing", "subprocess"}
+STARTERS = {"Ranks", "Script", "Victim", "multiprocessing", "subprocess"}
 """The names of what starts processes."""
 
 

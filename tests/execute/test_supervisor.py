@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from stretto.execute import supervisor as supervise
 from stretto.execute.ring_messages import RingMessage
 from stretto.execute.supervisor import Supervisor
 from stretto.ir.errors import PeerError
+from stretto.wire import timing
 from stretto.wire.frames import pack_message
 
 SCRIPT = """
@@ -165,7 +165,7 @@ def test_a_rank_that_left_is_named_by_those_who_go_on_without_it(two: list[Super
 
 
 def test_who_has_not_begun_is_named(two: list[Supervisor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "SILENCE", 1.0)
+    monkeypatch.setattr(timing, "SILENCE", 1.0)
     with (
         pytest.raises(PeerError, match=r"rank 0 has not begun step 1; it was last seen before its first step; rank 1 "),
         two[1].guarding("step 1"),
@@ -209,7 +209,7 @@ def test_a_rank_that_was_given_up_on_is_told_so(two: list[Supervisor]) -> None:
 
 def test_a_process_that_says_nothing_is_blamed_only_if_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that lets none of its threads run, as a long garbage collection does, is judged by the timeout."""
-    monkeypatch.setattr(supervise, "SILENCE", 0.5)
+    monkeypatch.setattr(timing, "SILENCE", 0.5)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         with socket.create_server(("127.0.0.1", 0)) as server:
             end, other = socket.create_connection(server.getsockname()), server.accept()[0]
@@ -230,7 +230,7 @@ def test_a_process_that_says_nothing_is_blamed_only_if_it_is_stopped(monkeypatch
 
 def test_nobody_is_blamed_while_any_rank_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three in a row, the last hears only of one that waits itself, and that somebody is busy."""
-    monkeypatch.setattr(supervise, "SILENCE", 0.5)
+    monkeypatch.setattr(timing, "SILENCE", 0.5)
     made = [Supervisor(rank, timeout=1.0) for rank in range(3)]
     peers: list[dict[int, socket.socket]] = [{}, {}, {}]
     with socket.create_server(("127.0.0.1", 0)) as server:

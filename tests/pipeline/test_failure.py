@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import failure_jobs
+from processes import Script
 from ranks import Ranks
 
 TESTS = Path(__file__).parent.parent / "support"
@@ -22,28 +22,31 @@ ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATHS, "O
 
 
 @contextmanager
-def started(*arguments: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *given], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=ENVIRONMENT
-        )
-        for given in arguments
+def ranks_of(folder: Path, count: int, victim: int, how: str) -> Iterator[list[Script]]:
+    """The ranks of a pipeline in which one fails."""
+    script, meeting = TESTS / "failing.py", folder / "meeting"
+    scripts = [
+        Script(script, rank, count, meeting, victim, how, errors=folder / f"errors-{rank}") for rank in range(count)
     ]
     try:
-        yield processes
+        yield scripts
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-            assert process.stderr is not None
-            process.stderr.close()
+        for script in scripts:
+            script.kill()
+
+
+def torchrun(how: str) -> str:
+    """What four ranks have written, the third of which fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    script = [str(TESTS / "failing.py"), "2", how]
+    return subprocess.run([*command, *script], env=ENVIRONMENT, capture_output=True, text=True, timeout=90).stderr
 
 
 WORDS = {
     "raises": "rank {} failed at {} of step 2: RuntimeError: out of luck",
     "leaves": "rank {} failed at {} of step 2: SystemExit: 3",
     "dies": "rank {} died; it was last seen at {} of step 2",
-    "stops": "rank {} has not been heard of for",
+    "stops, found soon": "rank {} has not been heard of for",
     "stalls": "rank {} has been at {} of step 2 for",
 }
 
@@ -51,42 +54,31 @@ WORDS = {
 @pytest.mark.parametrize("how", sorted(WORDS))
 @pytest.mark.parametrize("victim", [0, 2])
 def test_every_other_rank_names_it(tmp_path: Path, how: str, victim: int) -> None:
-    script = str(TESTS / "failing.py")
-    ranks = [[script, str(rank), "4", str(tmp_path / "meeting"), str(victim), how] for rank in range(4)]
-    with started(*ranks) as processes:
-        said = {}
-        for rank, process in enumerate(processes):
-            if rank != victim:
-                _, said[rank] = process.communicate(timeout=60)
+    with ranks_of(tmp_path, 4, victim, how) as scripts:
+        said = {rank: script.said(60) for rank, script in enumerate(scripts) if rank != victim}
     task = r"(\d+[FB]\d+(\.wgrad)?|\d+(SEND|RECV)_[FB]\d+)"
     expected = re.escape(WORDS[how]).replace(r"\{\}", str(victim), 1).replace(r"\{\}", task)
     for rank, text in said.items():
         line = next((line for line in text.splitlines() if line.startswith("PipelineError")), "")
         assert re.search(expected, line), (rank, text)
-        if how in ("dies", "stops", "stalls"):  # of the others a rank may hear between two steps, waiting for nothing
+        if how not in ("raises", "leaves"):  # of those a rank may hear between two steps, waiting for nothing
             assert f"; rank {rank} was waiting for " in line
 
 
 def test_whoever_catches_it_can_close_the_pipeline_and_end_in_peace(tmp_path: Path) -> None:
-    script = str(TESTS / "failing.py")
-    ranks = [[script, str(rank), "4", str(tmp_path / "meeting"), "2", "caught"] for rank in range(4)]
-    with started(*ranks) as processes:
-        ended = [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
-    assert [code for _, code in ended] == [0, 0, 0, 0], ended
+    with ranks_of(tmp_path, 4, 2, "caught") as scripts:
+        assert [script.wait(60) for script in scripts] == [0, 0, 0, 0], [script.said(0) for script in scripts]
 
 
 def test_it_takes_less_than_ten_seconds(tmp_path: Path) -> None:
     """From the moment a rank is stopped, which of all ways is found last."""
-    script = str(TESTS / "failing.py")
-    ranks = [[script, str(rank), "4", str(tmp_path / "meeting"), "1", "stops"] for rank in range(4)]
-    with started(*ranks) as processes:
-        while _state(processes[1].pid) != "T":
+    with ranks_of(tmp_path, 4, 1, "stops") as scripts:
+        while _state(scripts[1].pid) != "T":
             time.sleep(0.05)
         stopped = time.monotonic()
         for rank in (0, 2, 3):
-            assert processes[rank].wait(timeout=10) == 7
+            assert scripts[rank].wait(10) == 7
         assert time.monotonic() - stopped < 10
-        os.kill(processes[1].pid, signal.SIGKILL)
 
 
 def _state(process: int) -> str:
@@ -95,16 +87,12 @@ def _state(process: int) -> str:
 
 @pytest.mark.parametrize("how", ["raises", "dies"])
 def test_under_torchrun(how: str) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(TESTS / "failing.py"), "2", how]
-    with started(command) as (process,):
-        _, said = process.communicate(timeout=90)
+    said = torchrun(how)
     assert said.count("PipelineError: rank 2") == 3, said
 
 
 def test_an_error_that_was_told_prints_as_one_line_under_torchrun() -> None:
-    script = [str(TESTS / "failing.py"), "2", "uncaught"]
-    with started(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", *script]) as (process,):
-        _, said = process.communicate(timeout=90)
+    said = torchrun("uncaught")
     lines = [line for line in said.splitlines() if line.startswith("[rank")]
     others = [line for line in lines if not line.startswith("[rank2]")]
     assert len(others) == 3, said
@@ -114,27 +102,24 @@ def test_an_error_that_was_told_prints_as_one_line_under_torchrun() -> None:
 
 
 def test_a_rank_whose_program_ends_between_steps_is_named(tmp_path: Path) -> None:
-    script = str(TESTS / "failing.py")
-    ranks = [[script, str(rank), "4", str(tmp_path / "meeting"), "2", "ends"] for rank in range(4)]
-    with started(*ranks) as processes:
-        said = [process.communicate(timeout=60)[1] for process in processes]
+    with ranks_of(tmp_path, 4, 2, "ends") as scripts:
+        said = [script.said(60) for script in scripts]
     for rank in (0, 1, 3):
         assert "PipelineError: rank 2 left after step 1, before step 2" in said[rank], said
 
 
 def test_ranks_that_do_different_things_are_told_and_end_in_peace(tmp_path: Path) -> None:
-    script = str(TESTS / "failing.py")
-    ranks = [[script, str(rank), "2", str(tmp_path / "meeting"), "1", "evaluates"] for rank in range(2)]
-    with started(*ranks) as processes:
-        ended = [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
-    assert [code for _, code in ended] == [0, 0], ended
+    with ranks_of(tmp_path, 2, 1, "evaluates") as scripts:
+        ended = [script.wait(60) for script in scripts]
+        said = [script.said(0) for script in scripts]
+    assert ended == [0, 0], said
     seen = (  # by who watches, or by who first hears of the other's begin
         "runs evaluation 1 while rank 0 runs step 2",
         "runs step 2 while rank 1 runs evaluation 1",
         "rank 0 is not in evaluation 1; all ranks must call step() and eval_step() in",
         "rank 1 is not in step 2; all ranks must call step() and eval_step() in",
     )
-    for text, _ in ended:
+    for text in said:
         assert any(it in text for it in seen), text
 
 

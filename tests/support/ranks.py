@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from processes import FORKS
+
 Job = Callable[..., Any]
 
 
@@ -26,7 +28,8 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        cuda = self._over[1] == "cuda"  # which a copy of another process could not use
+        context: Any = multiprocessing.get_context("spawn") if cuda else FORKS
         self._jobs = [context.Queue() for _ in range(self._count)]
         self._results: Any = context.Queue()
         self._processes = [

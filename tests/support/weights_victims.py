@@ -1,7 +1,6 @@
 """Receivers and senders in processes of their own, each of which can be told when to die or to stop."""
 
 import hashlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from processes import FORKS
 from pushes import Sharded, tensors_of
 from stretto.ir.errors import WeightsError
 from stretto.weights.connection import Connection
@@ -29,8 +29,6 @@ from stretto.weights.send.staging import Staging
 SPEC = [("uint8", (4000,))] * 9 + [("bfloat16", (5, 7)), ("float32", (6, 100))]
 BUCKET = 4096
 SECONDS = 60.0
-_FROM = multiprocessing.get_context("forkserver")
-_FROM.set_forkserver_preload(["pytest", "stretto.weights.send.sender", "stretto.weights.receive.receiver"])
 
 
 # In the processes.
@@ -226,8 +224,8 @@ class Worker:
     """A process that runs one of these."""
 
     def __init__(self, job: Callable[..., None], *arguments: Any) -> None:
-        self._pipe, theirs = _FROM.Pipe()
-        self._process = _FROM.Process(target=job, args=(theirs, *arguments), daemon=True)
+        self._pipe, theirs = FORKS.Pipe()
+        self._process = FORKS.Process(target=job, args=(theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
         assert self._process.pid is not None

@@ -24,7 +24,7 @@ from stretto.weights.receive.receiver import Receiver
 from stretto.weights.receive.state import Hooks
 from stretto.weights.send.report import PushError
 from stretto.weights.send.sender import Sender
-from stretto.wire import connection
+from stretto.wire import timing
 
 SECONDS = 20.0
 MODEL = {f"t{k}": torch.arange(k, k + 60.0) for k in range(6)}  # each a bucket of its own
@@ -169,7 +169,7 @@ def test_senseless_receivers_are_refused(folder: Path) -> None:
 def test_those_that_are_stuck_are_told_too_and_another_sender_repairs_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "BEAT", 0.001)  # as many as a minute has, so that they would fill the socket
+    monkeypatch.setattr(timing, "BEAT", 0.001)  # as many as a minute has, so that they would fill the socket
     released = threading.Event()
 
     def stuck(tensors: Any) -> list[str]:

@@ -16,7 +16,7 @@ from stretto.execute.neighbours import LATE, Neighbours
 from stretto.execute.ring_messages import DECODER, LARGEST, RingMessage
 from stretto.execute.termination import REPORTING, Termination
 from stretto.ir.errors import PeerError, StrettoError, named, one_line
-from stretto.wire.connection import SILENCE
+from stretto.wire import timing
 from stretto.wire.frames import MalformedMessage, Reader, pack_message
 
 BEAT = 0.2  # seconds between two heartbeats
@@ -105,7 +105,7 @@ class Supervisor:
         if future.done and future.error is None:
             return
         self._waiting, since = True, time.monotonic()
-        left = (patience or self._timeout) + SILENCE
+        left = (patience or self._timeout) + timing.SILENCE
         while not future.wait(_POLL):
             left -= _POLL  # count polls, since the clock goes on while this process is stopped
             quiet = time.monotonic() - self._last_busy  # while any rank is busy, the work may still end
@@ -269,7 +269,7 @@ class Supervisor:
                     except MalformedMessage as error:
                         selector.unregister(key.fileobj)
                         self.fail(f"rank {peer} sent {error}", peer)
-                for reason, about in self._neighbours.failures(*self._turn, most_silence=SILENCE):
+                for reason, about in self._neighbours.failures(*self._turn, most_silence=timing.SILENCE):
                     self.fail(reason, about)
                 self._termination.enforce()
         self._closing = True

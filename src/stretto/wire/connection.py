@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from stretto.ir.errors import StrettoError
+from stretto.wire import timing
 from stretto.wire.forks import keep_from_children
 from stretto.wire.frames import (
     HEADER_BYTES,
@@ -26,8 +27,6 @@ from stretto.wire.frames import (
 from stretto.wire.greeting import Greeting
 
 M = TypeVar("M")
-BEAT = 0.5  # seconds between two heartbeats
-SILENCE = 6.0  # seconds; no peer counts as stopped before it was silent for this long
 GREETING = 5.0  # seconds for the greeting
 _SMALL, _LARGE = 4096, 1 << 29  # largest message in bytes, before and after the greeting
 _AT_ONCE = 1 << 20  # most bytes per receive call
@@ -64,14 +63,14 @@ class Connection(Generic[M]):
         self._closed = threading.Event()
         self.local = stream.family == socket.AF_UNIX
         self.limit = _SMALL
-        self.silence = SILENCE
+        self.silence = timing.SILENCE
         """Seconds without a message or heartbeat after which the peer counts as stopped."""
         self._last_received = time.monotonic()
         keep_from_children(stream)
 
-    def send(self, message: M, files: tuple[int, ...] = (), *, seconds: float = SILENCE) -> None:
+    def send(self, message: M, files: tuple[int, ...] = (), *, seconds: float | None = None) -> None:
         data = memoryview(pack_message(message))
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + (timing.SILENCE if seconds is None else seconds)
         with self._sending:
             while data:
                 left = deadline - time.monotonic()
@@ -137,7 +136,7 @@ class Connection(Generic[M]):
         self, protocol: int, secret: bytes | None, *, serves: bool, name: str = "", seconds: float = GREETING
     ) -> str:
         """Exchange hellos and, if there is a secret, prove that both sides know it. Return the peer's name."""
-        self.silence = max(SILENCE, seconds)
+        self.silence = max(timing.SILENCE, seconds)
         greeting: Any = Greeting(protocol, secret, serves=serves, name=name)
         try:
             self.send(greeting.hello, seconds=seconds)
@@ -151,7 +150,7 @@ class Connection(Generic[M]):
                     self.send(greeting.proof(), seconds=seconds)
         except MalformedMessage as error:
             raise self.protocol_error(f"sent {error}") from None
-        self.limit, self.silence = _LARGE, SILENCE
+        self.limit, self.silence = _LARGE, timing.SILENCE
         return peer_name
 
     def _recv_message(self, seconds: float) -> M:
@@ -207,7 +206,7 @@ def _send_heartbeats(
     connection: "weakref.ref[Connection[Any]]", closed: threading.Event, when: Callable[[], bool]
 ) -> None:
     """Send heartbeats until the connection is closed, or garbage-collected without having been closed."""
-    while not closed.wait(BEAT) and (live_connection := connection()) is not None:
+    while not closed.wait(timing.BEAT) and (live_connection := connection()) is not None:
         if when():
             try:
                 live_connection.beat()

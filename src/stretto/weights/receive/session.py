@@ -34,7 +34,7 @@ from stretto.weights.messages import (
 )
 from stretto.weights.receive.loaders import Loader
 from stretto.weights.receive.state import Hooks, ReceiverState, no_hook
-from stretto.wire.connection import SILENCE
+from stretto.wire import timing
 from stretto.wire.frames import close_files
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class Session:
     def _open(self, message: Open, files: list[int]) -> Message:
         self._expect("serving", "dirty")
         self._state.opened, self._patience, self._opening = True, _DECISION_SECONDS, None
-        self._connection.silence = min(max(SILENCE, message.silence), _MAX_SECONDS)
+        self._connection.silence = min(max(timing.SILENCE, message.silence), _MAX_SECONDS)
         if message.bucket_bytes > message.buffers.nbytes:
             raise WeightsError(
                 f"a bucket of {message.bucket_bytes} bytes does not fit a buffer of {message.buffers.nbytes}"
@@ -209,7 +209,7 @@ class Session:
             raise WeightsError("nothing was opened")
         self._expect("serving", "dirty")
         self._state_before, self._touched = self._state.status.state, False
-        self._patience = min(max(SILENCE, message.patience), _MAX_SECONDS)
+        self._patience = min(max(timing.SILENCE, message.patience), _MAX_SECONDS)
         self._state.set("paused")
         if not self._state.engine_paused:
             self._run_hook("pause", lambda: self._hooks.pause(message.in_flight))

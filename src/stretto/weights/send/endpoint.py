@@ -33,7 +33,7 @@ from stretto.weights.messages import (
     Taken,
     Unknown,
 )
-from stretto.wire.connection import SILENCE
+from stretto.wire import timing
 from stretto.wire.frames import close_files
 
 T = TypeVar("T", bound=Message)
@@ -50,7 +50,7 @@ class Offer:
     split: bool
     shared: SharedBuffers
     content: str
-    silence: float = SILENCE
+    silence: float = field(default_factory=lambda: timing.SILENCE)
     """Seconds without a heartbeat after which sender and receiver each take the other to be stopped."""
 
 

@@ -35,7 +35,7 @@ from stretto.weights.send.times import Times, longest_times, make_report
 from stretto.weights.send.validate import validate_push, validate_shard, validate_version
 from stretto.weights.sources.shard import Shard, Source
 from stretto.weights.sources.tensors import as_source
-from stretto.wire.connection import SILENCE
+from stretto.wire import timing
 
 log = logging.getLogger(__name__)
 _LOADING = 8.0  # seconds to load a bucket: others wait less than 10 s for a receiver that is stuck
@@ -215,7 +215,7 @@ class Sender:
             self._staging.shared,
             registered.content.digest,
             # A loader that holds the GIL stops heartbeats: give it as much time as a slow one.
-            silence=max(SILENCE, self._bucket_timeout),
+            silence=max(timing.SILENCE, self._bucket_timeout),
         )
 
     def _wanted(self, registered: Version, answers: Sequence[Wanted]) -> list[set[int]]:
