@@ -1,5 +1,6 @@
 """Processes that begin with everything imported, and which processes run."""
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -56,7 +57,10 @@ def _run(path: str, arguments: list[str], errors: str) -> None:
     os.dup2(file, 2)
     sys.argv = [path, *arguments]
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    runpy.run_path(path, run_name="__main__")
+    try:
+        runpy.run_path(path, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which copies of a process would leave out
 
 
 def running(command: str, mark: str) -> set[int]:
