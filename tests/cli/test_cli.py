@@ -236,6 +236,8 @@ BAD = {
         ["show", "gpipe", "-o", "x.csv", "--costs", "F=1"],
         "holds the order of a schedule's actions, and no costs, layers",
     ),
+    "lanes of an order": (["show", "gpipe", "-o", "x.csv", "--lanes"], "--lanes goes with drawings"),
+    "lanes of a trace": (["show", "gpipe", "--json", "--lanes"], "--lanes and --width are for drawings"),
     "no figure": (["compare", "gpipe", "-o", "x.pdf"], "-o draws .svg or .png (got x.pdf)"),
     "update as what": (["simulate", "weight_update", "-o", "x.csv"], "-o draws .svg, .png or .trace.json (got x.csv)"),
     "update of nothing": ([*UPDATE, "--size", "0"], "--size needs a unit, e.g. 0GB (got '0')"),
@@ -551,6 +553,9 @@ def test_an_unsound_schedule_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     refused = run("simulate", "gpipe", "-d", "2", "-m", "2")
     assert "was to plan 2 devices and 2 microbatches, but its plan has 2 and 1" in refused.stderr
     assert (refused.returncode, refused.stdout) == (2, "")
+    monkeypatch.setitem(SCHEDULES, "gpipe", replace(SCHEDULES["gpipe"], make=lambda **_: None))  # type: ignore[arg-type,return-value]
+    refused = run("simulate", "gpipe")
+    assert (refused.returncode, refused.stderr) == (2, "stretto: gpipe returns no Plan (got None)\n")
 
 
 def test_buckets_are_counted_exactly() -> None:

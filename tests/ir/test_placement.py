@@ -17,7 +17,8 @@ def test_one_stray_action_does_not_change_the_inferred_placement() -> None:
 
 
 @pytest.mark.parametrize(
-    ("routes", "microbatches"), [((), 1), (((),), 1), (((0,), (0, 1)), 2), (((0, 1), (1, 0)), 3), (((0,),), 0)]
+    ("routes", "microbatches"),
+    [((), 1), (((0,),), "1"), (((),), 1), (((0,), (0, 1)), 2), (((0, 1), (1, 0)), 3), (((0,),), 0)],
 )
 def test_impossible_placements_are_refused(routes: tuple[tuple[int, ...], ...], microbatches: int) -> None:
     with pytest.raises(PlanError):

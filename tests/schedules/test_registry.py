@@ -54,6 +54,7 @@ def test_names_that_are_taken_or_cannot_be_typed_are_refused() -> None:
         ({"aliases": "my"}, "aliases are a tuple of names"),
         ({"aliases": ("My-Alias",)}, "aliases are a tuple of names"),
         ({"stages_per_device": "2"}, "stages_per_device is a whole number of at least 1"),
+        ({"aliases": ("weight_update",)}, "is what the command line calls the weight update"),
         ({"rounds": -1}, "rounds is a whole number of at least 0"),
         ({"published": 2019}, "published is a text about the schedule"),
         ({"variable": True}, "called with the keywords devices, microbatches, stages_per_device, overlap: "),

@@ -200,6 +200,8 @@ def test_times_that_cannot_be_are_refused(times: tuple[Any, Any, Any], wrong: st
     whole = np.zeros(4) if start is None else start, np.ones(4) if end is None else end
     with pytest.raises(StrettoError, match=wrong):
         Timeline(program, *whole, "s", issued)
+    with pytest.raises(StrettoError, match='is "s", or None if it has no name'):
+        Timeline(program, np.zeros(4), np.ones(4), "ms")  # type: ignore[arg-type]
 
 
 def test_a_figure_of_what_takes_no_time_in_compute(tmp_path: Path) -> None:

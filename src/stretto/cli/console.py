@@ -1,10 +1,13 @@
-"""Output of commands: consoles, a spinner, tables."""
+"""Output of commands: consoles, a spinner, tables, drawings."""
 
 from contextlib import AbstractContextManager
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from stretto.draw import draw_rich, draw_text
+from stretto.timeline import Timeline
 
 # No markup: names of files and schedules are printed as they are.
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -27,6 +30,16 @@ def print_table(headings: list[str], rows: list[list[str]]) -> None:
         out.print(table)
     else:
         Console(width=1000, highlight=False, markup=False, emoji=False).print(table)
+
+
+DRAWN = 160
+"""The most tasks of a weight update that a terminal shows."""
+
+
+def print_timeline(timeline: Timeline, *, width: int | None = None, lanes: bool = False) -> None:
+    """Draw a timeline, in colour where the terminal has any."""
+    coloured = out.is_terminal and not out.no_color
+    out.print((draw_rich if coloured else draw_text)(timeline, width=width or out.width, lanes=lanes))
 
 
 def number(value: float | None) -> str:

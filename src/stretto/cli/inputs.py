@@ -179,6 +179,8 @@ def make_plan(name: str, sizes: Sizes) -> Plan:
         raise PlanError(f"{devices} devices × {microbatches} microbatches is too large for the command line")
     more = {"stages_per_device": stages_per_device, "overlap": sizes.overlap} if schedule.variable else {}
     plan = schedule.make(devices=devices, microbatches=microbatches, **more)
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{schedule.name} returns no Plan (got {plan!r:.40})")
     if (plan.devices, plan.microbatches) != (devices, microbatches):
         raise PlanError(
             f"{schedule.name} was to plan {devices} devices and {microbatches} microbatches, but its plan has "

@@ -5,17 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stretto.cli.console import number, out, print_table
+from stretto.cli.console import DRAWN, number, out, print_table, print_timeline
 from stretto.cli.inputs import write_figure
-from stretto.draw import draw_text
 from stretto.ir.errors import WeightsError
 from stretto.ir.units import bytes_text
 from stretto.program.update import MODES, Mode
 
 if TYPE_CHECKING:
     from stretto.weights.send.choose import Choice
-
-_DRAWN = 160  # tasks; more do not fit a terminal
 
 
 class ModePlan(msgspec.Struct, frozen=True):
@@ -116,7 +113,7 @@ def predict_push(
         out.print(msgspec.json.format(msgspec.json.encode(plan)).decode())
         return
     _print(plan, str(where))
-    shown = min(buckets, _DRAWN * buckets // len(best.program))
+    shown = min(buckets, DRAWN * buckets // len(best.program))
     if output is not None:
         out.print(f"wrote {output}")
     elif shown < min(2, buckets):
@@ -125,7 +122,7 @@ def predict_push(
         if shown < buckets:
             out.print(f"the first {shown} buckets; all of them with -o push.svg:")
         drawn = best if shown == buckets else predict(best.mode, shown)
-        out.print(draw_text(drawn.predicted, width=out.width))
+        print_timeline(drawn.predicted)
 
 
 def _print(plan: PushPlan, where: str) -> None:

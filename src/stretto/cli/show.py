@@ -8,7 +8,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from stretto.cli.console import out, working
+from stretto.cli.console import out, print_timeline, working
 from stretto.cli.inputs import (
     CostsOption,
     Devices,
@@ -31,7 +31,6 @@ from stretto.cli.inputs import (
     write_figure,
 )
 from stretto.cli.update import is_weight_update
-from stretto.draw import draw_rich, draw_text
 from stretto.ir.errors import PlanError
 from stretto.ir.files import write_text
 from stretto.program.lower import lower
@@ -93,6 +92,8 @@ def show(
     elif is_weight_update(name):
         raise PlanError("stretto simulate weight_update draws a weight update, with -o FILE as a figure")
     elif output is not None:
+        if lanes and figure_kind(output) not in (".svg", ".png"):
+            raise PlanError("--lanes goes with drawings; a trace has all lanes, and an order none")
         if json:
             raise PlanError("--json prints a trace; -o FILE.trace.json writes one (give one of the two)")
         if width is not None:
@@ -105,6 +106,8 @@ def show(
     else:
         if transfers:
             raise PlanError("--transfers goes with -o FILE.csv")
+        if json and (lanes or width is not None):
+            raise PlanError("--lanes and --width are for drawings; leave them out with --json")
         if width is not None and width < 20:
             raise PlanError(f"--width needs at least 20 columns (got {width})")
         with working(f"simulating {name}"):
@@ -114,9 +117,7 @@ def show(
             if json:
                 out.print(trace_json(timeline, costs=table.costs))
                 return
-            coloured = out.is_terminal and not out.no_color
-            drawing = (draw_rich if coloured else draw_text)(timeline, width=width or out.width, lanes=lanes)
-        out.print(drawing)
+        print_timeline(timeline, width=width, lanes=lanes)
         out.print(f"time {time_text(timeline.makespan, timeline.unit)} →")
 
 

@@ -25,7 +25,7 @@ from stretto.cli.inputs import (
     training_of,
     write_figure,
 )
-from stretto.cli.update import NAME, UpdateOptions, is_weight_update, simulate_update
+from stretto.cli.update import UpdateOptions, is_weight_update, simulate_update
 from stretto.ir.errors import PlanError
 from stretto.ir.units import bytes_text
 from stretto.timeline import Summary, Timeline
@@ -98,11 +98,13 @@ def simulate(
     update = UpdateOptions(size=size, bucket=bucket, h2d=h2d, broadcast=broadcast, reload=reload, mode=mode)
     if is_weight_update(name):
         if sizes != Sizes(devices) or options.given():
-            raise PlanError(f"{NAME} takes --devices and sizes of its own; the other options go with a schedule")
+            raise PlanError("weight_update takes --devices and sizes of its own; the other options go with a schedule")
         simulate_update(devices, update, table, output=output, json=json)
         return
     if update.given():
-        raise PlanError(f"--size, --bucket, --h2d, --broadcast, --reload and --mode go with {NAME}, not with {name}")
+        raise PlanError(
+            f"--size, --bucket, --h2d, --broadcast, --reload and --mode go with weight_update, not with {name}"
+        )
     with working(f"simulating {name}"):
         timeline = training_of(name, sizes, options, table)
         summary = timeline.summary(table.costs)

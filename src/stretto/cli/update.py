@@ -5,23 +5,21 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.cli.console import number, out, print_table, working
+from stretto.cli.console import DRAWN, number, out, print_table, print_timeline, working
 from stretto.cli.inputs import DEVICES, CostTable, size_with_unit, write_figure
 from stretto.costs import BucketTimes, Costs
-from stretto.draw import draw_rich, draw_text
 from stretto.ir.errors import CostError, PlanError
 from stretto.program.update import MODES, weight_update
+from stretto.schedules.registry import WEIGHT_UPDATE
 from stretto.simulate import simulate
 from stretto.timeline import Timeline
 
-NAME = "weight_update"
 LARGEST = 2_000_000  # tasks
-_DRAWN = 160  # tasks; more do not fit a terminal
 
 
 def is_weight_update(name: str) -> bool:
     """Return whether a user has named the weight update; case and dashes do not matter, as in names of schedules."""
-    return name.lower().replace("-", "_") == NAME
+    return name.lower().replace("-", "_") == WEIGHT_UPDATE
 
 
 class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,9 +89,8 @@ def simulate_update(
     )
     if output is not None:
         out.print(f"wrote {output}")
-    elif len(timelines[mode].program) <= _DRAWN:
-        coloured = out.is_terminal and not out.no_color
-        out.print((draw_rich if coloured else draw_text)(timelines[mode], width=out.width))
+    elif len(timelines[mode].program) <= DRAWN:
+        print_timeline(timelines[mode])
 
 
 def _print(rows: list[Update]) -> None:

@@ -20,6 +20,8 @@ class Placement:
     microbatches: int
 
     def __post_init__(self) -> None:
+        if type(self.microbatches) is not int:
+            raise PlanError(f"microbatches are a whole number (got {self.microbatches!r:.40})")
         if not self.routes or len({len(route) for route in self.routes}) != 1 or not self.routes[0]:
             raise PlanError(f"every route must visit the same stages, at least one (got {self.routes})")
         if self.microbatches < 1 or self.microbatches % len(self.routes):

@@ -36,6 +36,9 @@ class Schedule:
     """The least number of microbatches per device."""
 
 
+WEIGHT_UPDATE = "weight_update"
+"""What the command line calls the weight update, which is no schedule."""
+
 SCHEDULES: dict[str, Schedule] = {}
 """All schedules by name, the oldest first."""
 
@@ -85,6 +88,8 @@ def register(
             signature(make).bind(**dict.fromkeys(keywords))
         except TypeError as error:
             raise PlanError(f"{name} is called with the keywords {', '.join(keywords)}: {error}") from None
+        if WEIGHT_UPDATE in (name, *aliases):
+            raise PlanError(f"{WEIGHT_UPDATE} is what the command line calls the weight update; choose another name")
         known = {word for schedule in SCHEDULES.values() for word in (schedule.name, *schedule.aliases)}
         if taken := known & {name, *aliases}:
             raise PlanError(f"there already is a schedule {min(taken)}")

@@ -81,6 +81,8 @@ class Timeline:
                 raise StrettoError(f"a timeline has one {name} time for each of its {len(self.program)} tasks")
             if not (np.abs(times) <= _LATEST).all():
                 raise StrettoError(f"the {name} time of a task is not a number that a clock could show")
+        if self.unit not in ("s", None):
+            raise StrettoError(f'the unit of a timeline is "s", or None if it has no name (got {self.unit!r:.40})')
         if (self.end < self.start).any():
             raise StrettoError("a task ends before it starts")
 
