@@ -42,7 +42,7 @@ from stretto.timeline import Timeline, fit, load_timeline
 
 if TYPE_CHECKING:
     from stretto import weights
-    from stretto.pipeline.grouped_linear import GroupedLinear
+    from stretto.moe.grouped_linear import GroupedLinear
     from stretto.pipeline.pipeline import Pipeline
 
 __version__ = "0.2.0"
@@ -88,7 +88,7 @@ __all__ = [
 
 
 _NEED_TORCH = {
-    "GroupedLinear": "stretto.pipeline.grouped_linear",
+    "GroupedLinear": "stretto.moe.grouped_linear",
     "Pipeline": "stretto.pipeline.pipeline",
     "weights": "stretto.weights",
 }

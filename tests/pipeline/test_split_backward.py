@@ -18,9 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from alive import Alive
 from stretto.ir.errors import PipelineError
+from stretto.moe.grouped_linear import GroupedLinear
 from stretto.pipeline.gradient_buffers import Sum
 from stretto.pipeline.gradients import Gradients
-from stretto.pipeline.grouped_linear import GroupedLinear
 from stretto.pipeline.pytree import LEAF, Tree
 from stretto.pipeline.segments import Segment, run_segment
 from stretto.pipeline.split_backward import Deferral

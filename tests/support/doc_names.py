@@ -102,7 +102,7 @@ class _Reader(ast.NodeVisitor):
                 self.visit(getattr(node, field))
         return _UNKNOWN
 
-    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension  # noqa: N815
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension
 
     def visit_Lambda(self, node: ast.Lambda) -> Any:
         self.names |= {argument.arg: _UNKNOWN for argument in node.args.args}

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.pipeline.grouped_linear import grouped_linear, grouped_outer
+from stretto.moe.grouped_linear import grouped_linear, grouped_outer
 from stretto.pipeline.segments import direct
 from stretto.pipeline.weight_gradients import add_embedding, add_grouped, add_linear, embedding_backward, flattened
 

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from stretto.moe.experts import Experts
+from stretto.moe.grouped_linear import GroupedLinear, autocast, grouped_linear
 from stretto.pipeline.deferred_functions import deferred_embedding, deferred_grouped, deferred_linear
 from stretto.pipeline.gradients import Gradients
-from stretto.pipeline.grouped_linear import GroupedLinear
 from stretto.pipeline.overrides import Forward, Overrides
 from stretto.pipeline.weight_gradients import (
     WeightGradient,
@@ -101,6 +102,7 @@ class Deferral:
             _FORWARDS[nn.Linear]: self._linear,
             _FORWARDS[nn.Embedding]: self._embedding,
             _FORWARDS[GroupedLinear]: self._grouped,
+            _FORWARDS[Experts]: self._experts,
             _FORWARDS[nn.MultiheadAttention]: self._attention,
         }
         return makers[known]() if known in makers and known.__module__ in _MODULES else None
@@ -110,7 +112,7 @@ class Deferral:
         w: Tensor = weight if rows is None else weight[rows]
         b: Tensor | None = bias if rows is None or bias is None else bias[rows]
         if torch.is_autocast_enabled(x.device.type):
-            x, w, b = _autocast(x), _autocast(w), None if b is None else _autocast(b)
+            x, w, b = autocast(x), autocast(w), None if b is None else autocast(b)
         if not weight.requires_grad and (bias is None or not bias.requires_grad):
             return F.linear(x, w, b)
         return deferred_linear(self.anchor, x, w, b, (self, weight, bias, rows))
@@ -142,15 +144,29 @@ class Deferral:
 
     def _grouped(self) -> Forward:
         def forward(layer: GroupedLinear, x: Tensor, counts: Tensor) -> Tensor:
-            weight = layer._parameters.get("weight")
-            if not self._runs(layer, x) or not _own(weight) or layer.weight is not weight or not weight.requires_grad:
-                return type(layer).forward(layer, x, counts)
-            w: Tensor = weight
-            if torch.is_autocast_enabled(x.device.type):
-                x, w = _autocast(x), _autocast(w)
-            return deferred_grouped(self.anchor, x, w, counts, self, weight)
+            return self._product(layer)(x, layer.weight, counts)
 
         return forward
+
+    def _experts(self) -> Forward:
+        def forward(layer: Experts, *arguments: Any) -> Tensor:
+            return layer.run(self._product(layer), *arguments)
+
+        return forward
+
+    def _product(self, layer: nn.Module) -> Callable[[Tensor, nn.Parameter, Tensor], Tensor]:
+        """Return the grouped product of a layer's weights, which defers their gradients."""
+
+        def product(x: Tensor, weight: nn.Parameter, counts: Tensor) -> Tensor:
+            registered = any(weight is parameter for parameter in layer._parameters.values())
+            if not registered or not _own(weight) or not weight.requires_grad or not self._runs(layer, x):
+                return grouped_linear(x, weight, counts)
+            w: Tensor = weight
+            if torch.is_autocast_enabled(x.device.type):
+                x, w = autocast(x), autocast(w)
+            return deferred_grouped(self.anchor, x, w, counts, self, weight)
+
+        return product
 
     def _attention(self) -> Forward:
         def forward(
@@ -230,20 +246,13 @@ def _unless_changed(layer: nn.Module, usual: Forward, forward: Forward, before: 
 
 
 _LINEAR = torch._C._nn.linear
-_FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Embedding, GroupedLinear, nn.MultiheadAttention)}
+_FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Embedding, GroupedLinear, Experts, nn.MultiheadAttention)}
 _MODULES = frozenset(kind.__module__ for kind in _FORWARDS)
 
 
 def _only_default_devices() -> bool:
     """Return whether all active function modes only set the default device of new tensors."""
     return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """Cast a tensor as PyTorch's autocast does: float64 stays."""
-    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def _own(parameter: Tensor | None) -> TypeGuard[nn.Parameter]:

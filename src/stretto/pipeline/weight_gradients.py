@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.ir.errors import PipelineError
+from stretto.moe.grouped_linear import grouped_outer
 from stretto.pipeline.gradient_buffers import Sum, add_all
-from stretto.pipeline.grouped_linear import grouped_outer
 
 embedding_backward = torch.ops.aten.embedding_dense_backward
 SumOf = Callable[[nn.Parameter], Sum]

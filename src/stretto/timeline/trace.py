@@ -115,8 +115,8 @@ class _Slice(msgspec.Struct):
 
 
 class _Trace(msgspec.Struct):
-    traceEvents: list[dict[str, Any]]  # noqa: N815
-    otherData: dict[str, Any]  # noqa: N815
+    traceEvents: list[dict[str, Any]]
+    otherData: dict[str, Any]
 
 
 def _program(origin: _Origin, slices: list[_Slice]) -> Program:

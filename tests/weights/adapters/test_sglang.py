@@ -205,7 +205,7 @@ def test_a_redirect_is_an_error_and_the_key_goes_nowhere(status: int) -> None:
             self.send_header("Location", f"http://127.0.0.1:{server.server_port}/elsewhere")
             self.end_headers()
 
-        do_GET = do_POST  # noqa: N815
+        do_GET = do_POST
 
         def log_message(self, *_: object) -> None:
             pass

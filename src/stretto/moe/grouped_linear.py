@@ -30,8 +30,10 @@ class GroupedLinear(nn.Module):
 
 def grouped_linear(x_TD: Tensor, weight_GED: Tensor, counts_G: Tensor) -> Tensor:
     """Multiply each group's rows by the transpose of its matrix, as nn.Linear does."""
+    if torch.is_autocast_enabled(x_TD.device.type):
+        x_TD, weight_GED = autocast(x_TD), autocast(weight_GED)
     if _has_kernel(x_TD, weight_GED):
-        return F.grouped_mm(x_TD.contiguous(), weight_GED.transpose(1, 2), offs=_ends(counts_G))
+        return _grouped_mm(x_TD.contiguous(), weight_GED.transpose(1, 2), offs=_ends(counts_G))
     parts = zip(torch.split(x_TD, counts_G.tolist()), weight_GED, strict=True)
     return torch.cat([rows @ weight.T for rows, weight in parts])
 
@@ -39,7 +41,7 @@ def grouped_linear(x_TD: Tensor, weight_GED: Tensor, counts_G: Tensor) -> Tensor
 def grouped_outer(grad_TE: Tensor, x_TD: Tensor, counts_G: Tensor) -> Tensor:
     """Return the gradient of the matrices: for each group, the sum of its rows' outer products."""
     if _has_kernel(x_TD, grad_TE):
-        return F.grouped_mm(grad_TE.contiguous().T, x_TD.contiguous(), offs=_ends(counts_G))
+        return _grouped_mm(grad_TE.contiguous().T, x_TD.contiguous(), offs=_ends(counts_G))
     counts = counts_G.tolist()
     parts = zip(torch.split(grad_TE, counts), torch.split(x_TD, counts), strict=True)
     return torch.stack([grad.T @ x for grad, x in parts])
@@ -48,7 +50,17 @@ def grouped_outer(grad_TE: Tensor, x_TD: Tensor, counts_G: Tensor) -> Tensor:
 def _has_kernel(x: Tensor, other: Tensor) -> bool:
     """Return whether PyTorch has one kernel for this product; it needs rows that are a multiple of 16 bytes."""
     aligned = all(size * x.element_size() % 16 == 0 for size in (x.shape[-1], *other.shape[-2:]))
-    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+    return x.is_cuda and x.dtype == torch.bfloat16 and aligned
+
+
+_grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # which is its name before PyTorch 2.10
+
+
+def autocast(tensor: Tensor) -> Tensor:
+    """Cast a tensor as PyTorch's autocast does: float64 stays."""
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def _ends(counts: Tensor) -> Tensor:
