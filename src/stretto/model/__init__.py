@@ -1,1 +1,21 @@
 """The DeepSeek-V3 / Kimi K2 architecture, and models of Hugging Face `transformers`, as layers of a `Pipeline`."""
+
+from stretto.model.causal_lm import CausalLM, Output, causal_lm_loss, layer, layer_count, layers, tied_names
+from stretto.model.config import ModelConfig, ModelError, Yarn
+from stretto.model.files import from_pretrained, load_weights, save_pretrained
+
+__all__ = [
+    "CausalLM",
+    "ModelConfig",
+    "ModelError",
+    "Output",
+    "Yarn",
+    "causal_lm_loss",
+    "from_pretrained",
+    "layer",
+    "layer_count",
+    "layers",
+    "load_weights",
+    "save_pretrained",
+    "tied_names",
+]
