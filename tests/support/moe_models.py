@@ -34,9 +34,9 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     )
     return ModelConfig(
         vocab_size=draw(st.integers(3, 17)),
-        hidden_size=draw(st.integers(1, 12)),
+        hidden_size=draw(st.integers(2, 12)),
         intermediate_size=draw(st.integers(1, 9)),
-        moe_intermediate_size=draw(st.integers(1, 5)),
+        moe_intermediate_size=draw(st.integers(2, 5)),
         num_hidden_layers=layers,
         num_attention_heads=draw(st.integers(1, 3)),
         n_routed_experts=groups * size,

@@ -118,9 +118,7 @@ class Sorted(NamedTuple):
     """What the shared experts compute on; None once they have."""
     rows_RD: Tensor
     weights_TK: Tensor
-    source_R: Tensor
-    target_R: Tensor
-    counts_E: Tensor
+    order: Permutation
 
 
 class MoeBlock(Block):
@@ -145,18 +143,16 @@ class MoeBlock(Block):
     def _dispatch(self, routed: Routed) -> Sorted:
         order = Permutation.by_expert(routed.indices_TK, experts=len(self.mlp.experts.down_proj))
         self.mlp.gate.count(order.counts_E)
-        rows_RD = dispatch(routed.h_NTD.flatten(0, 1), order.source_R, order.target_R)
-        return Sorted(
-            routed.rest, routed.h_NTD, rows_RD, routed.weights_TK, order.source_R, order.target_R, order.counts_E
-        )
+        rows_RD = dispatch(routed.h_NTD.flatten(0, 1), order)
+        return Sorted(routed.rest, routed.h_NTD, rows_RD, routed.weights_TK, order)
 
     def _experts(self, value: Sorted) -> Sorted:
         rest, shared = value.rest, self.mlp.shared_experts
         if shared is not None:
             rest = rest._replace(x_NTD=rest.x_NTD + shared(value.h_NTD))
-        return value._replace(rest=rest, h_NTD=None, rows_RD=self.mlp.experts(value.rows_RD, value.counts_E))
+        return value._replace(rest=rest, h_NTD=None, rows_RD=self.mlp.experts(value.rows_RD, value.order.counts_E))
 
     def _combine(self, value: Sorted) -> Activations:
         x_NTD = value.rest.x_NTD
-        out_TD = combine(value.rows_RD, value.weights_TK, value.source_R, value.target_R)
+        out_TD = combine(value.rows_RD, value.weights_TK, value.order)
         return value.rest._replace(x_NTD=x_NTD + out_TD.view_as(x_NTD))

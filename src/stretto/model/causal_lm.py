@@ -152,12 +152,16 @@ def layers(config: ModelConfig, *, mtp: bool = False, balance: bool = False) -> 
     6
     """
     every = [layer(config, number, mtp=mtp, balance=balance) for number in range(layer_count(config))]
-    for first, *others in tied_names(config, mtp=mtp):
-        parameter = every[0].get_parameter(first.partition(".")[2])
-        for name in others:
-            path, _, key = name.partition(".")[2].rpartition(".")
-            setattr(every[-1].get_submodule(path), key, parameter)
+    _tie(every, tied_names(config, mtp=mtp))
     return every
+
+
+def _tie(every: Sequence[nn.Module], ties: Sequence[Sequence[str]]) -> None:
+    for (number, _, first), *others in ([name.partition(".") for name in names] for names in ties):
+        parameter = every[int(number)].get_parameter(first)
+        for other, _, name in others:
+            path, _, key = name.rpartition(".")
+            setattr(every[int(other)].get_submodule(path), key, parameter)
 
 
 def tied_names(config: ModelConfig, *, mtp: bool = False) -> list[tuple[str, ...]]:
@@ -183,7 +187,12 @@ class CausalLM(NamedLayer):
         self.config = config
         parts = layers(config, mtp=mtp, balance=balance)
         super().__init__(_modules_of(parts))
-        self._layers = parts
+        self._layers, self._ties = parts, tied_names(config, mtp=mtp)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        _tie(self._layers, self._ties)  # `to_empty` gives each module a parameter of its own
+        return self
 
     def forward(self, tokens_NT: Tensor) -> Tensor | Output:
         value: Any = tokens_NT
