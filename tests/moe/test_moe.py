@@ -157,3 +157,49 @@ def test_a_router_made_on_the_meta_device_counts_from_zero() -> None:
     with torch.device("meta"):
         router = Router(WIDTH, 8, top_k=2)
     assert int(router.to_empty(device="cpu").counts_E.abs().sum()) == 0
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_cuda
+@pytest.mark.parametrize("counts", [[5, 0, 17, 2], [0, 0, 0, 24], [0, 0, 0, 0], [1, 0, 0, 0]])
+def test_the_gpus_kernel_gives_the_same_products(counts: list[int]) -> None:
+    torch.manual_seed(0)
+    x, grad = (torch.randn(sum(counts), size).bfloat16() for size in (32, 64))
+    weight = torch.randn(len(counts), 64, 32).bfloat16()
+    groups = torch.tensor(counts)
+    for product, arguments in ((grouped_linear, (x, weight)), (grouped_outer, (grad, x))):
+        exact = product(*(tensor.double() for tensor in arguments), groups)
+        out = product(*(tensor.cuda() for tensor in arguments), groups.cuda())
+        assert out.dtype == torch.bfloat16
+        assert torch.allclose(out.cpu().double(), exact, rtol=1e-2, atol=1e-1)
+
+
+@needs_cuda
+def test_the_kernels_backward_takes_gradients_of_any_layout() -> None:
+    counts = torch.tensor([3, 5])
+    grads = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        torch.manual_seed(0)
+        x, weight = torch.randn(8, 32).bfloat16(), torch.randn(2, 16, 32).bfloat16()
+        inputs = [tensor.to(device, dtype).requires_grad_() for tensor in (x, weight)]
+        grads.append(torch.autograd.grad(grouped_linear(*inputs, counts.to(device)).sum(), inputs))
+    for exact, found in zip(*grads, strict=True):
+        assert torch.allclose(found.cpu().double(), exact, rtol=1e-2, atol=1e-1)
+
+
+@needs_cuda
+def test_experts_never_wait_for_the_device() -> None:
+    """From tokens to gradients, without any read on the host."""
+    router, experts = Router(32, 8, top_k=2).cuda().bfloat16(), RoutedExperts(8, 32, 64).cuda().bfloat16()
+    x = torch.randn(50, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn_like(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        routing = router(x)
+        experts(x, routing.indices_TK, routing.weights_TK).backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert x.grad is not None
+    assert router.weight.grad is not None
