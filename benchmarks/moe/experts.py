@@ -8,6 +8,7 @@ times of each expert's products, each timed by itself as one `torch.mm` repeated
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +28,8 @@ def timed(act: Callable[[], object], repeat: int = 20) -> float:
     torch.cuda.synchronize()
     best = float("inf")
     for _ in range(3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(20_000_000)  # so that the host runs ahead
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # so that the host runs ahead
         start.record()
         for _ in range(repeat):
             act()
@@ -53,19 +54,19 @@ def floor(counts: list[int], out_features: int, in_features: int, kind: str) -> 
             x = torch.randn(count, in_features, device="cuda", dtype=torch.bfloat16)
             grad = torch.randn(count, out_features, device="cuda", dtype=torch.bfloat16)
             weight = torch.randn(out_features, in_features, device="cuda", dtype=torch.bfloat16)
-            product = {
-                "forward": lambda x=x, w=weight: x @ w.T,
-                "input": lambda g=grad, w=weight: g @ w,
-                "weight": lambda g=grad, x=x: g.T @ x,
-            }[kind]
-            known[count] = timed(product)
+            factors = {"forward": (x, weight.T), "input": (grad, weight), "weight": (grad.T, x)}[kind]
+            known[count] = timed(partial(torch.mm, *factors))
         total += known.get(count, 0.0)
     return total
 
 
+def multiplied(factors: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [one @ other for one, other in factors]
+
+
 def looped(experts: Experts, x: Tensor, counts: list[int]) -> Tensor:
     """Run the experts one after the other, as a loop would."""
-    parts = zip(x.split(counts), experts.gate_up_proj, experts.down_proj, strict=True)
+    parts = zip(torch.split(x, counts), experts.gate_up_proj, experts.down_proj, strict=True)
     outs = []
     for rows, up_weight, down_weight in parts:
         gate, up = (rows @ up_weight.T).chunk(2, -1)
@@ -81,22 +82,27 @@ def products(name: str, tokens: int, skew: float) -> None:
         x = torch.randn(sum(counts), in_features, device="cuda", dtype=torch.bfloat16)
         grad = torch.randn(sum(counts), out_features, device="cuda", dtype=torch.bfloat16)
         weight = torch.randn(count, out_features, in_features, device="cuda", dtype=torch.bfloat16)
-        acts: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        rows, grads = torch.split(x, counts), torch.split(grad, counts)
+        acts: dict[str, tuple[Callable[[], object], list[tuple[Tensor, Tensor]]]] = {
             "forward": (
-                lambda x=x, w=weight: grouped_linear(x, w, order.counts_E),
-                lambda x=x, w=weight: [rows @ m.T for rows, m in zip(x.split(counts), w, strict=True)],
+                partial(grouped_linear, x, weight, order.counts_E),
+                [(part, matrix.T) for part, matrix in zip(rows, weight, strict=True)],
             ),
             "input": (
-                lambda g=grad, w=weight: grouped_linear(g, w.transpose(1, 2), order.counts_E),
-                lambda g=grad, w=weight: [rows @ m for rows, m in zip(g.split(counts), w, strict=True)],
+                partial(grouped_linear, grad, weight.transpose(1, 2), order.counts_E),
+                list(zip(grads, weight, strict=True)),
             ),
             "weight": (
-                lambda g=grad, x=x: grouped_outer(g, x, order.counts_E),
-                lambda g=grad, x=x: [a.T @ b for a, b in zip(g.split(counts), x.split(counts), strict=True)],
+                partial(grouped_outer, grad, x, order.counts_E),
+                [(part.T, other) for part, other in zip(grads, rows, strict=True)],
             ),
         }
-        for kind, (grouped, loop) in acts.items():
-            ours, theirs, least = timed(grouped), timed(loop), floor(counts, out_features, in_features, kind)
+        for kind, (grouped, factors) in acts.items():
+            ours, theirs, least = (
+                timed(grouped),
+                timed(partial(multiplied, factors)),
+                floor(counts, out_features, in_features, kind),
+            )
             flops = 2 * sum(counts) * out_features * in_features
             print(
                 f"| {name} | {skew:g} | {label} | {kind} | {ours:.3f} | {theirs:.3f} | {ours / theirs:.2f} | "
@@ -116,19 +122,18 @@ def whole(name: str, tokens: int, skew: float) -> None:
     rows = dispatch(x, order).detach().requires_grad_()
     grad = torch.randn_like(x)
 
-    def both(run: Callable[[], Tensor]) -> Callable[[], None]:
-        def act() -> None:
-            run().backward(torch.ones((), device="cuda", dtype=torch.bfloat16).expand(len(rows), width))
+    row_grad, inputs = torch.randn_like(rows), [rows, *experts.parameters()]
 
-        return act
+    def both(run: Callable[[], Tensor]) -> object:
+        return torch.autograd.grad(run(), inputs, row_grad)
 
-    ours = timed(both(lambda: experts.run_sorted(grouped_linear, rows, order.counts_E)), 5)
-    loop = timed(both(lambda: looped(experts, rows, counts)), 5)
+    ours = timed(lambda: both(lambda: experts.run_sorted(grouped_linear, rows, order.counts_E)), 5)
+    loop = timed(lambda: both(lambda: looped(experts, rows, counts)), 5)
     there = timed(lambda: Permutation.by_expert(indices, experts=count))
     sent = timed(lambda: dispatch(x, order))
     back = timed(lambda: combine(rows, weights, order))
     copied = timed(lambda: rows.clone())
-    total = timed(lambda: experts(x, indices, weights).backward(grad), 5)
+    total = timed(lambda: torch.autograd.grad(experts(x, indices, weights), [x, weights, *inputs[1:]], grad), 5)
     print(
         f"| {name} | {skew:g} | {ours:.2f} | {loop:.2f} | {ours / loop:.2f} | {there:.3f} | {sent:.3f} | {back:.3f} | "
         f"{copied:.3f} | {total:.2f} |",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_jobs import trained
+from moe_jobs import DEVICE, trained
 from ranks import Ranks
 from strategies import SCHEDULES
 
@@ -13,7 +13,7 @@ OPTIONS = {"plain": {}, "mtp": {"mtp": True}, "mtp and balance": {"mtp": True, "
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(4)
+    started = Ranks(4, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
     yield started
     started.stop()
 

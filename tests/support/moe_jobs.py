@@ -1,6 +1,7 @@
 """What ranks do to find out whether a pipelined mixture of experts is the whole model."""
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -13,19 +14,20 @@ from stretto.model import CausalLM, ModelConfig, causal_lm_loss
 from stretto.moe import Router
 
 MICROBATCHES, LENGTH = 8, 5
+DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))  # "cuda" runs this on a GPU, under MPS
 CONFIG = dataclasses.replace(ModelConfig.named("tiny"), vocab_size=29, hidden_size=16, num_attention_heads=2)
 
 
 def batch(config: ModelConfig = CONFIG, rows: int = 2 * MICROBATCHES) -> tuple[Tensor, Tensor]:
     torch.manual_seed(3)
     tokens = torch.randint(0, config.vocab_size, (rows, LENGTH + 1))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return tokens[:, :-1].to(DEVICE), tokens[:, 1:].to(DEVICE)
 
 
 def whole(config: ModelConfig, options: dict[str, bool]) -> tuple[CausalLM, float]:
     """The model after one backward over the whole batch, and its loss."""
     torch.manual_seed(1)
-    model = CausalLM(config, **options).double()
+    model = CausalLM(config, **options).to(DEVICE, torch.float64)
     tokens, targets = batch(config)
     total, count = causal_lm_loss(model(tokens), targets)
     (total / count).backward()
@@ -37,7 +39,7 @@ def trained(mesh: DeviceMesh, schedule: str, options: dict[str, bool], overlap: 
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, num_hidden_layers=6 if mesh.size() > 2 else 4)
     model, loss = whole(config, options)
     torch.manual_seed(1)
-    twin = CausalLM(config, **options).double()
+    twin = CausalLM(config, **options).to(DEVICE, torch.float64)
     more: dict[str, Any] = {"stages_per_device": 2, "overlap": True} if overlap else {}
     plan = SCHEDULES[schedule].make(devices=mesh.size(), microbatches=MICROBATCHES, **more)
     pipe = stretto.Pipeline(twin.layers(), plan=plan, loss=causal_lm_loss, mesh=mesh)
