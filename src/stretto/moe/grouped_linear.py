@@ -65,8 +65,9 @@ def grouped_outer(grad_TE: Tensor, x_TD: Tensor, counts_G: Tensor) -> Tensor:
 
 
 def _has_kernel(x: Tensor, other: Tensor) -> bool:
-    """Return whether PyTorch has one kernel for this product; it needs rows that are a multiple of 16 bytes."""
-    aligned = all(size * x.element_size() % 16 == 0 for size in (x.shape[-1], *other.shape[-2:]))
+    """Return whether PyTorch has one kernel for this product; it needs features that are a multiple of 16 bytes."""
+    features = (x.shape[-1], other.shape[-1], *other.shape[1:-1])
+    aligned = all(size * x.element_size() % 16 == 0 for size in features)
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned
 
 
