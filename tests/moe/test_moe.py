@@ -177,6 +177,23 @@ def test_the_gpus_kernel_gives_the_same_products(counts: list[int]) -> None:
 
 
 @needs_cuda
+def test_the_gpu_combines_in_float32() -> None:
+    torch.manual_seed(0)
+    order = Permutation.by_expert(torch.stack([torch.randperm(16)[:8] for _ in range(30)]), experts=16)
+    inputs = torch.randn(240, 64).bfloat16(), torch.rand(30, 8)
+    grad = torch.randn(30, 64).bfloat16()
+    exact_inputs = [tensor.double().requires_grad_() for tensor in inputs]
+    exact = combine(exact_inputs[0], exact_inputs[1], order)
+    found_inputs = [tensor.cuda().requires_grad_() for tensor in inputs]
+    found = combine(found_inputs[0], found_inputs[1], Permutation(*(tensor.cuda() for tensor in order)))
+    assert (found.cpu() == exact.bfloat16()).float().mean() > 0.99
+    exact_grads = torch.autograd.grad(exact, exact_inputs, grad.double())
+    found_grads = torch.autograd.grad(found, found_inputs, grad.cuda())
+    assert torch.equal(found_grads[0].cpu(), exact_grads[0].bfloat16())
+    assert torch.allclose(found_grads[1].cpu().double(), exact_grads[1], rtol=1e-4, atol=1e-4)
+
+
+@needs_cuda
 def test_the_kernels_backward_takes_gradients_of_any_layout() -> None:
     counts = torch.tensor([3, 5])
     grads = []

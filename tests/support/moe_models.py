@@ -16,8 +16,8 @@ TINY = ModelConfig.named("tiny")
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> ModelConfig:
-    """Small models of all shapes."""
+def configs(draw: st.DrawFn, least: int = 1) -> ModelConfig:
+    """Small models of all shapes, with latent vectors of `least` features: norms of one or two magnify rounding."""
     groups, size = draw(st.sampled_from([(1, 2), (1, 6), (2, 3), (4, 2)]))
     top_groups = draw(st.integers(1, groups))
     layers = draw(st.integers(1, 3))
@@ -34,7 +34,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     )
     return ModelConfig(
         vocab_size=draw(st.integers(3, 17)),
-        hidden_size=draw(st.integers(2, 12)),
+        hidden_size=draw(st.integers(max(2, least), 12)),
         intermediate_size=draw(st.integers(1, 9)),
         moe_intermediate_size=draw(st.integers(2, 5)),
         num_hidden_layers=layers,
@@ -47,8 +47,8 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         topk_group=top_groups,
         norm_topk_prob=draw(st.booleans()),
         routed_scaling_factor=draw(st.sampled_from([1.0, 2.5])),
-        q_lora_rank=draw(st.none() | st.integers(1, 5)),
-        kv_lora_rank=draw(st.integers(1, 5)),
+        q_lora_rank=draw(st.none() | st.integers(least, 5)),
+        kv_lora_rank=draw(st.integers(least, 5)),
         qk_nope_head_dim=draw(st.integers(1, 4)),
         qk_rope_head_dim=2 * draw(st.integers(1, 3)),
         v_head_dim=draw(st.integers(1, 4)),

@@ -41,7 +41,7 @@ def dispatch(x_TD: Tensor, order: Permutation) -> Tensor:
 
 
 def combine(rows_RD: Tensor, weights_TK: Tensor, order: Permutation) -> Tensor:
-    """Return for each token the sum of its experts' outputs, weighted. Sums are in float32 at least."""
+    """Return for each token the weighted sum of its experts' outputs. Sums are in float32 at least."""
     return _Combine.apply(rows_RD, weights_TK, order.source_R, order.target_R)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -66,27 +66,43 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, target_R: Tensor) -> Tensor:
         ctx.save_for_backward(rows_RD, weights_TK, source_R, target_R)
         rows_TKD = rows_RD.index_select(0, target_R).view(*weights_TK.shape, rows_RD.shape[-1])
-        total_TD = rows_TKD.new_zeros(rows_TKD[:, 0].shape, dtype=_exact(rows_RD.dtype))
-        for rows_TD, weights_T in zip(rows_TKD.unbind(1), weights_TK.unbind(1), strict=True):
-            total_TD.addcmul_(rows_TD, weights_T[:, None].to(total_TD.dtype))
-        return total_TD.to(rows_RD.dtype)
+        return _weighted_sum(rows_TKD, weights_TK).to(rows_RD.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
         rows_RD, weights_TK, source_R, target_R = ctx.saved_tensors
-        exact = _exact(grad_TD.dtype)
         rows_grad = weights_grad = None
         if ctx.needs_input_grad[0]:
-            grad_TKD = torch.stack(
-                [(grad_TD * weights_T[:, None].to(exact)).to(rows_RD.dtype) for weights_T in weights_TK.unbind(1)], 1
-            )
+            grad_TKD = rows_RD.new_empty(*weights_TK.shape, rows_RD.shape[-1])
+            torch.mul(grad_TD[:, None], weights_TK[..., None], out=grad_TKD)  # in float32, rounded once
             rows_grad = grad_TKD.flatten(0, 1).index_select(0, source_R)
         if ctx.needs_input_grad[1]:
             rows_TKD = rows_RD.index_select(0, target_R).view(*weights_TK.shape, rows_RD.shape[-1])
-            columns = [(rows_TD * grad_TD.to(exact)).sum(-1) for rows_TD in rows_TKD.unbind(1)]
-            weights_grad = torch.stack(columns, 1).to(weights_TK.dtype)
+            weights_grad = _dots(rows_TKD, grad_TD).to(weights_TK.dtype)
         return rows_grad, weights_grad, None, None
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+# Matrix products of halves that sum in float32 read the rows once, where elementwise kernels would write them all again
+# in float32. The weights are split into two halves, whose sum has 16 bits.
+
+
+def _weighted_sum(rows_TKD: Tensor, weights_TK: Tensor) -> Tensor:
+    if not _has_float32_products(rows_TKD):
+        return (rows_TKD * weights_TK[..., None]).sum(1)
+    high_TK = weights_TK.to(rows_TKD.dtype)
+    low_TK = (weights_TK - high_TK).to(rows_TKD.dtype)
+    both_T2D: Tensor = torch.bmm(torch.stack([high_TK, low_TK], 1), rows_TKD, out_dtype=torch.float32)
+    return both_T2D.sum(1)
+
+
+def _dots(rows_TKD: Tensor, grad_TD: Tensor) -> Tensor:
+    """Return the product of each row with its token's gradient."""
+    if not _has_float32_products(rows_TKD):
+        exact = torch.promote_types(grad_TD.dtype, torch.float32)
+        return (rows_TKD * grad_TD[:, None].to(exact)).sum(-1)
+    dots_TK1: Tensor = torch.bmm(rows_TKD, grad_TD[..., None], out_dtype=torch.float32)
+    return dots_TK1[..., 0]
+
+
+def _has_float32_products(rows_TKD: Tensor) -> bool:
+    return rows_TKD.is_cuda and rows_TKD.dtype in (torch.bfloat16, torch.float16) and len(rows_TKD) > 0
