@@ -1,7 +1,7 @@
 """Trains a model by a plan: each rank runs its part of the checked program."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stretto.costs import Costs
 from stretto.execute.groups import all_reduce, place_among
 from stretto.execute.recorder import Recorder
-from stretto.ir.errors import PipelineError, StrettoError, named
+from stretto.ir.errors import PipelineError
 from stretto.ir.plan import Plan
 from stretto.pipeline.bind import StepBinding
 from stretto.pipeline.build import bind, build
@@ -27,34 +27,15 @@ from stretto.pipeline.modes import evaluating
 from stretto.pipeline.options import Options
 from stretto.pipeline.programs import evaluation_of
 from stretto.pipeline.pytree import Value, tensors_of
+from stretto.pipeline.results import StepResult
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.segments import leaves_of
 from stretto.pipeline.shape_cache import begin_of
-from stretto.pipeline.transfers import check_group
+from stretto.pipeline.turns import Turns
 from stretto.program.program import Program
 from stretto.timeline import Timeline
 
 Loss = Callable[[Value, Value], Tensor | tuple[Tensor, Tensor | int]]
-
-
-class StepResult:
-    """The result of a step, on every rank."""
-
-    def __init__(self, total: Total, timeline: Timeline | None = None) -> None:
-        self._total = total
-        self.timeline = timeline
-        """When each task of each rank ran, in seconds: on rank 0, if the step was recorded."""
-
-    @property
-    def loss(self) -> float:
-        """The mean loss over the microbatches; with (sum, count) losses, the sum divided by the count. Waits for it."""
-        return self._total.mean
-
-    def __repr__(self) -> str:
-        try:
-            return f"StepResult(loss={self.loss:g})"
-        except PipelineError as error:
-            return f"StepResult({error})"
 
 
 class Pipeline:
@@ -134,7 +115,8 @@ class Pipeline:
         self._stages, self._transfers = parts.stages, parts.transfers
         self._starts, self._binding = parts.starts, parts.binding
         self._gradients.several_streams = self._binding.several_streams
-        self._finished = ""  # why no step can run any more
+        closing = [self._replicas.close, *([] if self._starts is None else [self._starts.close])]
+        self._turns = Turns(self._team, self._transfers, closing)
         self._layout = 0  # identifies the trained parameters
         self._evaluation: StepBinding | None = None
         self._evaluations = 0
@@ -161,9 +143,9 @@ class Pipeline:
         microbatch; with `check_finite=False` only reading the loss raises it, and the step does not wait for the loss.
         """
         begun = False
-        self._validate_open()
+        self._turns.validate_open()
         try:
-            with self._guarding(self._step_label(record=record, accumulate=accumulate)):
+            with self._turns.guarding(self._step_label(record=record, accumulate=accumulate)):
                 if not torch.is_grad_enabled():
                     raise PipelineError(
                         "step() needs gradients, which are off here (torch.no_grad); eval_step() needs none"
@@ -181,7 +163,7 @@ class Pipeline:
                 self._replicas.begin(self._gradients, partial(self._leaves_behind, microbatches, losses))
                 recorder = Recorder(len(self._binding.tasks)) if record else None
                 self._binding.run(microbatches, losses, recorder, key=self._key, rows=rows)
-                self._catch_up(recorder is not None)
+                self._turns.catch_up(recorder is not None)
                 wrong = self._found_wrong(check_buffers, losses)
                 timeline = self._gathered(recorder) if recorder is not None else None
                 total = self._total(losses, wrong is not None)
@@ -194,7 +176,7 @@ class Pipeline:
                 self._replicas.end(self._gradients)
             if check_finite:
                 _ = total.mean
-            with self._guarding():
+            with self._turns.guarding():
                 self._gradients.give_out(count)
             self._key = replace(self._key, step=self._key.step + 1)
         except BaseException:
@@ -207,13 +189,18 @@ class Pipeline:
 
     def eval_step(self, inputs: Any = None, targets: Any = None) -> StepResult:
         """Compute the loss of a batch, without gradients, in evaluation mode."""
-        self._validate_open()
+        self._turns.validate_open()
         self._evaluations += 1
         if self._evaluation is None:
             program = evaluation_of(self.program)
             self._evaluation = bind(program, self._team, self._stages, self._transfers, self._starts)
         label = f"evaluation {self._evaluations}"
-        with self._guarding(label), evaluating(self._layers.values()), torch.inference_mode(False), torch.no_grad():
+        with (
+            self._turns.guarding(label),
+            evaluating(self._layers.values()),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             losses, microbatches, rows = self._batch(inputs, targets)
             batch = microbatches, losses.targets, rows
             self._evaluation.begin(partial(begin_of, batch, self._module, self._loss, self._device))
@@ -226,18 +213,10 @@ class Pipeline:
 
     def close(self) -> None:
         """Close connections and threads. A pipeline that failed or was closed runs no more steps."""
-        if not self._finished and self._total_of_last is not None:
+        if self._turns.is_open and self._total_of_last is not None:
             with suppress(PipelineError):  # reading that loss raises it
                 self._total_of_last.wait()
-        self._finished = self._finished or "this pipeline was closed"
-        self._team.close()
-        self._close_links()
-
-    def _close_links(self) -> None:
-        self._transfers.close()
-        self._replicas.close()
-        if self._starts is not None:
-            self._starts.close()
+        self._turns.close()
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Return this rank's parameters by the names in `nn.Sequential(*layers)`; a tied one by its first name."""
@@ -326,54 +305,10 @@ class Pipeline:
     def _gathered(self, recorder: Recorder) -> Timeline | None:
         return self._team.start(lambda: recorder.gathered(self.program, self._team.host, self._team.settle))
 
-    def _validate_open(self) -> None:
-        if self._finished:
-            raise PipelineError(f"{self._finished}; make a new one")
-
     def _step_label(self, **options: bool) -> str:
         """Return the step's name with its options, which must be the same on all ranks."""
         flags = [name for name, value in options.items() if value]
         return f"step {self._key.step + 1}" + (f" ({', '.join(flags)})" if flags else "")
-
-    @contextmanager
-    def _guarding(self, label: str = "") -> Iterator[None]:
-        """Guard a step, or part of one: report a failure to all ranks, and end the pipeline."""
-        try:
-            with self._team.supervisor.guarding(label):
-                try:
-                    yield
-                except RuntimeError as error:
-                    # A collective inside a layer may fail too, because another rank has failed.
-                    known = self._team.supervisor.has_failed or "gloo/" in str(error) or self._has_broken()
-                    if isinstance(error, StrettoError) or not known:
-                        raise
-                    raise self._team.supervisor.explained(error, "the others") from error
-        except BaseException as error:
-            self._finished = f"this pipeline has failed and is finished ({named(error)})"
-            self._team.end()
-            self._close_links()
-            raise
-
-    def _has_broken(self) -> bool:
-        """Return whether a nonblocking process group has failed."""
-        try:
-            self._check_groups()
-        except RuntimeError:
-            return True
-        return False
-
-    def _check_groups(self) -> None:
-        self._transfers.check()
-        if self._team.everybody is not None:
-            check_group(self._team.everybody)
-
-    def _catch_up(self, needed: bool = True) -> None:
-        """Make the host wait until the device has done all work queued so far."""
-        if needed and self._device.type == "cuda":
-            what = "the device to end the step"
-            self._team.catch_up(what)
-            with self._team.supervisor.explaining(lambda: what):
-                self._check_groups()  # aborted streams end too, without their data
 
     def _batch(self, inputs: Any, targets: Any) -> tuple[Losses, list[Value] | None, int]:
         """Return the step's losses, the input microbatches, and the rows of an input that came as one batch, else 0."""
@@ -450,7 +385,7 @@ class Pipeline:
 
         def wait() -> None:
             self._team.settle(work, whole)
-            self._catch_up()
+            self._turns.catch_up()
 
         self._total_of_last = Total(whole[: table.numel()].view_as(table), whole[table.numel() :], wait)
         return self._total_of_last
