@@ -7,35 +7,32 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.costs import Costs
-from stretto.execute.groups import all_reduce, place_among
+from stretto.execute.groups import place_among
 from stretto.execute.recorder import Recorder
 from stretto.ir.errors import PipelineError
 from stretto.ir.plan import Plan
-from stretto.pipeline.bind import StepBinding
-from stretto.pipeline.build import bind, build
+from stretto.pipeline.build import build
+from stretto.pipeline.evaluation import Evaluator
 from stretto.pipeline.gradients import Kind
 from stretto.pipeline.layers import Layers
-from stretto.pipeline.losses import Losses, Total
-from stretto.pipeline.microbatches import cut
+from stretto.pipeline.losses import Loss, Losses
+from stretto.pipeline.microbatches import cut, needed
 from stretto.pipeline.modes import evaluating
 from stretto.pipeline.options import Options
-from stretto.pipeline.programs import evaluation_of
 from stretto.pipeline.pytree import Value, tensors_of
 from stretto.pipeline.results import StepResult
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.segments import leaves_of
 from stretto.pipeline.shape_cache import begin_of
+from stretto.pipeline.totals import Total, sum_tables
 from stretto.pipeline.turns import Turns
 from stretto.program.program import Program
 from stretto.timeline import Timeline
-
-Loss = Callable[[Value, Value], Tensor | tuple[Tensor, Tensor | int]]
 
 
 class Pipeline:
@@ -118,7 +115,9 @@ class Pipeline:
         closing = [self._replicas.close, *([] if self._starts is None else [self._starts.close])]
         self._turns = Turns(self._team, self._transfers, closing)
         self._layout = 0  # identifies the trained parameters
-        self._evaluation: StepBinding | None = None
+        self._evaluator = Evaluator(
+            self.program, self._team, self._stages, self._transfers, self._starts, self._module, loss
+        )
         self._evaluations = 0
         self._total_of_last: Total | None = None  # of the last step, whose loss may not have been read yet
         self._counted: bool | None = None  # whether the loss returns a sum and a count; known after the first step
@@ -171,7 +170,9 @@ class Pipeline:
                     self._validate_all_ranks(total, wrong)
                 elif wrong is not None:
                     raise wrong
-                count = self._count(losses, total, wait=check_finite)
+                # where a stage has copies, each might have been given another batch
+                doubtful = losses.is_weighted and len(self._placement.routes) > 1
+                count = self._count(losses, total, wait=check_finite or doubtful)
                 self._run_behind(losses, microbatches, (inputs, targets), count)
                 self._replicas.end(self._gradients)
             if check_finite:
@@ -187,29 +188,41 @@ class Pipeline:
             self._team.supervisor.answer()
         return StepResult(total, timeline)
 
-    def eval_step(self, inputs: Any = None, targets: Any = None) -> StepResult:
-        """Compute the loss of a batch, without gradients, in evaluation mode."""
+    def eval_step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        metrics: Mapping[str, Loss] | None = None,
+        outputs: bool = False,
+    ) -> StepResult:
+        """Compute the loss of a batch, without gradients, in evaluation mode.
+
+        `metrics` are further functions of output and target, each of which returns the mean of its microbatch, or a sum
+        and a count; all ranks must pass the same names. With `outputs`, which all ranks must pass too, the result has
+        the last layer's outputs, on the ranks that computed them. Then targets may be left out, and neither loss nor
+        metrics are computed. A batch with fewer rows than the plan has microbatches runs as one microbatch per row.
+        """
         self._turns.validate_open()
         self._evaluations += 1
-        if self._evaluation is None:
-            program = evaluation_of(self.program)
-            self._evaluation = bind(program, self._team, self._stages, self._transfers, self._starts)
-        label = f"evaluation {self._evaluations}"
-        with (
-            self._turns.guarding(label),
-            evaluating(self._layers.values()),
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):
-            losses, microbatches, rows = self._batch(inputs, targets)
-            batch = microbatches, losses.targets, rows
-            self._evaluation.begin(partial(begin_of, batch, self._module, self._loss, self._device))
-            self._evaluation.run(microbatches, losses, key=self._key, rows=rows)
-            total = self._total(losses)
-            total.wait()
-        self._team.supervisor.answer()
-        _ = total.mean
-        return StepResult(total)
+        try:
+            with (
+                self._turns.guarding(f"evaluation {self._evaluations}"),
+                evaluating(self._layers.values()),
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):
+                measures = self._evaluator.run(inputs, targets, metrics, self._key, outputs=bool(outputs))
+                kept = measures.outputs()
+                loss, *others = sum_tables(self._team, measures.tables(), self._turns.catch_up)
+                for total in (loss, *others):
+                    _ = total.counted  # waits for it, and validates it
+        finally:
+            self._team.supervisor.answer()
+        if not measures.has_targets:
+            return StepResult(None, metrics=dict.fromkeys(metrics or ()), outputs=kept)
+        _ = loss.mean
+        return StepResult(loss, metrics=dict(zip(sorted(metrics or ()), others, strict=True)), outputs=kept)
 
     def close(self) -> None:
         """Close connections and threads. A pipeline that failed or was closed runs no more steps."""
@@ -321,9 +334,7 @@ class Pipeline:
         """Cut a batch into microbatches, if this rank runs the stage that takes it; raise if it is missing."""
         if stage not in self._stages:
             return None, 0
-        if batch is None:
-            raise PipelineError(f"rank {self.rank} runs stage {stage} and needs {name}")
-        return cut(batch, self._placement.microbatches, name)
+        return cut(needed(batch, name, self.rank, stage), self._placement.microbatches, name)
 
     def _count(self, losses: Losses, total: Total, *, wait: bool) -> Tensor | None:
         """Return the count by which gradients must be divided, or None. Only the first step must wait to know."""
@@ -377,15 +388,6 @@ class Pipeline:
 
     def _total(self, losses: Losses, refuses: bool = False) -> Total:
         """Start to sum the losses of all ranks, and with them the number of ranks that refuse the step."""
-        table = losses.table()
-        whole = torch.cat([table.flatten(), table.new_full((1,), float(refuses))])
-        everybody = self._team.everybody
-        assert everybody is not None
-        work = self._team.start(lambda: all_reduce(everybody, whole, dist.ReduceOp.SUM))
-
-        def wait() -> None:
-            self._team.settle(work, whole)
-            self._turns.catch_up()
-
-        self._total_of_last = Total(whole[: table.numel()].view_as(table), whole[table.numel() :], wait)
+        tables = [(losses.name, losses.table())]
+        (self._total_of_last,) = sum_tables(self._team, tables, self._turns.catch_up, refuses=refuses)
         return self._total_of_last
