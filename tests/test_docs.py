@@ -50,6 +50,7 @@ HOW = {
     ("docs/training.md", "import torch, stretto"): How(ranks=4, given="training"),
     ("docs/training.md", "def accuracy("): How(ranks=4, given="evaluating"),
     ("docs/training.md", "dcp.save("): How(ranks=2, given="checkpointing"),
+    ("docs/training.md", "norm = pipe.clip_grad_norm_("): How(ranks=4, given="training"),
     ("docs/training.md", "masters = "): How(ranks=4, given="training"),
     ("docs/training.md", "my_tokens"): How(ranks=4, given="data_parallel"),
     ("docs/training.md", "timeline.host_late()"): How(ranks=1, given="recorded"),

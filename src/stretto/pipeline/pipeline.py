@@ -17,6 +17,7 @@ from stretto.execute.recorder import Recorder
 from stretto.ir.errors import PipelineError
 from stretto.ir.plan import Plan
 from stretto.pipeline.build import build
+from stretto.pipeline.clipping import Clipper
 from stretto.pipeline.evaluation import Evaluator
 from stretto.pipeline.gradients import Kind
 from stretto.pipeline.layers import Layers
@@ -110,15 +111,15 @@ class Pipeline:
         self._layers, self._module = parts.layers, parts.module
         self._replicas, self._gradients = parts.replicas, parts.gradients
         self._stages, self._transfers = parts.stages, parts.transfers
-        self._starts, self._binding = parts.starts, parts.binding
+        self._binding = parts.binding
         self._gradients.several_streams = self._binding.several_streams
-        closing = [self._replicas.close, *([] if self._starts is None else [self._starts.close])]
-        self._turns = Turns(self._team, self._transfers, closing)
+        self._turns = Turns(self._team, self._transfers, [self._replicas.close, parts.agreement.close])
         self._layout = 0  # identifies the trained parameters
         self._evaluator = Evaluator(
-            self.program, self._team, self._stages, self._transfers, self._starts, self._module, loss
+            self.program, self._team, self._stages, self._transfers, parts.starts, self._module, loss
         )
         self._evaluations = 0
+        self._clipper = Clipper(self._team, self._turns, parts.agreement, self._replicas)
         self._total_of_last: Total | None = None  # of the last step, whose loss may not have been read yet
         self._counted: bool | None = None  # whether the loss returns a sum and a count; known after the first step
         self._key = RngKey(seed=seed, replica=place_among(mesh.mesh.tolist()))
@@ -250,6 +251,23 @@ class Pipeline:
         self._gradients.validate_main_grads()
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         return {name: self._gradients.main_grad(parameter) for name, parameter in trained.items()}
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients of all ranks, so that their norm is at most `max_norm`; return the norm they had.
+
+        As `torch.nn.utils.clip_grad_norm_` on the uncut model, in place: on `.grad`, or with `gradients="float32"` on
+        `main_grads()`. What several ranks hold counts once. All ranks must call this, with the same arguments. The norm
+        is a tensor, the same on every rank. With `error_if_nonfinite`, a norm that is not finite raises, and gradients
+        stay as they are.
+        """
+        self._turns.validate_open()
+        main = self.main_grads() if self._gradient_kind == "float32" else None
+        grads = [
+            (name, parameter, parameter.grad if main is None else main[name])
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad
+        ]
+        return self._clipper.clip(grads, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def modules(self) -> Iterator[nn.Module]:
         """Return this rank's layers and all modules inside them."""
