@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import batch_jobs
+import stretto
 from batch_jobs import REFUSED, Found
 from models import Case
 from ranks import Ranks
@@ -73,6 +74,19 @@ def test_ranks_agree_on_as_many_microbatches_as_there_are_rows(microbatches: int
     middle = [Given(None, None, [], False)] * (ranks - 2)
     count, has_targets = agree([Given(rows, None, [], False), *middle, Given(None, rows, [], False)], microbatches)
     assert (count, has_targets) == (min(rows or microbatches, microbatches), True)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "says"),
+    [
+        ((4, 4), (4, -1), "rank 1 was given no targets, but another rank that runs the last stage was"),
+        ((4, 4), (3, 4), "rank 0 was given inputs of 4 rows, but rank 1 of 3 rows; give both the same"),
+        ((4, 4), (4, 0), "rank 0 was given targets of 4 rows, but rank 1 of a list; give both the same"),
+    ],
+)
+def test_copies_of_the_first_and_last_stage_must_be_given_the_same(first: Any, last: Any, says: str) -> None:
+    with pytest.raises(stretto.PipelineError, match=says):
+        agree([Given(*first, [], True), Given(*last, [], True)], 4)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
