@@ -171,7 +171,7 @@ def bitwise(mesh: DeviceMesh) -> None:
                 tree = Tree.whole(x)
                 for index, stage in enumerate(stages):
                     tree = stage.forward(k, 0, tree, losses.of(k) if index == len(stages) - 1 else None)
-                grads: Any = [losses.seed(tree.leaves[0])]
+                grads: Any = [losses.seed(tree.leaves[0], k)]
                 for stage in reversed(stages):
                     grads = stage.backward(k, 0, grads)
                     stage.weight(k, 0)

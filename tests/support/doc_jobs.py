@@ -105,6 +105,21 @@ def checkpointing(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
 
 
 @contextmanager
+def evaluating(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """A pipeline that classifies, and a batch that its microbatches cannot share equally."""
+    del folder
+    layers = _layers()
+    plan = stretto.schedules.one_f_one_b(devices=mesh.size(), microbatches=4)
+    pipe = stretto.Pipeline(layers, plan=plan, loss=nn.functional.cross_entropy, mesh=mesh)
+    tokens, targets = torch.randn(7, WIDTH), torch.arange(7) % WIDTH
+    names: Names = {"pipe": pipe, "tokens": tokens, "targets": targets}
+    yield names
+    correct = nn.Sequential(*layers)(tokens).argmax(-1) == targets
+    assert names["result"].metrics == {"accuracy": float(correct.double().mean())}
+    pipe.close()
+
+
+@contextmanager
 def recorded(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
     """The timeline of a step."""
     del folder
@@ -173,5 +188,15 @@ def sharding(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
 
 GIVEN: dict[str, Callable[[DeviceMesh, Path], AbstractContextManager[Names]]] = {
     given.__name__: given
-    for given in (training, data_parallel, checkpointing, recorded, failing, pushing, pushing_a_model, sharding)
+    for given in (
+        training,
+        evaluating,
+        data_parallel,
+        checkpointing,
+        recorded,
+        failing,
+        pushing,
+        pushing_a_model,
+        sharding,
+    )
 }

@@ -60,6 +60,11 @@ def main() -> None:
             if step == 1 and dist.get_rank() == int(victim) and how == "evaluates":
                 pipe.eval_step(*case.batch())
             pipe.step(*case.batch())
+            if how == "dies before clipping":
+                dist.barrier()  # so that no other rank is still in the step
+                if dist.get_rank() == int(victim):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                pipe.clip_grad_norm_(1.0)
     except (stretto.PipelineError, RuntimeError) as error:
         if how in ("caught", "evaluates"):
             os.write(2, f"{error}\n".encode())

@@ -274,7 +274,7 @@ REFUSED = {
     "too few devices": "the plan is for 4 devices, but the mesh has 2 ranks",
     "unsound": "the plan is not sound: ",
     "no inputs": "rank 0 runs stage 0 and needs inputs",
-    "odd batch": "inputs cannot be cut into 4 equal microbatches: its tensors' first dimensions are [7]",
+    "small batch": "inputs have 3 rows, but the plan has 4 microbatches; a step needs at least one row for each",
     "too few microbatches": "the plan has 4 microbatches, but inputs has 3",
     "no layer count": "layer_count is needed",
     "too few layers": "1 layers on 2 stages need 2 shares of at least 1 that add up",
@@ -379,10 +379,10 @@ def refused(mesh: Any, name: str) -> str:
                 pipe = pipeline(mesh, case)
                 if mesh.get_local_rank() == 0:
                     pipe.step(None, targets)
-            case "odd batch":
+            case "small batch":
                 pipe = pipeline(mesh, case)
                 if mesh.get_local_rank() == 0:
-                    pipe.step(inputs[:7], targets)
+                    pipe.step(inputs[:3], targets)
             case "too few microbatches":
                 pipe = pipeline(mesh, case)
                 if mesh.get_local_rank() == 0:

@@ -1,4 +1,4 @@
-"""Numbers that ranks exchange at the start of a step: what they will sum, and how their step begins."""
+"""Numbers that ranks exchange at the start of a step or the like: what they will sum, and how it begins."""
 
 import struct
 from collections.abc import Iterable, Mapping
@@ -9,6 +9,8 @@ from stretto.execute.team import Team
 from stretto.ir.errors import peer_failure
 
 Ranks = tuple[int, ...]
+
+IN_ORDER = "all ranks must call step(), eval_step() and clip_grad_norm_() in the same order, with the same options"
 
 
 class Agreement:
@@ -42,6 +44,11 @@ class Agreement:
         """Return the numbers of the other ranks of a set, waiting for those that have not arrived."""
         return {peer: self._receive(peer)[ranks] for peer in ranks if peer in self._incoming}
 
+    def exchange(self, ranks: Ranks, number: int) -> list[int]:
+        """Send this rank's number of its only set, and return those of all ranks of the set, this rank's first."""
+        self.send({ranks: number})
+        return [number, *self.others(ranks).values()]
+
     def _receive(self, peer: int) -> dict[Ranks, int]:
         if peer not in self._received:
             channel, sets = self._incoming[peer], self._common[peer]
@@ -51,10 +58,7 @@ class Agreement:
             with self._supervisor.explaining(lambda: what):
                 mark, *values = form.unpack(channel.receive(form.size, self._supervisor.check))
             if mark != self._supervisor.mark:
-                raise peer_failure(
-                    f"rank {peer} is not in {self._supervisor.label}; all ranks must call step() and eval_step() in "
-                    "the same order, with the same record and accumulate"
-                )
+                raise peer_failure(f"rank {peer} is not in {self._supervisor.label}; {IN_ORDER}")
             self._received[peer] = dict(zip(sets, values, strict=True))
         return self._received[peer]
 

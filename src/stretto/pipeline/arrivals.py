@@ -10,6 +10,7 @@ from stretto.execute.device_lanes import Begun, StreamFuture
 from stretto.execute.side_channel import SideChannel
 from stretto.execute.supervisor import Supervisor
 from stretto.ir.errors import peer_failure
+from stretto.pipeline.agreement import IN_ORDER
 from stretto.pipeline.descriptions import Description
 from stretto.pipeline.pytree import Tree
 from stretto.pipeline.recv_buffers import RecvBuffer
@@ -59,10 +60,7 @@ class LinkEnd:
         assert self.side_channel is not None
         length, mark = HEADER.unpack(self.side_channel.receive(HEADER.size, supervisor.check))
         if mark != mark_of(channel, supervisor):
-            raise peer_failure(
-                f"a message came that does not belong to {supervisor.label}; all ranks must call step() and "
-                "eval_step() in the same order, with the same record and accumulate"
-            )
+            raise peer_failure(f"a message came that does not belong to {supervisor.label}; {IN_ORDER}")
         if not length:
             return self.known[channel]
         return Description.decode(self.side_channel.receive(length, supervisor.check))

@@ -17,6 +17,7 @@ from stretto.ir.errors import PipelineError
 from stretto.pipeline.arrivals import Arrival, Channel
 from stretto.pipeline.descriptions import Description
 from stretto.pipeline.losses import Losses
+from stretto.pipeline.measures import Measures
 from stretto.pipeline.pytree import LEAF, Tree, Value, entering, validate_unchanged
 from stretto.pipeline.recv_buffers import RecvBuffer, RecvBuffers, share_recv_buffers
 from stretto.pipeline.rng import RngKey
@@ -59,7 +60,8 @@ class StepBinding:
         self._last = program.placement.stages - 1
         self._inputs: list[Value] | None = None
         self._rows = 0  # of the whole batch of inputs, 0 if unknown
-        self._losses: Losses | None = None
+        self._losses: Losses | None = None  # of a training step
+        self._measures: Measures | None = None  # of an evaluation step
         self._differentiated: dict[int, list[Any]] = {}  # leaves of inputs that require gradients, by microbatch
         self._input_grads: list[tuple[Tensor, Tensor]] = []
         self._values: dict[tuple[int, int], Tree | Arrival] = {}
@@ -95,14 +97,18 @@ class StepBinding:
     def run(
         self,
         inputs: list[Value] | None,
-        losses: Losses,
+        losses: Losses | Measures,
         recorder: Recorder | None = None,
         *,
         key: RngKey | None = None,
         rows: int = 0,
     ) -> None:
         """Run all tasks once. `rows` is the batch size of inputs passed as one batch, else 0."""
-        self._inputs, self._losses, self._rows = inputs, losses, rows
+        self._inputs, self._rows = inputs, rows
+        if isinstance(losses, Measures):
+            self._measures = losses
+        else:
+            self._losses = losses
         self._input_grads = []
         with ExitStack() as contexts:
             for stage in self._stages.values():
@@ -168,7 +174,7 @@ class StepBinding:
 
     def _forward(self, stage: int, microbatch: int, part: int) -> Act:
         owner, key = self._stages[stage], (stage, microbatch)
-        run = owner.forward if self._training else owner.evaluate
+        run: Callable[[int, int, Tree], Tree] = owner.forward if self._training else owner.evaluate
         ends = part == len(self._program.anatomy.forward[stage]) - 1
         local = stage + 1 in self._stages and self._placed(stage + 1, microbatch) == self._placed(stage, microbatch)
 
@@ -190,11 +196,16 @@ class StepBinding:
                 if leaves and self._training:
                     self._differentiated[microbatch] = leaves
             if ends and stage == self._last:
-                losses = self._losses
-                assert losses is not None
-                out = run(microbatch, part, value, losses.of(microbatch, self._rows))
                 if self._training:
-                    self._grads[key] = [losses.seed(out.leaves[0])]
+                    losses = self._losses
+                    assert losses is not None
+                    out = owner.forward(microbatch, part, value, losses.of(microbatch, self._rows))
+                    self._grads[key] = [losses.seed(out.leaves[0], microbatch)]
+                else:
+                    measures = self._measures
+                    assert measures is not None
+                    out = owner.evaluate(microbatch, part, value, measures.of(microbatch, self._rows))
+                    measures.keep(microbatch, out, buffer)
                 return
             out = run(microbatch, part, value)
             if buffer is not None:

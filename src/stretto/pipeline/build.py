@@ -66,8 +66,10 @@ class Parts:
     gradients: Gradients
     stages: dict[int, Stage]
     transfers: Transfers
+    agreement: Agreement
+    """Exchanges numbers between all ranks."""
     starts: Agreement | None
-    """Exchanges how each step begins; None with `dynamic_shapes`."""
+    """The same, to exchange how each step begins; None with `dynamic_shapes`."""
     binding: StepBinding
     """The training step."""
 
@@ -112,11 +114,23 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
         stages = _make_stages(device, placement, placed, program, gradients, recomputed, options)
         transfers = Transfers(team, program, device)
         _warm_up_autograd(device)
-        starts = None if options.dynamic_shapes else Agreement(team, [tuple(range(team.size))])
+        agreement = Agreement(team, [tuple(range(team.size))])
+        starts = None if options.dynamic_shapes else agreement
         reduce = partial(replicas.sum_stages, gradients=gradients)
         binding = bind(program, team, stages, transfers, starts, reduce=reduce)
     return Parts(
-        team, placement, program, placed.layers, placed.module, replicas, gradients, stages, transfers, starts, binding
+        team=team,
+        placement=placement,
+        program=program,
+        layers=placed.layers,
+        module=placed.module,
+        replicas=replicas,
+        gradients=gradients,
+        stages=stages,
+        transfers=transfers,
+        agreement=agreement,
+        starts=starts,
+        binding=binding,
     )
 
 

@@ -1,21 +1,25 @@
-"""The losses of a step: per microbatch on this rank, and their total over all ranks."""
+"""The losses of a step, or the values of a metric: one per microbatch on this rank."""
 
 from collections.abc import Callable
-from functools import cached_property
-from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stretto.ir.errors import PipelineError
+from stretto.pipeline.microbatches import row_counts, validate_cuts
 from stretto.pipeline.pytree import Value, entering
+from stretto.pipeline.totals import mixed
 
-_LOSS, _COUNT, _COUNTED = range(3)  # the rows of a table
+Loss = Callable[[Value, Value], Tensor | tuple[Tensor, Tensor | int]]
+"""A function of output and target that returns the mean of its microbatch, or a sum and a count."""
 
 
 class Losses:
-    """The losses of a step's microbatches on this rank."""
+    """The losses of a step's microbatches on this rank, or the values of a metric.
+
+    If the targets are one batch that microbatches cannot share equally, a mean weighs by its microbatch's rows.
+    """
 
     def __init__(
         self,
@@ -24,10 +28,16 @@ class Losses:
         microbatches: int,
         device: torch.device,
         rows: int = 0,
+        *,
+        metric: str = "",
     ) -> None:
-        """`rows` is the batch size of targets passed as one batch, else 0."""
+        """`rows` is the batch size of targets passed as one batch, else 0; `metric` is the name of a metric."""
         self._function, self.targets, self._microbatches = function, targets, microbatches
+        self.name = f"the metric {metric!r:.60}" if metric else "the loss"
+        """What errors call it."""
+        self._is_metric = bool(metric)
         self._rows = rows
+        self._row_counts = row_counts(rows, microbatches) if rows % microbatches else None
         self._device = device
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
@@ -38,22 +48,35 @@ class Losses:
     def __call__(self, output: Value, microbatch: int, rows: int = 0) -> Tensor:
         """Compute the loss of a microbatch. `rows` is the number of rows of its input batch, 0 if unknown."""
         assert self.targets is not None
-        if rows and self._rows and rows != self._rows:
-            raise PipelineError(f"inputs have {rows} rows, but targets have {self._rows}; give as many of both")
+        validate_cuts(rows, self._rows, self._microbatches)
         result = self._function(output, self._cut_off(self.targets[microbatch]))
         loss, count = (result, None) if not isinstance(result, tuple) else result if len(result) == 2 else (None, None)
-        if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
+        if self._is_metric and isinstance(loss, int | float):
+            loss = torch.tensor(float(loss), dtype=torch.float64, device=self._device)
+        if not isinstance(loss, Tensor) or not self._is_real(loss) or loss.numel() != 1:
             raise PipelineError(
-                f"the loss of microbatch {microbatch} is {_in_words(result)}; it must be one real number as a tensor, "
-                "or a tuple of a sum and a count"
+                f"{self.name} of microbatch {microbatch} is {_in_words(result)}; it must be one real number as a "
+                "tensor, or a tuple of a sum and a count"
             )
         self._depends = self._depends or loss.requires_grad
         if self._losses and self.counted != (count is not None):
-            raise PipelineError(_MIXED)
+            raise PipelineError(mixed(self.name))
         self._losses[microbatch] = loss.detach().clone()  # the loss function may reuse the memory of its result
         if count is not None:
-            self._counts[microbatch] = _number(count, microbatch, loss.device)
+            self._counts[microbatch] = self._number(count, microbatch, loss.device)
         return loss
+
+    def _is_real(self, value: Tensor) -> bool:
+        """Return whether a value has a dtype that a loss may have; metrics may count in whole numbers too."""
+        return value.is_floating_point() or (self._is_metric and not value.is_complex())
+
+    def _number(self, count: Any, microbatch: int, device: torch.device) -> Tensor:
+        if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+            return count.detach().clone()
+        if isinstance(count, int | float):
+            return torch.tensor(float(count), dtype=torch.float64, device=device)
+        what = "the count" if not self._is_metric else f"the count of {self.name}"
+        raise PipelineError(f"{what} of microbatch {microbatch} is {_in_words(count)}; it must be one number")
 
     def of(self, microbatch: int, rows: int = 0) -> "OneLoss":
         return OneLoss(self, microbatch, rows)
@@ -81,12 +104,20 @@ class Losses:
         if self.has_any and not self._depends:
             raise PipelineError("no loss of this step depends on a parameter that requires gradients")
 
-    def seed(self, loss: Tensor) -> Tensor:
+    @property
+    def is_weighted(self) -> bool:
+        """Whether means weigh by their microbatches' rows, which differ."""
+        return self._row_counts is not None and not self.counted
+
+    def seed(self, loss: Tensor, microbatch: int) -> Tensor:
         """Return the gradient with which a microbatch's backward begins."""
-        return torch.full_like(loss, 1.0 if self.counted else 1 / self._microbatches)
+        if self.counted:
+            return torch.ones_like(loss)
+        share = 1 / self._microbatches if self._row_counts is None else self._row_counts[microbatch] / self._rows
+        return torch.full_like(loss, share)
 
     def table(self) -> Tensor:
-        """Return three rows by microbatch: losses, counts, and whether the loss was counted.
+        """Return the rows of a table (see `totals`) for all microbatches.
 
         Microbatches of other ranks are zero, so that the sum of all ranks' tables is complete.
         """
@@ -94,7 +125,16 @@ class Losses:
             return torch.zeros((3, self._microbatches), dtype=torch.float64, device=self._device)
         ones = dict.fromkeys(self._losses, torch.ones((), device=self._device))
         rows = (self._losses, self._counts or ones, ones if self._counts else {})
+        if self._row_counts is not None and not self._counts:
+            sizes = {microbatch: self._full(self._row_counts[microbatch]) for microbatch in self._losses}
+            sums = {
+                microbatch: loss.to(sizes[microbatch]) * sizes[microbatch] for microbatch, loss in self._losses.items()
+            }
+            rows = sums, sizes, dict.fromkeys(self._losses, self._full(-self._rows))
         return torch.stack([self._row(row) for row in rows])
+
+    def _full(self, number: int) -> Tensor:
+        return torch.full((), number, dtype=torch.float64, device=self._device)
 
     def _row(self, numbers: dict[int, Tensor]) -> Tensor:
         """Return the numbers of all microbatches in float64, cast with one kernel if all share a dtype."""
@@ -123,62 +163,7 @@ class OneLoss:
         return id(leaf) in self._losses.cut
 
 
-NOTHING_COUNTED = "the loss counted nothing in the whole step: all its counts are 0"
-_MIXED = "the loss of some microbatches has a count, of others none; it must have one in all or none"
-
-
 def _in_words(result: Any) -> str:
     if isinstance(result, Tensor):
         return f"a tensor of {result.dtype} and shape {tuple(result.shape)}"
     return f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-
-
-def _number(count: Any, microbatch: int, device: torch.device) -> Tensor:
-    if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
-        return count.detach().clone()
-    if isinstance(count, int | float):
-        return torch.tensor(float(count), dtype=torch.float64, device=device)
-    raise PipelineError(f"the count of microbatch {microbatch} is {_in_words(count)}; it must be one number")
-
-
-class Total:
-    """The losses of all ranks: the sum of their tables, and of extra numbers (`more`), once `wait` has returned."""
-
-    def __init__(self, table: Tensor, more: Tensor, wait: Callable[[], None]) -> None:
-        self._table, self._more, self._wait, self._arrived = table, more, wait, False
-
-    def wait(self) -> None:
-        """Wait until the sums have arrived."""
-        if not self._arrived:
-            self._wait()
-            self._arrived = True
-
-    def more(self) -> list[float]:
-        """Return the sums of the extra numbers."""
-        self.wait()
-        return self._more.tolist()
-
-    @property
-    def counted(self) -> bool:
-        self.wait()
-        counted = self._table[_COUNTED]
-        if bool(counted.any()) != bool(counted.all()):
-            raise PipelineError(_MIXED)
-        return bool(counted.any())
-
-    def count(self) -> Tensor:
-        """Return the total count of the step."""
-        self.wait()
-        return self._table[_COUNT].sum()
-
-    @cached_property
-    def mean(self) -> float:
-        """The mean over the microbatches, or the sum divided by the total count."""
-        self.wait()
-        losses, counts, _ = self._table.tolist()
-        for microbatch, loss in enumerate(losses):
-            if not isfinite(loss):
-                raise PipelineError(f"the loss of microbatch {microbatch} is not finite")
-        if not (total := sum(counts)):
-            raise PipelineError(NOTHING_COUNTED)
-        return float(sum(losses) / total)

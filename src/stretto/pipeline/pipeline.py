@@ -1,60 +1,39 @@
 """Trains a model by a plan: each rank runs its part of the checked program."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.costs import Costs
-from stretto.execute.groups import all_reduce, place_among
+from stretto.execute.groups import place_among
 from stretto.execute.recorder import Recorder
-from stretto.ir.errors import PipelineError, StrettoError, named
+from stretto.ir.errors import PipelineError
 from stretto.ir.plan import Plan
-from stretto.pipeline.bind import StepBinding
-from stretto.pipeline.build import bind, build
+from stretto.pipeline.build import build
+from stretto.pipeline.clipping import Clipper
+from stretto.pipeline.evaluation import Evaluator
 from stretto.pipeline.gradients import Kind
 from stretto.pipeline.layers import Layers
-from stretto.pipeline.losses import Losses, Total
-from stretto.pipeline.microbatches import cut
+from stretto.pipeline.losses import Loss, Losses
+from stretto.pipeline.microbatches import cut, needed
 from stretto.pipeline.modes import evaluating
 from stretto.pipeline.options import Options
-from stretto.pipeline.programs import evaluation_of
 from stretto.pipeline.pytree import Value, tensors_of
+from stretto.pipeline.results import StepResult
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.segments import leaves_of
 from stretto.pipeline.shape_cache import begin_of
-from stretto.pipeline.transfers import check_group
+from stretto.pipeline.totals import Total, sum_tables
+from stretto.pipeline.turns import Turns
 from stretto.program.program import Program
 from stretto.timeline import Timeline
-
-Loss = Callable[[Value, Value], Tensor | tuple[Tensor, Tensor | int]]
-
-
-class StepResult:
-    """The result of a step, on every rank."""
-
-    def __init__(self, total: Total, timeline: Timeline | None = None) -> None:
-        self._total = total
-        self.timeline = timeline
-        """When each task of each rank ran, in seconds: on rank 0, if the step was recorded."""
-
-    @property
-    def loss(self) -> float:
-        """The mean loss over the microbatches; with (sum, count) losses, the sum divided by the count. Waits for it."""
-        return self._total.mean
-
-    def __repr__(self) -> str:
-        try:
-            return f"StepResult(loss={self.loss:g})"
-        except PipelineError as error:
-            return f"StepResult({error})"
 
 
 class Pipeline:
@@ -132,12 +111,15 @@ class Pipeline:
         self._layers, self._module = parts.layers, parts.module
         self._replicas, self._gradients = parts.replicas, parts.gradients
         self._stages, self._transfers = parts.stages, parts.transfers
-        self._starts, self._binding = parts.starts, parts.binding
+        self._binding = parts.binding
         self._gradients.several_streams = self._binding.several_streams
-        self._finished = ""  # why no step can run any more
+        self._turns = Turns(self._team, self._transfers, [self._replicas.close, parts.agreement.close])
         self._layout = 0  # identifies the trained parameters
-        self._evaluation: StepBinding | None = None
+        self._evaluator = Evaluator(
+            self.program, self._team, self._stages, self._transfers, parts.starts, self._module, loss
+        )
         self._evaluations = 0
+        self._clipper = Clipper(self._team, self._turns, parts.agreement, self._replicas)
         self._total_of_last: Total | None = None  # of the last step, whose loss may not have been read yet
         self._counted: bool | None = None  # whether the loss returns a sum and a count; known after the first step
         self._key = RngKey(seed=seed, replica=place_among(mesh.mesh.tolist()))
@@ -161,9 +143,9 @@ class Pipeline:
         microbatch; with `check_finite=False` only reading the loss raises it, and the step does not wait for the loss.
         """
         begun = False
-        self._validate_open()
+        self._turns.validate_open()
         try:
-            with self._guarding(self._step_label(record=record, accumulate=accumulate)):
+            with self._turns.guarding(self._step_label(record=record, accumulate=accumulate)):
                 if not torch.is_grad_enabled():
                     raise PipelineError(
                         "step() needs gradients, which are off here (torch.no_grad); eval_step() needs none"
@@ -181,7 +163,7 @@ class Pipeline:
                 self._replicas.begin(self._gradients, partial(self._leaves_behind, microbatches, losses))
                 recorder = Recorder(len(self._binding.tasks)) if record else None
                 self._binding.run(microbatches, losses, recorder, key=self._key, rows=rows)
-                self._catch_up(recorder is not None)
+                self._turns.catch_up(recorder is not None)
                 wrong = self._found_wrong(check_buffers, losses)
                 timeline = self._gathered(recorder) if recorder is not None else None
                 total = self._total(losses, wrong is not None)
@@ -189,12 +171,14 @@ class Pipeline:
                     self._validate_all_ranks(total, wrong)
                 elif wrong is not None:
                     raise wrong
-                count = self._count(losses, total, wait=check_finite)
+                # where a stage has copies, each might have been given another batch
+                doubtful = losses.is_weighted and len(self._placement.routes) > 1
+                count = self._count(losses, total, wait=check_finite or doubtful)
                 self._run_behind(losses, microbatches, (inputs, targets), count)
                 self._replicas.end(self._gradients)
             if check_finite:
                 _ = total.mean
-            with self._guarding():
+            with self._turns.guarding():
                 self._gradients.give_out(count)
             self._key = replace(self._key, step=self._key.step + 1)
         except BaseException:
@@ -205,39 +189,48 @@ class Pipeline:
             self._team.supervisor.answer()
         return StepResult(total, timeline)
 
-    def eval_step(self, inputs: Any = None, targets: Any = None) -> StepResult:
-        """Compute the loss of a batch, without gradients, in evaluation mode."""
-        self._validate_open()
+    def eval_step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        metrics: Mapping[str, Loss] | None = None,
+        outputs: bool = False,
+    ) -> StepResult:
+        """Compute the loss of a batch, without gradients, in evaluation mode.
+
+        `metrics` are further functions of output and target, each of which returns the mean of its microbatch, or a sum
+        and a count; all ranks must pass the same names. With `outputs`, which all ranks must pass too, the result has
+        the last layer's outputs, on the ranks that computed them. Then targets may be left out, and neither loss nor
+        metrics are computed. A batch with fewer rows than the plan has microbatches runs as one microbatch per row.
+        """
+        self._turns.validate_open()
         self._evaluations += 1
-        if self._evaluation is None:
-            program = evaluation_of(self.program)
-            self._evaluation = bind(program, self._team, self._stages, self._transfers, self._starts)
-        label = f"evaluation {self._evaluations}"
-        with self._guarding(label), evaluating(self._layers.values()), torch.inference_mode(False), torch.no_grad():
-            losses, microbatches, rows = self._batch(inputs, targets)
-            batch = microbatches, losses.targets, rows
-            self._evaluation.begin(partial(begin_of, batch, self._module, self._loss, self._device))
-            self._evaluation.run(microbatches, losses, key=self._key, rows=rows)
-            total = self._total(losses)
-            total.wait()
-        self._team.supervisor.answer()
-        _ = total.mean
-        return StepResult(total)
+        try:
+            with (
+                self._turns.guarding(f"evaluation {self._evaluations}"),
+                evaluating(self._layers.values()),
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):
+                measures = self._evaluator.run(inputs, targets, metrics, self._key, outputs=bool(outputs))
+                kept = measures.outputs()
+                loss, *others = sum_tables(self._team, measures.tables(), self._turns.catch_up)
+                for total in (loss, *others):
+                    _ = total.counted  # waits for it, and validates it
+        finally:
+            self._team.supervisor.answer()
+        if not measures.has_targets:
+            return StepResult(None, metrics=dict.fromkeys(metrics or ()), outputs=kept)
+        _ = loss.mean
+        return StepResult(loss, metrics=dict(zip(sorted(metrics or ()), others, strict=True)), outputs=kept)
 
     def close(self) -> None:
         """Close connections and threads. A pipeline that failed or was closed runs no more steps."""
-        if not self._finished and self._total_of_last is not None:
+        if self._turns.is_open and self._total_of_last is not None:
             with suppress(PipelineError):  # reading that loss raises it
                 self._total_of_last.wait()
-        self._finished = self._finished or "this pipeline was closed"
-        self._team.close()
-        self._close_links()
-
-    def _close_links(self) -> None:
-        self._transfers.close()
-        self._replicas.close()
-        if self._starts is not None:
-            self._starts.close()
+        self._turns.close()
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Return this rank's parameters by the names in `nn.Sequential(*layers)`; a tied one by its first name."""
@@ -258,6 +251,23 @@ class Pipeline:
         self._gradients.validate_main_grads()
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         return {name: self._gradients.main_grad(parameter) for name, parameter in trained.items()}
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients of all ranks, so that their norm is at most `max_norm`; return the norm they had.
+
+        As `torch.nn.utils.clip_grad_norm_` on the uncut model, in place: on `.grad`, or with `gradients="float32"` on
+        `main_grads()`. What several ranks hold counts once. All ranks must call this, with the same arguments. The norm
+        is a tensor, the same on every rank. With `error_if_nonfinite`, a norm that is not finite raises, and gradients
+        stay as they are.
+        """
+        self._turns.validate_open()
+        main = self.main_grads() if self._gradient_kind == "float32" else None
+        grads = [
+            (name, parameter, parameter.grad if main is None else main[name])
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad
+        ]
+        return self._clipper.clip(grads, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def modules(self) -> Iterator[nn.Module]:
         """Return this rank's layers and all modules inside them."""
@@ -326,54 +336,10 @@ class Pipeline:
     def _gathered(self, recorder: Recorder) -> Timeline | None:
         return self._team.start(lambda: recorder.gathered(self.program, self._team.host, self._team.settle))
 
-    def _validate_open(self) -> None:
-        if self._finished:
-            raise PipelineError(f"{self._finished}; make a new one")
-
     def _step_label(self, **options: bool) -> str:
         """Return the step's name with its options, which must be the same on all ranks."""
         flags = [name for name, value in options.items() if value]
         return f"step {self._key.step + 1}" + (f" ({', '.join(flags)})" if flags else "")
-
-    @contextmanager
-    def _guarding(self, label: str = "") -> Iterator[None]:
-        """Guard a step, or part of one: report a failure to all ranks, and end the pipeline."""
-        try:
-            with self._team.supervisor.guarding(label):
-                try:
-                    yield
-                except RuntimeError as error:
-                    # A collective inside a layer may fail too, because another rank has failed.
-                    known = self._team.supervisor.has_failed or "gloo/" in str(error) or self._has_broken()
-                    if isinstance(error, StrettoError) or not known:
-                        raise
-                    raise self._team.supervisor.explained(error, "the others") from error
-        except BaseException as error:
-            self._finished = f"this pipeline has failed and is finished ({named(error)})"
-            self._team.end()
-            self._close_links()
-            raise
-
-    def _has_broken(self) -> bool:
-        """Return whether a nonblocking process group has failed."""
-        try:
-            self._check_groups()
-        except RuntimeError:
-            return True
-        return False
-
-    def _check_groups(self) -> None:
-        self._transfers.check()
-        if self._team.everybody is not None:
-            check_group(self._team.everybody)
-
-    def _catch_up(self, needed: bool = True) -> None:
-        """Make the host wait until the device has done all work queued so far."""
-        if needed and self._device.type == "cuda":
-            what = "the device to end the step"
-            self._team.catch_up(what)
-            with self._team.supervisor.explaining(lambda: what):
-                self._check_groups()  # aborted streams end too, without their data
 
     def _batch(self, inputs: Any, targets: Any) -> tuple[Losses, list[Value] | None, int]:
         """Return the step's losses, the input microbatches, and the rows of an input that came as one batch, else 0."""
@@ -386,9 +352,7 @@ class Pipeline:
         """Cut a batch into microbatches, if this rank runs the stage that takes it; raise if it is missing."""
         if stage not in self._stages:
             return None, 0
-        if batch is None:
-            raise PipelineError(f"rank {self.rank} runs stage {stage} and needs {name}")
-        return cut(batch, self._placement.microbatches, name)
+        return cut(needed(batch, name, self.rank, stage), self._placement.microbatches, name)
 
     def _count(self, losses: Losses, total: Total, *, wait: bool) -> Tensor | None:
         """Return the count by which gradients must be divided, or None. Only the first step must wait to know."""
@@ -442,15 +406,6 @@ class Pipeline:
 
     def _total(self, losses: Losses, refuses: bool = False) -> Total:
         """Start to sum the losses of all ranks, and with them the number of ranks that refuse the step."""
-        table = losses.table()
-        whole = torch.cat([table.flatten(), table.new_full((1,), float(refuses))])
-        everybody = self._team.everybody
-        assert everybody is not None
-        work = self._team.start(lambda: all_reduce(everybody, whole, dist.ReduceOp.SUM))
-
-        def wait() -> None:
-            self._team.settle(work, whole)
-            self._catch_up()
-
-        self._total_of_last = Total(whole[: table.numel()].view_as(table), whole[table.numel() :], wait)
+        tables = [(losses.name, losses.table())]
+        (self._total_of_last,) = sum_tables(self._team, tables, self._turns.catch_up, refuses=refuses)
         return self._total_of_last

@@ -11,7 +11,7 @@ from stretto.ir.plan import Plan
 from stretto.layers import Layer
 from stretto.pipeline.layers import even_costs
 from stretto.program.anatomy import Anatomy
-from stretto.program.forwards import forwards_of
+from stretto.program.forwards import first_forwards, forwards_of
 from stretto.program.lower import lower
 from stretto.program.program import Program
 from stretto.program.sums import Sums, reduces
@@ -96,10 +96,11 @@ def _validate_fits(program: Program, phases: Sequence[Sequence[Layer]] | None, t
         )
 
 
-def evaluation_of(program: Program) -> Program:
-    """Return a program of only the forwards, in the same order."""
+def evaluation_of(program: Program, count: int) -> Program:
+    """Return a program of only the forwards of the first `count` microbatches, in the same order."""
     layers = None if program.anatomy.is_whole else program.anatomy.layers
-    evaluation = lower(forwards_of(program), layers=layers)
+    plan = forwards_of(program)
+    evaluation = lower(plan if count == plan.microbatches else first_forwards(plan, count), layers=layers)
     validate_sound(evaluation)
     return evaluation
 

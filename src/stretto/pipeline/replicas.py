@@ -116,6 +116,11 @@ class Replicas:
             )
         return None if held is None or len(held.ranks) < 2 else ((held.ranks, held.stages), name)
 
+    def counts_here(self, parameter: Tensor) -> bool:
+        """Return whether this rank is the first of those that hold a parameter, which counts it for all of them."""
+        held = self._held.get(self._names.get(id(parameter), ""))
+        return held is None or held.ranks[0] == self._team.rank
+
     def is_sparse(self, parameter: Tensor) -> bool:
         """Return whether the parameter's gradient may be sparse on any rank that holds it."""
         return any(self._names.get(id(parameter)) in shared.sparse for shared in self._shared)

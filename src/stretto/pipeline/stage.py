@@ -173,10 +173,23 @@ class Stage:
             state.sites.clear()
         return self._own(out)
 
-    def evaluate(self, microbatch: int, part: int, inputs: Tree, loss: OneLoss | None = None) -> Tree:
-        """Run a part of the forward, keeping nothing for a backward."""
-        out = call(self._function(part, microbatch, loss), inputs)
-        tree = take_apart(out, self._last_layers[part], inputs)
+    def evaluate(
+        self, microbatch: int, part: int, inputs: Tree, measure: Callable[[Value], Value] | None = None
+    ) -> Tree:
+        """Run a part of the forward, keeping nothing for a backward.
+
+        With `measure`, which only the last part of the last stage gets, return what it makes of the output.
+        """
+        function = self._function(part, microbatch, None)
+
+        def measured(value: Value) -> Value:
+            out = function(value)
+            if measure is None:
+                return out
+            self._generators.seed(self._key.seed_of(_LOSS, 0, microbatch))
+            return measure(out)
+
+        tree = take_apart(call(measured, inputs), self._last_layers[part], inputs)
         tree.leaves = [settled(leaf) for leaf in tree.leaves]
         return self._own(tree)
 
@@ -230,7 +243,7 @@ class Stage:
             for buffer in module._buffers.values()
             if buffer is not None
         }
-        return out.copied(lambda tensor: tensor.untyped_storage()._cdata in storages)
+        return out.copied(lambda tensor: tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages)
 
     def adopt_behind(self, tensors: Sequence[Tensor], own: Collection[int]) -> None:
         """Adopt the leaves of the graphs behind inputs or targets. `own` holds the ids of the user's own tensors."""

@@ -1,6 +1,7 @@
 """The forwards of a program, as a plan."""
 
 from stretto.ir.action import Action, Op
+from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan
 from stretto.program.program import Program
 from stretto.program.task import FORWARDS
@@ -20,3 +21,25 @@ def forwards_of(program: Program) -> Plan:
         if task.kind in FORWARDS and task.part == 0:
             rows[task.device].append(Action(task.stage, Op.F, task.microbatch))
     return Plan(tuple(map(tuple, rows)), program.placement)
+
+
+def first_forwards(plan: Plan, count: int) -> Plan:
+    """Return a plan of forwards for the first `count` microbatches only.
+
+    If microbatches take several routes, all of them take the first one, since their number may be odd.
+
+    >>> from stretto.program.lower import lower
+    >>> from stretto.schedules.dualpipe import dualpipe
+    >>> print(first_forwards(forwards_of(lower(dualpipe(devices=2, microbatches=4))), 3))
+    0F0,0F1,0F2
+    1F0,1F1,1F2
+    """
+    routes = plan.placement.routes
+    if len(routes) == 1:
+        rows = [[cell for cell in row if isinstance(cell, Action) and cell.microbatch < count] for row in plan.rows]
+    else:
+        rows = [[] for _ in plan.rows]
+        for microbatch in range(count):
+            for stage, device in enumerate(routes[0]):
+                rows[device].append(Action(stage, Op.F, microbatch))
+    return Plan(tuple(map(tuple, rows)), Placement(routes[:1], count))
