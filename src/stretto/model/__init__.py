@@ -1,5 +1,6 @@
 """The DeepSeek-V3 / Kimi K2 architecture, and models of Hugging Face `transformers`, as layers of a `Pipeline`."""
 
+from stretto.model.balance import update_router_biases
 from stretto.model.causal_lm import CausalLM, Output, causal_lm_loss, layer, layer_count, layers, tied_names
 from stretto.model.config import ModelConfig, ModelError, Yarn
 from stretto.model.files import from_pretrained, load_weights, save_pretrained
@@ -18,4 +19,5 @@ __all__ = [
     "load_weights",
     "save_pretrained",
     "tied_names",
+    "update_router_biases",
 ]

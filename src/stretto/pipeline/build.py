@@ -61,6 +61,8 @@ class Parts:
     placement: Placement
     program: Program
     layers: dict[int, nn.Module]
+    layer_count: int
+    """The number of layers of the whole model."""
     module: nn.ModuleDict
     replicas: Replicas
     gradients: Gradients
@@ -123,6 +125,7 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
         placement=placement,
         program=program,
         layers=placed.layers,
+        layer_count=sum(map(len, placed.shares)),
         module=placed.module,
         replicas=replicas,
         gradients=gradients,

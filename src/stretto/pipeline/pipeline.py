@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from stretto.pipeline.build import build
 from stretto.pipeline.clipping import Clipper
 from stretto.pipeline.evaluation import Evaluator
 from stretto.pipeline.gradients import Kind
+from stretto.pipeline.layer_sums import LayerSums
 from stretto.pipeline.layers import Layers
 from stretto.pipeline.losses import Loss, Losses
 from stretto.pipeline.microbatches import cut, needed
@@ -120,6 +122,7 @@ class Pipeline:
         )
         self._evaluations = 0
         self._clipper = Clipper(self._team, self._turns, parts.agreement, self._replicas)
+        self._layer_sums = LayerSums(self._team, self._turns, parts.agreement, parts.layer_count)
         self._total_of_last: Total | None = None  # of the last step, whose loss may not have been read yet
         self._counted: bool | None = None  # whether the loss returns a sum and a count; known after the first step
         self._key = RngKey(seed=seed, replica=place_among(mesh.mesh.tolist()))
@@ -268,6 +271,20 @@ class Pipeline:
             if parameter.requires_grad
         ]
         return self._clipper.clip(grads, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    @property
+    def layers(self) -> Mapping[int, nn.Module]:
+        """This rank's layers, by their numbers in the whole model."""
+        return MappingProxyType(self._layers)
+
+    def sum_by_layer(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Sum numbers of this rank's layers over all ranks that hold a copy of the layer, in float64.
+
+        For example, the tokens that a layer's experts got: in DualPipe, each copy of a layer sees half of them. All
+        ranks must call this, with equally many numbers for each layer; a rank may have none.
+        """
+        self._turns.validate_open()
+        return self._layer_sums.sum(values)
 
     def modules(self) -> Iterator[nn.Module]:
         """Return this rank's layers and all modules inside them."""
