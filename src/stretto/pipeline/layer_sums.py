@@ -29,7 +29,7 @@ class LayerSums:
                 if len(sizes) > 1 or not all(0 <= number < self._layer_count for number in values):
                     counts = {number: value.numel() for number, value in values.items()}
                     raise PipelineError(
-                        f"sums by layer take equally many numbers for layers 0 to {self._layer_count - 1} (got {counts})"
+                        f"sums take as many numbers for each of layers 0 to {self._layer_count - 1} (got {counts})"
                     )
                 size = max(self._agreement.exchange(tuple(range(self._team.size)), max(sizes, default=0)))
                 if sizes - {size}:
