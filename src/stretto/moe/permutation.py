@@ -42,9 +42,16 @@ def dispatch(x_TD: Tensor, source_R: Tensor, target_R: Tensor) -> Tensor:
     return _Dispatch.apply(x_TD, source_R, target_R)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def combine(rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, target_R: Tensor) -> Tensor:
-    """Return for each token the sum of its experts' outputs, weighted. Sums are in float32 at least."""
-    return _Combine.apply(rows_RD, weights_TK, source_R, target_R)  # type: ignore[no-any-return, no-untyped-call]
+def combine(
+    rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, target_R: Tensor, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return for each token the sum of its experts' outputs, weighted. Sums are in float32 at least.
+
+    The result is of this dtype, or that of the rows: under autocast, rows have fewer bits than the tokens that they
+    are added to.
+    """
+    dtype = dtype or rows_RD.dtype
+    return _Combine.apply(rows_RD, weights_TK, source_R, target_R, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # Autograd's own backward of an index adds rows one by one, in no fixed order on CUDA. These gather instead.
@@ -66,13 +73,15 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, target_R: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, target_R: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(rows_RD, weights_TK, source_R, target_R)
         rows_TKD = rows_RD.index_select(0, target_R).view(*weights_TK.shape, rows_RD.shape[-1])
         total_TD = rows_TKD.new_zeros(rows_TKD[:, 0].shape, dtype=_exact(rows_RD.dtype))
         for rows_TD, weights_T in zip(rows_TKD.unbind(1), weights_TK.unbind(1), strict=True):
             total_TD.addcmul_(rows_TD, weights_T[:, None].to(total_TD.dtype))
-        return total_TD.to(rows_RD.dtype)
+        return total_TD.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
@@ -88,7 +97,7 @@ class _Combine(torch.autograd.Function):
             rows_TKD = rows_RD.index_select(0, target_R).view(*weights_TK.shape, rows_RD.shape[-1])
             columns = [(rows_TD * grad_TD.to(exact)).sum(-1) for rows_TD in rows_TKD.unbind(1)]
             weights_grad = torch.stack(columns, 1).to(weights_TK.dtype)
-        return rows_grad, weights_grad, None, None
+        return rows_grad, weights_grad, None, None, None
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
