@@ -48,6 +48,7 @@ HOW = {
     ("README.md", "pipe = stretto.Pipeline("): How(ranks=4, given="training"),
     ("README.md", "sender = stretto.weights.Sender("): How(ranks=1, given="pushing"),
     ("docs/training.md", "import torch, stretto"): How(ranks=4, given="training"),
+    ("docs/training.md", "stretto.cut(model)"): How(ranks=4, given="language_model"),
     ("docs/training.md", "dcp.save("): How(ranks=2, given="checkpointing"),
     ("docs/training.md", "masters = "): How(ranks=4, given="training"),
     ("docs/training.md", "my_tokens"): How(ranks=4, given="data_parallel"),
