@@ -231,6 +231,12 @@ def with_more() -> Any:
     return model
 
 
+def chunked() -> Any:
+    model = changed("qwen3")
+    model.config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
+    return model
+
+
 def dynamic() -> Any:
     return changed(head_dim=4, rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0})
 
@@ -250,6 +256,7 @@ REFUSED = {
     "compiled": (lambda: with_attribute("", "_compiled_call_impl", print), "the model is compiled; compile the layers"),
     "attention": (lambda: with_attribute("", "config", _config("flex_attention")), "'flex_attention'; call model.set_"),
     "positions": (dynamic, "its position embeddings are of type 'dynamic'"),
+    "a kind of attention": (chunked, "layer 1 has 'chunked_attention', which is none of full_attention, sliding_"),
     "parameters": (with_more, "its forward does not use value_head."),
     "no routers": (lambda: changed("qwen3_moe", mlp_only_layers=[0, 1, 2]), "no layer of this model has a router"),
 }

@@ -95,6 +95,10 @@ def _unusual_attention(model: Any) -> str | None:
         return f"its attention is computed by {attention!r:.40}; call {ways}"
     if rope not in _ROPE:
         return f"its position embeddings are of type {rope!r:.40}, which is none of {', '.join(_ROPE)}"
+    _, kind_of = SUPPORTED[model.config.model_type]
+    for number in range(model.config.num_hidden_layers):
+        if (kind := kind_of(model.config, number)) not in mask_functions():
+            return f"layer {number} has {kind!r:.40}, which is none of {', '.join(mask_functions())}"
     if not getattr(model.config, "is_causal", True):
         return "its attention is not causal (config.is_causal)"
     return None
