@@ -65,9 +65,18 @@ def grads_of(model: Any) -> dict[str, Any]:
 @settings(max_examples=12)
 @given(data=st.data())
 def test_losses_and_gradients_are_those_of_the_uncut_model(kind: str, data: st.DataObject) -> None:
-    lm = data.draw(language_models(kind))
+    validate_same(data.draw(language_models(kind)))
+
+
+@pytest.mark.parametrize("padding", ["", "left", "right"])
+@pytest.mark.parametrize("kind", NAMES)
+def test_windows_ties_and_router_losses_are_those_of_the_uncut_model(kind: str, padding: str) -> None:
+    validate_same(LM(kind, padding=padding))
+
+
+def validate_same(lm: LM) -> None:
     model = lm.model()
-    with exact(kind):
+    with exact(lm.kind):
         batch, labels = lm.batch()
         expected, expected_grads = uncut(model, batch, labels)
         loss = loss_of(stretto.cut(model), batch if len(batch) > 1 else batch["input_ids"], labels)
@@ -175,6 +184,20 @@ def test_experts_are_those_that_defer_unless_they_are_unusual(kind: str) -> None
     hook.remove()
     theirs.is_transposed = True
     assert experts(model)[0] is type(theirs)
+
+
+@pytest.mark.parametrize("kind", MOE)
+def test_under_autocast_experts_return_as_many_bits_as_they_are_given(kind: str) -> None:
+    lm = LM(kind, dtype=torch.float32)
+    model, types = lm.model(), []
+    for last in (model.model.layers[-1], stretto.cut(model)[LAYERS].module(f"model.layers.{LAYERS - 1}")):
+        hook = last.mlp.experts.register_forward_hook(
+            lambda _, given, output: types.append((given[0].dtype, output.dtype))
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            last.mlp(torch.randn(1, 4, 8))
+        hook.remove()
+    assert types == [(torch.float32, torch.float32)] * 2
 
 
 def test_layers_can_be_copied_and_pickled() -> None:
