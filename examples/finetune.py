@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import stretto
-from stretto.model import causal_lm_loss
+from stretto.model import transformers_loss
 
 VOCABULARY, TOKENS, MICROBATCHES, STEPS = 32, 16, 4, 40
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "moe_intermediate_size": 32}
@@ -20,7 +20,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     plan = stretto.schedules.zb_h1(devices=mesh.size(), microbatches=MICROBATCHES)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **ATTENTION, **EXPERTS))
-    pipe = stretto.Pipeline(stretto.cut(model), plan=plan, loss=causal_lm_loss, mesh=mesh["pp"])
+    pipe = stretto.Pipeline(stretto.cut(model), plan=plan, loss=transformers_loss, mesh=mesh["pp"])
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
     for step in range(STEPS):
         start = torch.randint(VOCABULARY, (4 * MICROBATCHES, 1), generator=torch.Generator().manual_seed(step))

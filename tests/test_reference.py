@@ -17,16 +17,8 @@ PAGES = sorted(
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
     for path in ROOT.glob(pattern)
 )
-MODULES = (
-    "stretto",
-    "stretto.schedules",
-    "stretto.costs",
-    "stretto.layers",
-    "stretto.model",
-    "stretto.moe",
-    "stretto.weights",
-    "stretto.onegpu",
-)
+MODULES = ("stretto", "stretto.schedules", "stretto.costs", "stretto.layers", "stretto.model", "stretto.moe")
+MODULES += ("stretto.weights", "stretto.onegpu")
 FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((<[^>]*>|[^)\s]+)(?:\s+\"[^\"]*\")?\)|^\[[^\]]+\]:\s+(\S+)", re.MULTILINE)
 

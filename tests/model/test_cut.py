@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import stretto
 from causal_lms import LAYERS, LM, NAMES, VOCABULARY, errors, exact, uncut
-from stretto.model import CausalLMOutput, causal_lm_loss
+from stretto.model import CutOutput, transformers_loss
 from stretto.moe import RoutedExperts
 from stretto.pipeline.named_layer import NamedLayer
 
@@ -53,7 +53,7 @@ def language_models(draw: Any, kind: str) -> LM:
 
 
 def loss_of(layers: list[nn.Module], batch: Any, labels: Tensor) -> Tensor:
-    total, count = causal_lm_loss(nn.Sequential(*layers)(batch), labels)
+    total, count = transformers_loss(nn.Sequential(*layers)(batch), labels)
     return total / count
 
 
@@ -212,7 +212,7 @@ def test_the_router_loss_can_be_read() -> None:
     lm = LM("mixtral", padding="left")
     model, (batch, labels) = lm.model(), lm.batch()
     output = nn.Sequential(*stretto.cut(model))(batch)
-    assert isinstance(output, CausalLMOutput)
+    assert isinstance(output, CutOutput)
     theirs = model(**batch, labels=labels, use_cache=False)
     torch.testing.assert_close(output.router_loss, 0.3 * theirs.aux_loss.double(), rtol=1e-5, atol=0)
     torch.testing.assert_close(output.logits_NTV, theirs.logits, rtol=1e-5, atol=1e-5)
@@ -340,4 +340,4 @@ def test_labels_of_another_shape_are_refused() -> None:
     with pytest.raises(
         stretto.PipelineError, match=r"labels are token ids of shape \(2, 5\).*got int64 of shape \(2, 4\)"
     ):
-        causal_lm_loss(torch.zeros(2, 5, VOCABULARY), TOKENS[:, 1:])
+        transformers_loss(torch.zeros(2, 5, VOCABULARY), TOKENS[:, 1:])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import stretto
 from causal_lms import LM, errors, exact, uncut
 from strategies import SCHEDULES
-from stretto.model import causal_lm_loss
+from stretto.model import transformers_loss
 from stretto.pipeline.named_layer import NamedLayer
 
 MICROBATCHES = 4
@@ -26,7 +26,7 @@ def plan_of(mesh: Any, schedule: str) -> stretto.Plan:
 
 
 def pipeline(mesh: Any, layers: Any, schedule: str = "zb_h1", **more: Any) -> stretto.Pipeline:
-    given = {"plan": plan_of(mesh, schedule), "loss": causal_lm_loss, "mesh": mesh, **more}
+    given = {"plan": plan_of(mesh, schedule), "loss": transformers_loss, "mesh": mesh, **more}
     return stretto.Pipeline(layers, **given)
 
 

@@ -1,6 +1,25 @@
-"""Language models: cuts those of Hugging Face `transformers` into layers for a `Pipeline`."""
+"""The DeepSeek-V3 / Kimi K2 architecture, and models of Hugging Face `transformers`, as layers of a `Pipeline`."""
 
-from stretto.model.loss import causal_lm_loss
-from stretto.model.values import CausalLMOutput
+from stretto.model.causal_lm import CausalLM, Output, causal_lm_loss, layer, layer_count, layers, tied_names
+from stretto.model.config import ModelConfig, ModelError, Yarn
+from stretto.model.files import from_pretrained, load_weights, save_pretrained
+from stretto.model.loss import transformers_loss
+from stretto.model.values import CutOutput
 
-__all__ = ["CausalLMOutput", "causal_lm_loss"]
+__all__ = [
+    "CausalLM",
+    "CutOutput",
+    "ModelConfig",
+    "ModelError",
+    "Output",
+    "Yarn",
+    "causal_lm_loss",
+    "from_pretrained",
+    "layer",
+    "layer_count",
+    "layers",
+    "load_weights",
+    "save_pretrained",
+    "tied_names",
+    "transformers_loss",
+]

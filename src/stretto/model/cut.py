@@ -6,7 +6,7 @@ from torch import nn
 
 from stretto.ir.errors import PipelineError
 from stretto.model.attention_inputs import AttentionInputMaker
-from stretto.model.layers import DecoderLayer, EmbeddingLayer, HeadLayer
+from stretto.model.cut_layers import DecoderLayer, EmbeddingLayer, HeadLayer
 from stretto.model.shared_copy import shared_copy
 from stretto.model.supported import SUPPORTED, mask_functions, refusal
 
@@ -17,7 +17,7 @@ def cut(model: Any) -> list[nn.Module]:
     The layers are the embedding, each decoder layer, and the final norm with the head. The first takes token ids of
     shape sequences × tokens, or a dict with "input_ids" and if needed "attention_mask" and "position_ids". The last
     returns logits; if the config says `output_router_logits` and the model has a router loss (Mixtral, Qwen3-MoE), it
-    returns a `stretto.model.CausalLMOutput` of logits and that loss. `stretto.model.causal_lm_loss` is the loss for
+    returns a `stretto.model.CutOutput` of logits and that loss. `stretto.model.transformers_loss` is the loss for
     both. A forward equals the model's own with `use_cache=False`.
 
     The layers share the model's parameters, so training them trains the model, which itself is not changed. Experts

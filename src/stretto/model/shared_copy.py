@@ -6,7 +6,7 @@ from typing import TypeGuard
 
 from torch import nn
 
-from stretto.model.layers import record_logits
+from stretto.model.cut_layers import record_logits
 from stretto.moe.experts import RoutedExperts
 
 _PLAIN = {

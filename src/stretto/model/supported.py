@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from stretto.model.layers import CHECKPOINTING
+from stretto.model.cut_layers import CHECKPOINTING
 from stretto.model.shared_copy import has_hooks
 
 KindOf = Callable[[Any, int], str]

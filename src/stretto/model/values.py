@@ -34,7 +34,7 @@ class Hidden(NamedTuple):
         return self if any(part is not None for part in self[1:]) else self.states_NTD
 
 
-class CausalLMOutput(NamedTuple):
+class CutOutput(NamedTuple):
     """The output of a model whose routers have a loss (`output_router_logits`)."""
 
     logits_NTV: Tensor

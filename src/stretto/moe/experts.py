@@ -65,5 +65,5 @@ class RoutedExperts(Experts):
         """Run the experts with this grouped product, on tokens, the indices of their experts, and their weights."""
         x_TD, indices_TK, weights_TK = arguments
         order = Permutation.by_expert(indices_TK, experts=len(self.down_proj))
-        rows_RD = self.run_sorted(product, dispatch(x_TD, order.source_R, order.target_R), order.counts_E)
-        return combine(rows_RD, weights_TK, order.source_R, order.target_R, dtype=x_TD.dtype)
+        rows_RD = self.run_sorted(product, dispatch(x_TD, order), order.counts_E)
+        return combine(rows_RD, weights_TK, order, dtype=x_TD.dtype)

@@ -1,6 +1,7 @@
 """A linear layer with one weight matrix per group of rows, for the experts of a mixture."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +34,25 @@ def grouped_linear(x_TD: Tensor, weight_GED: Tensor, counts_G: Tensor) -> Tensor
     if torch.is_autocast_enabled(x_TD.device.type):
         x_TD, weight_GED = autocast(x_TD), autocast(weight_GED)
     if _has_kernel(x_TD, weight_GED):
-        return _grouped_mm(x_TD.contiguous(), weight_GED.transpose(1, 2), offs=_ends(counts_G))
+        return _Product.apply(x_TD, weight_GED, counts_G)  # type: ignore[no-any-return, no-untyped-call]
     parts = zip(torch.split(x_TD, counts_G.tolist()), weight_GED, strict=True)
     return torch.cat([rows @ weight.T for rows, weight in parts])
+
+
+class _Product(torch.autograd.Function):
+    """One kernel for all groups. Its own backward in PyTorch refuses gradients that are not laid out row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_GED: Tensor, counts_G: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_GED, counts_G)
+        return _grouped_mm(x_TD.contiguous(), weight_GED.transpose(1, 2), offs=_ends(counts_G))
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> Any:
+        x_TD, weight_GED, counts_G = ctx.saved_tensors
+        x_needs, weight_needs, _ = ctx.needs_input_grad
+        x_grad = grouped_linear(grad_TE, weight_GED.transpose(1, 2), counts_G) if x_needs else None
+        return x_grad, grouped_outer(grad_TE, x_TD, counts_G) if weight_needs else None, None
 
 
 def grouped_outer(grad_TE: Tensor, x_TD: Tensor, counts_G: Tensor) -> Tensor:

@@ -3,15 +3,13 @@
 T tokens, K experts for each token, R = T × K rows, D features, E experts.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Permutation:
+class Permutation(NamedTuple):
     """The rows in order of their experts. Rows of one expert stay in the order of their tokens.
 
     >>> order = Permutation.by_expert(torch.tensor([[1, 0], [1, 2]]), experts=3)
@@ -37,21 +35,19 @@ class Permutation:
         return Permutation(source_R, target_R, ends_E.diff(prepend=ends_E.new_zeros(1)))
 
 
-def dispatch(x_TD: Tensor, source_R: Tensor, target_R: Tensor) -> Tensor:
+def dispatch(x_TD: Tensor, order: Permutation) -> Tensor:
     """Return each token's row once for each of its experts, in order of experts."""
-    return _Dispatch.apply(x_TD, source_R, target_R)  # type: ignore[no-any-return, no-untyped-call]
+    return _Dispatch.apply(x_TD, order.source_R, order.target_R)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def combine(
-    rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, target_R: Tensor, *, dtype: torch.dtype | None = None
-) -> Tensor:
+def combine(rows_RD: Tensor, weights_TK: Tensor, order: Permutation, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return for each token the sum of its experts' outputs, weighted. Sums are in float32 at least.
 
     The result is of this dtype, or that of the rows: under autocast, rows have fewer bits than the tokens that they
     are added to.
     """
-    dtype = dtype or rows_RD.dtype
-    return _Combine.apply(rows_RD, weights_TK, source_R, target_R, dtype)  # type: ignore[no-any-return, no-untyped-call]
+    arguments = rows_RD, weights_TK, order.source_R, order.target_R, dtype or rows_RD.dtype
+    return _Combine.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # Autograd's own backward of an index adds rows one by one, in no fixed order on CUDA. These gather instead.
@@ -61,14 +57,13 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, target_R: Tensor) -> Tensor:
         ctx.save_for_backward(target_R)
-        ctx.tokens = len(x_TD)
-        return x_TD.index_select(0, source_R // max(1, len(source_R) // max(1, len(x_TD))))
+        ctx.shape = len(x_TD), len(source_R) // max(1, len(x_TD)), x_TD.shape[-1]
+        return x_TD.index_select(0, source_R // max(1, ctx.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> Any:
         (target_R,) = ctx.saved_tensors
-        grad_TKD = grad_RD.index_select(0, target_R).view(ctx.tokens, -1, grad_RD.shape[-1])
-        return grad_TKD.sum(1), None, None
+        return grad_RD.index_select(0, target_R).view(ctx.shape).sum(1), None, None
 
 
 class _Combine(torch.autograd.Function):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from stretto.ir.errors import PipelineError
 from stretto.model.attention_inputs import AttentionInputMaker
 from stretto.model.router_loss import add_router, balance_loss
-from stretto.model.values import CausalLMOutput, Hidden
+from stretto.model.values import CutOutput, Hidden
 from stretto.pipeline.named_layer import NamedLayer
 
 CHECKPOINTING = (
@@ -75,18 +75,18 @@ class DecoderLayer(NamedLayer):
 
 
 class HeadLayer(NamedLayer):
-    """Returns logits N × T × V, or a `CausalLMOutput` if there are `routers` whose loss is trained."""
+    """Returns logits N × T × V, or a `CutOutput` if there are `routers` whose loss is trained."""
 
     def __init__(self, norm: nn.Module, head: nn.Module, *, routers: int, router_weight: float) -> None:
         super().__init__({"model.norm": norm, "lm_head": head})
         self._routers, self._router_weight = routers, router_weight
 
-    def forward(self, value: Hidden | Tensor) -> CausalLMOutput | Tensor:
+    def forward(self, value: Hidden | Tensor) -> CutOutput | Tensor:
         x = Hidden.of(value)
         logits_NTV = self.module("lm_head")(self.module("model.norm")(x.states_NTD))
         if not self._routers:
             return logits_NTV  # type: ignore[no-any-return]
-        return CausalLMOutput(logits_NTV, self._router_weight * balance_loss(x, self._routers))
+        return CutOutput(logits_NTV, self._router_weight * balance_loss(x, self._routers))
 
 
 LOGITS = "_stretto_router_logits"

@@ -1,0 +1,199 @@
+"""Checkpoints in Hugging Face's format: a `config.json`, and tensors in safetensors files."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stretto.ir.errors import one_line
+from stretto.ir.files import read_text, write_text
+from stretto.model.causal_lm import CausalLM
+from stretto.model.config import ModelConfig, ModelError
+
+_INDEX = "model.safetensors.index.json"
+_BLOCK = 128  # rows and columns that share a scale in DeepSeek's FP8 checkpoints
+_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
+_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+
+
+class HasState(Protocol):
+    """A model, a layer, or a `Pipeline`: its state has Hugging Face's names."""
+
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+
+
+def from_pretrained(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    mtp: bool = False,
+    balance: bool = False,
+) -> CausalLM:
+    """Load a DeepSeek-V3 or Kimi K2 checkpoint as a module from tokens to logits."""
+    config = ModelConfig.load(folder)
+    with torch.device("meta"):
+        model = CausalLM(config, mtp=mtp, balance=balance).to(dtype)
+    model.to_empty(device=device)
+    load_weights(model, folder)
+    return model
+
+
+def load_weights(target: HasState, folder: str | Path) -> None:
+    """Read the weights of a model, of a layer, or of this rank's part of a `Pipeline`, each into its own dtype.
+
+    Experts are stored one by one and stacked here; weights stored in FP8 with scales are multiplied out.
+    """
+    tensors = dict(target.state_dict())
+    with _Checkpoint(Path(folder)) as checkpoint, torch.no_grad():
+        places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        stored = {name for name in tensors if checkpoint.has(name)}
+        tied = {places[name] for name in stored}
+        missing = [name for name in tensors if name not in stored and places[name] not in tied]
+        if missing:
+            raise ModelError(f"{folder} lacks {len(missing)} tensors of the model, such as {missing[0]}")
+        for name in sorted(stored):
+            value = checkpoint.read(name)
+            if value.shape != tensors[name].shape:
+                raise ModelError(
+                    f"{folder}: {name} has the shape {tuple(value.shape)}, not {tuple(tensors[name].shape)}"
+                )
+            tensors[name].copy_(value)
+
+
+class _Checkpoint:
+    """The tensors of a folder, opened as they are needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._files, self._stack = folder, dict[str, Any](), ExitStack()
+        self._file_of = dict(_files_by_name(folder))
+
+    def __enter__(self) -> "_Checkpoint":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def has(self, name: str) -> bool:
+        return all(part in self._file_of for part in self._parts(name))
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor; the experts' from one for each expert."""
+        parts = self._parts(name)
+        if len(parts) == 1:
+            return self._one(parts[0])
+        if not name.endswith("gate_up_proj"):
+            return torch.stack([self._one(part) for part in parts])
+        pairs = zip(parts[0::2], parts[1::2], strict=True)
+        return torch.stack([torch.cat([self._one(gate), self._one(up)]) for gate, up in pairs])
+
+    def _parts(self, name: str) -> list[str]:
+        match = _EXPERTS.fullmatch(name)
+        if match is None or name in self._file_of:
+            return [name]
+        kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+        experts = 0
+        while f"{match[1]}{experts}.{kinds[0]}.weight" in self._file_of:
+            experts += 1
+        return [f"{match[1]}{expert}.{kind}.weight" for expert in range(max(1, experts)) for kind in kinds]
+
+    def _one(self, name: str) -> Tensor:
+        value = self._tensor(name)
+        if f"{name}_scale_inv" not in self._file_of:
+            return value
+        scale = self._tensor(f"{name}_scale_inv").float()
+        for dimension, size in enumerate(value.shape):
+            scale = scale.repeat_interleave(_BLOCK, dimension).narrow(dimension, 0, size)
+        return value.float() * scale
+
+    def _tensor(self, name: str) -> Tensor:
+        file = self._file_of[name]
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context(_opened(self._folder / file))
+        value: Tensor = self._files[file].get_tensor(name)
+        return value
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(str(path), "pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {one_line(error)}") from None
+
+
+def _files_by_name(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield each tensor's name and the file that has it."""
+    if (folder / _INDEX).exists():
+        try:
+            yield from json.loads(read_text(folder / _INDEX))["weight_map"].items()
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"{folder / _INDEX} is no index of safetensors files") from None
+        return
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(f"{folder} has no safetensors files")
+    for path in paths:
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                yield name, path.name
+
+
+def save_pretrained(model: CausalLM, folder: str | Path, *, shard_bytes: int = 5 * 10**9) -> None:
+    """Write a model as `transformers` and inference engines load it, in files of `shard_bytes` at most.
+
+    Tensors that are one are written once. Files of an earlier checkpoint in the folder are replaced.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = dict(_unstacked(model.state_dict()))
+    shards: list[dict[str, Tensor]] = [{}]
+    full = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and full + tensor.nbytes > shard_bytes:
+            shards.append({})
+            full = 0
+        shards[-1][name] = tensor
+        full += tensor.nbytes
+    names = [f"model-{k:05}-of-{len(shards):05}.safetensors" for k in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
+        partial = folder / f"{name}.partial"
+        save_file(shard, str(partial), metadata={"format": "pt"})
+        partial.replace(folder / name)
+    if len(shards) > 1:
+        index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        sizes = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+        write_text(folder / _INDEX, json.dumps({"metadata": sizes, "weight_map": index}, indent=2) + "\n")
+    else:
+        (folder / _INDEX).unlink(missing_ok=True)
+    dtype = str(next(iter(model.parameters())).dtype).removeprefix("torch.")
+    config = {**model.config.to_hugging_face(), "torch_dtype": dtype}
+    write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for path in folder.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in names:
+            path.unlink()
+
+
+def _unstacked(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors under the names of a checkpoint: each expert's by itself, and tied ones once."""
+    seen = set()
+    for name, tensor in state.items():
+        if tensor.data_ptr() in seen and tensor.numel():
+            continue
+        seen.add(tensor.data_ptr())
+        match = _EXPERTS.fullmatch(name)
+        if match is None:
+            yield name, tensor.contiguous()
+            continue
+        kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+        for expert, weight in enumerate(tensor):
+            for kind, part in zip(kinds, weight.chunk(len(kinds)), strict=True):
+                yield f"{match[1]}{expert}.{kind}.weight", part.contiguous()

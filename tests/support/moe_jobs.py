@@ -1,0 +1,64 @@
+"""What ranks do to find out whether a pipelined mixture of experts is the whole model."""
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import stretto
+from strategies import SCHEDULES
+from stretto.model import CausalLM, ModelConfig, causal_lm_loss
+from stretto.moe import Router
+
+MICROBATCHES, LENGTH = 8, 5
+DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))  # "cuda" runs this on a GPU, under MPS
+CONFIG = dataclasses.replace(ModelConfig.named("tiny"), vocab_size=29, hidden_size=16, num_attention_heads=2)
+
+
+def batch(config: ModelConfig = CONFIG, rows: int = 2 * MICROBATCHES) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    tokens = torch.randint(0, config.vocab_size, (rows, LENGTH + 1))
+    return tokens[:, :-1].to(DEVICE), tokens[:, 1:].to(DEVICE)
+
+
+def whole(config: ModelConfig, options: dict[str, bool]) -> tuple[CausalLM, float]:
+    """The model after one backward over the whole batch, and its loss."""
+    torch.manual_seed(1)
+    model = CausalLM(config, **options).to(DEVICE, torch.float64)
+    tokens, targets = batch(config)
+    total, count = causal_lm_loss(model(tokens), targets)
+    (total / count).backward()
+    return model, float(total.detach() / count)
+
+
+def trained(mesh: DeviceMesh, schedule: str, options: dict[str, bool], overlap: bool, tied: bool) -> list[str]:
+    """What differs from the whole model, on this rank, after a step."""
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, num_hidden_layers=6 if mesh.size() > 2 else 4)
+    model, loss = whole(config, options)
+    torch.manual_seed(1)
+    twin = CausalLM(config, **options).to(DEVICE, torch.float64)
+    more: dict[str, Any] = {"stages_per_device": 2, "overlap": True} if overlap else {}
+    plan = SCHEDULES[schedule].make(devices=mesh.size(), microbatches=MICROBATCHES, **more)
+    pipe = stretto.Pipeline(twin.layers(), plan=plan, loss=causal_lm_loss, mesh=mesh)
+    result = pipe.step(*batch(config))
+    wrong = [] if abs(result.loss - loss) < 1e-12 * abs(loss) else [f"the loss is {result.loss}, not {loss}"]
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in pipe.named_parameters():
+        name = name.split(".", 1)[1]
+        grad = expected[name].grad
+        if (grad is None) != (parameter.grad is None):
+            wrong.append(f"{name} has a gradient in one of the two only")
+        elif grad is not None and float((grad - parameter.grad).abs().max()) > 1e-12 * float(grad.abs().max()):
+            wrong.append(f"{name} differs")
+    deferred = pipe.split_report()
+    wrong += [f"{name} is not deferred" for name, is_deferred in deferred.items() if "proj" in name and not is_deferred]
+    counts = {name: module.counts_E for name, module in pipe.named_modules() if isinstance(module, Router)}
+    copies = 2 if schedule == "dualpipe" else 1  # of which each sees its share of the tokens
+    for name, module in model.named_modules():
+        if copies == 1 and name in counts and not torch.equal(counts[name], module.counts_E):
+            wrong.append(f"{name} counts other tokens")
+    pipe.close()
+    return wrong
