@@ -49,6 +49,7 @@ HOW = {
     ("README.md", "sender = stretto.weights.Sender("): How(ranks=1, given="pushing"),
     ("docs/training.md", "import torch, stretto"): How(ranks=4, given="training"),
     ("docs/training.md", "def accuracy("): How(ranks=4, given="evaluating"),
+    ("docs/training.md", "stretto.cut(model)"): How(ranks=4, given="language_model"),
     ("docs/training.md", "dcp.save("): How(ranks=2, given="checkpointing"),
     ("docs/training.md", "norm = pipe.clip_grad_norm_("): How(ranks=4, given="training"),
     ("docs/training.md", "masters = "): How(ranks=4, given="training"),

@@ -40,7 +40,7 @@ sys.meta_path.insert(0, Missing())
     ("code", "says"),
     [
         ("import stretto; stretto.Pipeline", "stretto.Pipeline needs torch: pip install 'stretto[train]'"),
-        ("from stretto import GroupedLinear", "stretto.GroupedLinear needs torch: pip install 'stretto[train]'"),
+        ("from stretto import cut", "stretto.cut needs torch: pip install 'stretto[train]'"),
         ("import stretto; stretto.weights.Sender", "stretto.weights needs torch: pip install 'stretto[train]'"),
         ("from stretto.weights import Sender", "stretto.weights.Sender needs torch: pip install 'stretto[train]'"),
         ("main('push', 'x', '--dry-run')", "stretto: stretto push needs torch: pip install 'stretto[train]'"),

@@ -5,7 +5,7 @@ The main path, in order:
     plan      schedules (a module), Plan, load_plan, parse_plan; layers (a module): Layer, Phase
     program   lower, weight_update, program_of, Call, Program, parse_program
     check     check, Violation
-    run       simulate, costs (a module): Costs, load_costs; execute; Pipeline, GroupedLinear; weights (a module)
+    run       simulate, costs (a module): Costs, load_costs; execute; Pipeline, cut; weights (a module)
     look      Timeline, load_timeline, fit, draw_text, draw_comparison
     errors    StrettoError, and those derived from it
 """
@@ -42,7 +42,7 @@ from stretto.timeline import Timeline, fit, load_timeline
 
 if TYPE_CHECKING:
     from stretto import weights
-    from stretto.moe.grouped_linear import GroupedLinear
+    from stretto.model.cut import cut
     from stretto.pipeline.pipeline import Pipeline
 
 __version__ = "0.2.0"
@@ -51,7 +51,6 @@ __all__ = [
     "Call",
     "CostError",
     "Costs",
-    "GroupedLinear",
     "Layer",
     "PeerError",
     "Phase",
@@ -68,6 +67,7 @@ __all__ = [
     "WeightsError",
     "check",
     "costs",
+    "cut",
     "draw_comparison",
     "draw_text",
     "execute",
@@ -88,8 +88,8 @@ __all__ = [
 
 
 _NEED_TORCH = {
-    "GroupedLinear": "stretto.moe.grouped_linear",
     "Pipeline": "stretto.pipeline.pipeline",
+    "cut": "stretto.model.cut",
     "weights": "stretto.weights",
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import stretto
+from causal_lms import LM
 from stretto.weights import Receiver, status
 
 Names = dict[str, Any]
@@ -59,6 +60,17 @@ def training(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
     assert gradients
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
     pipe.close()
+
+
+@contextmanager
+def language_model(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """The same for a model of transformers, and a batch of a tokenizer."""
+    lm = LM("qwen3_moe", padding="right")
+    with training(mesh, folder) as names:
+        batch, labels = lm.batch(ROWS)
+        names |= {"model": lm.model(), "tokens": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        names["labels"] = labels
+        yield names
 
 
 @contextmanager
@@ -191,6 +203,7 @@ GIVEN: dict[str, Callable[[DeviceMesh, Path], AbstractContextManager[Names]]] = 
     for given in (
         training,
         evaluating,
+        language_model,
         data_parallel,
         checkpointing,
         recorded,

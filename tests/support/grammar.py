@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 
 import stretto
 from strategies import SCHEDULES
+from stretto.moe import GroupedLinear
 from stretto.pipeline.rng import Generators, RngKey
 
 WIDTH, TOKENS, ROWS, WORDS = 4, 3, 2, 7
@@ -423,7 +424,7 @@ class Functions(Piece):
 class Experts(Piece):
     def __init__(self) -> None:
         super().__init__()
-        self.experts = stretto.GroupedLinear(2, WIDTH, WIDTH)
+        self.experts = GroupedLinear(2, WIDTH, WIDTH)
 
     def compute(self, h: Tensor) -> Tensor:
         rows = self.linear(h).flatten(0, 1)

@@ -47,7 +47,6 @@ def trained(mesh: DeviceMesh, schedule: str, options: dict[str, bool], overlap: 
     wrong = [] if abs(result.loss - loss) < 1e-12 * abs(loss) else [f"the loss is {result.loss}, not {loss}"]
     expected = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in pipe.named_parameters():
-        name = name.split(".", 1)[1]
         grad = expected[name].grad
         if (grad is None) != (parameter.grad is None):
             wrong.append(f"{name} has a gradient in one of the two only")

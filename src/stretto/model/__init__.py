@@ -4,9 +4,12 @@ from stretto.model.balance import update_router_biases
 from stretto.model.causal_lm import CausalLM, Output, causal_lm_loss, layer, layer_count, layers, tied_names
 from stretto.model.config import ModelConfig, ModelError, Yarn
 from stretto.model.files import from_pretrained, load_weights, save_pretrained
+from stretto.model.loss import transformers_loss
+from stretto.model.values import CutOutput
 
 __all__ = [
     "CausalLM",
+    "CutOutput",
     "ModelConfig",
     "ModelError",
     "Output",
@@ -19,5 +22,6 @@ __all__ = [
     "load_weights",
     "save_pretrained",
     "tied_names",
+    "transformers_loss",
     "update_router_biases",
 ]

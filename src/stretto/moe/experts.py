@@ -1,7 +1,7 @@
 """Experts whose weights are stacked, so that one grouped product runs them all."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +31,16 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * hidden, features))
         self.down_proj = nn.Parameter(torch.empty(experts, features, hidden))
-        self.activation = activation
+        self.act_fn = activation
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.02)
+
+    @classmethod
+    def of(cls, gate_up_proj: nn.Parameter, down_proj: nn.Parameter, *, activation: Callable[[Tensor], Tensor]) -> Self:
+        """Return experts that hold these very parameters."""
+        experts = cls(0, 0, 0, activation=activation)  # which allocates nothing
+        experts.gate_up_proj, experts.down_proj = gate_up_proj, down_proj
+        return experts
 
     def forward(self, *arguments: Any) -> Tensor:
         return self.run(grouped_linear, *arguments)
@@ -44,7 +51,7 @@ class Experts(nn.Module):
 
     def run_sorted(self, product: Product, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         gate, up = product(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
-        return product(self.activation(gate) * up, self.down_proj, counts_E)
+        return product(self.act_fn(gate) * up, self.down_proj, counts_E)
 
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape
@@ -59,4 +66,4 @@ class RoutedExperts(Experts):
         x_TD, indices_TK, weights_TK = arguments
         order = Permutation.by_expert(indices_TK, experts=len(self.down_proj))
         rows_RD = self.run_sorted(product, dispatch(x_TD, order), order.counts_E)
-        return combine(rows_RD, weights_TK, order)
+        return combine(rows_RD, weights_TK, order, dtype=x_TD.dtype)

@@ -40,9 +40,14 @@ def dispatch(x_TD: Tensor, order: Permutation) -> Tensor:
     return _Dispatch.apply(x_TD, order.source_R, order.target_R)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def combine(rows_RD: Tensor, weights_TK: Tensor, order: Permutation) -> Tensor:
-    """Return for each token the weighted sum of its experts' outputs. Sums are in float32 at least."""
-    return _Combine.apply(rows_RD, weights_TK, order.source_R, order.target_R)  # type: ignore[no-any-return, no-untyped-call]
+def combine(rows_RD: Tensor, weights_TK: Tensor, order: Permutation, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return for each token the weighted sum of its experts' outputs. Sums are in float32 at least.
+
+    The result is of this dtype, or that of the rows: under autocast, rows have fewer bits than the tokens that they
+    are added to.
+    """
+    arguments = rows_RD, weights_TK, order.source_R, order.target_R, dtype or rows_RD.dtype
+    return _Combine.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # Autograd's own backward of an index adds rows one by one, in no fixed order on CUDA. These gather instead.
@@ -63,10 +68,12 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, target_R: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, target_R: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(rows_RD, weights_TK, source_R, target_R)
         rows_TKD = rows_RD.index_select(0, target_R).view(*weights_TK.shape, rows_RD.shape[-1])
-        return _weighted_sum(rows_TKD, weights_TK).to(rows_RD.dtype)
+        return _weighted_sum(rows_TKD, weights_TK).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
@@ -79,7 +86,7 @@ class _Combine(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             rows_TKD = rows_RD.index_select(0, target_R).view(*weights_TK.shape, rows_RD.shape[-1])
             weights_grad = _dots(rows_TKD, grad_TD).to(weights_TK.dtype)
-        return rows_grad, weights_grad, None, None
+        return rows_grad, weights_grad, None, None, None
 
 
 # Matrix products of halves that sum in float32 read the rows once, where elementwise kernels would write them all again
@@ -97,7 +104,7 @@ def _weighted_sum(rows_TKD: Tensor, weights_TK: Tensor) -> Tensor:
 
 def _dots(rows_TKD: Tensor, grad_TD: Tensor) -> Tensor:
     """Return the product of each row with its token's gradient."""
-    if not _has_float32_products(rows_TKD):
+    if not _has_float32_products(rows_TKD) or grad_TD.dtype != rows_TKD.dtype:
         exact = torch.promote_types(grad_TD.dtype, torch.float32)
         return (rows_TKD * grad_TD[:, None].to(exact)).sum(-1)
     dots_TK1: Tensor = torch.bmm(rows_TKD, grad_TD[..., None], out_dtype=torch.float32)

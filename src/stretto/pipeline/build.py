@@ -28,6 +28,8 @@ from stretto.pipeline.layers import (
     unfit,
     validate_own_statistics,
 )
+from stretto.pipeline.named_layer import NamedLayer
+from stretto.pipeline.names import Names, clash_of, prefix_of
 from stretto.pipeline.options import Options, validate_mesh, wrong_option
 from stretto.pipeline.programs import digest_of, program_for, wrong_program
 from stretto.pipeline.replicas import Replicas
@@ -39,11 +41,12 @@ from stretto.pipeline.ties import (
     joined,
     layer_of,
     names_of,
+    numbered,
     places_of,
     tie,
     tied_stages,
     ties_of,
-    validate_names,
+    validate_groups,
     wrong_ties,
 )
 from stretto.pipeline.transfers import Transfers
@@ -64,6 +67,7 @@ class Parts:
     layer_count: int
     """The number of layers of the whole model."""
     module: nn.ModuleDict
+    names: Names
     replicas: Replicas
     gradients: Gradients
     stages: dict[int, Stage]
@@ -105,15 +109,16 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
         placement = (options.program if options.program is not None else options.plan).placement  # type: ignore[union-attr]
         placed = _place_layers(team, mesh, device, placement, layers, options)
         phases = _gather_phases(team, placed)
-        together = _gather_ties(team, placed, options.tied)
+        names, tied = _gather_names(team, placed, options.tied)
+        together = names.together = _gather_ties(team, placed, names, tied)
         program = _make_program(team, placed, phases, together, options)
         _validate_same_options(team, placed, program, together, options)
-        recomputed = _find_recomputed(team, placed, options.recompute)
-        _tie_parameters(team, placed, together)
+        recomputed = _find_recomputed(team, placed, names, options.recompute)
+        _tie_parameters(team, placed, names)
         sparse = _find_sparse(placed)
-        replicas = _share_parameters(team, device, placement, placed, together, sparse)
-        gradients = _make_gradients(placed, replicas, sparse, options)
-        stages = _make_stages(device, placement, placed, program, gradients, recomputed, options)
+        replicas = _share_parameters(team, device, placement, placed, names, sparse)
+        gradients = _make_gradients(placed, names, replicas, sparse, options)
+        stages = _make_stages(device, placement, placed, names, program, gradients, recomputed, options)
         transfers = Transfers(team, program, device)
         _warm_up_autograd(device)
         agreement = Agreement(team, [tuple(range(team.size))])
@@ -127,6 +132,7 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
         layers=placed.layers,
         layer_count=sum(map(len, placed.shares)),
         module=placed.module,
+        names=names,
         replicas=replicas,
         gradients=gradients,
         stages=stages,
@@ -158,7 +164,7 @@ def _place_layers(
 
     def place() -> _Placed:
         build, count = builder(layers, options.layer_count)
-        validate_names(options.tied, count)
+        validate_groups(options.tied)
         shares = list(cut_layers(range(count), stages=placement.stages, balance=options.balance))
         modules: Layers = []
         if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
@@ -167,7 +173,8 @@ def _place_layers(
         stages = sorted({stage for home, stage in placement.homes if home == mesh.get_local_rank()})
         own = {number: build(number).to(device) for stage in stages for number in shares[stage]}
         module = nn.ModuleDict({str(number): layer for number, layer in own.items()})
-        if (wrong := unfit(own)) is not None:
+        every = enumerate(modules) if modules else own.items()
+        if (wrong := unfit(own) or clash_of(every)) is not None:
             raise PipelineError(wrong)
         return _Placed(build, modules, shares, stages, own, module)
 
@@ -186,17 +193,33 @@ def _gather_phases(team: Team, placed: _Placed) -> list[list[Layer]] | None:
     ]
 
 
-def _gather_ties(team: Team, placed: _Placed, tied: Sequence[Sequence[str]]) -> Together:
+def _gather_names(team: Team, placed: _Placed, tied: Sequence[Sequence[str]]) -> tuple[Names, list[list[str]]]:
+    """Find the `NamedLayer`s of all ranks, and the parameters that users tie by names of these (collective)."""
+    named = {number: layer for number, layer in placed.layers.items() if isinstance(layer, NamedLayer)}
+    wanted = {name for names in tied for name in names}
+    own: dict[str, list[str]] = {}
+    for number, layer in named.items():
+        for name, _ in layer.named_parameters(remove_duplicate=False):
+            if name in wanted:
+                own.setdefault(name, []).append(f"{number}.{name}")
+    everywhere: dict[str, set[str]] = {}
+    for from_rank in team.gather(own, dict[str, list[str]]):
+        for name, internal in from_rank.items():
+            everywhere.setdefault(name, set()).update(internal)
+    numbers = {number for from_rank in team.gather(sorted(named), list[int]) for number in from_rank}
+    layer_count = sum(map(len, placed.shares))
+    return Names(numbers), team.all_or_none(lambda: numbered(tied, everywhere, layer_count))
+
+
+def _gather_ties(team: Team, placed: _Placed, names: Names, tied: Sequence[Sequence[str]]) -> Together:
     """Return all ties (collective): by `tied`, and by layers of several stages that already share a parameter."""
     ties = [*tied, *ties_of(placed.modules)]
     places = places_of(placed.module)
-    _raise_on_all(team, conflicting(joined(ties), places))
+    _raise_on_all(team, conflicting(joined(ties), places, names.seen))
     stage_of = {number: stage for stage, share in enumerate(placed.shares) for number in share}
-    across_stages = [
-        names for names in names_of(places).values() if len({stage_of[layer_of(name)] for name in names}) > 1
-    ]
+    across_stages = [same for same in names_of(places).values() if len({stage_of[layer_of(name)] for name in same}) > 1]
     gathered = team.gather(across_stages, list[list[str]])
-    return joined([*ties, *(names for from_rank in gathered for names in from_rank)])
+    return joined([*ties, *(same for from_rank in gathered for same in from_rank)])
 
 
 def _make_program(
@@ -231,17 +254,17 @@ def _validate_same_options(team: Team, placed: _Placed, program: Program, togeth
                 raise peer_failure(f"rank {rank} was given another {name} than rank 0{values}")
 
 
-def _find_recomputed(team: Team, placed: _Placed, patterns: Sequence[str]) -> dict[str, nn.Module]:
+def _find_recomputed(team: Team, placed: _Placed, names: Names, patterns: Sequence[str]) -> dict[str, nn.Module]:
     """Return this rank's modules to recompute (collective). Raise if a pattern matches no module on any rank."""
     modules = modules_named(placed.layers, patterns)
-    matches = [any(fnmatch(name, pattern) for name in modules) for pattern in patterns]
+    matches = [any(fnmatch(names.seen(name), pattern) for name in modules) for pattern in patterns]
     for pattern, *by_rank in zip(patterns, *team.gather(matches, list[bool]), strict=True):
         if not any(by_rank):
             raise PipelineError(f"no module is called {pattern!r:.60}, so it cannot be recomputed")
     return outermost(modules)
 
 
-def _tie_parameters(team: Team, placed: _Placed, together: Together) -> None:
+def _tie_parameters(team: Team, placed: _Placed, names: Names) -> None:
     """Validate the ties over all ranks (collective), and make tied parameters of this rank one."""
 
     def most(table: Tensor) -> Tensor:
@@ -250,9 +273,9 @@ def _tie_parameters(team: Team, placed: _Placed, together: Together) -> None:
         return table
 
     parameters = dict(placed.module.named_parameters(remove_duplicate=False))
-    if (wrong := wrong_ties(together, parameters, most)) is not None:
+    if (wrong := wrong_ties(names.together, parameters, most, names.seen)) is not None:
         raise PipelineError(wrong)
-    tie(together, places_of(placed.module))
+    tie(names.together, places_of(placed.module))
 
 
 def _find_sparse(placed: _Placed) -> set[int]:
@@ -262,16 +285,16 @@ def _find_sparse(placed: _Placed) -> set[int]:
 
 
 def _share_parameters(
-    team: Team, device: torch.device, placement: Placement, placed: _Placed, together: Together, sparse: set[int]
+    team: Team, device: torch.device, placement: Placement, placed: _Placed, names: Names, sparse: set[int]
 ) -> Replicas:
     """Find what several ranks hold, connect these ranks, and broadcast the values they start with (collective)."""
-    replicas = find_shared(placed.module, placement.homes, placed.shares, together, team, sparse=sparse)
+    replicas = find_shared(placed.module, placement.homes, placed.shares, names, team, sparse=sparse)
     _raise_on_all(team, replicas.wrong(device))
     replicas.start_equal(device)
     return replicas
 
 
-def _make_gradients(placed: _Placed, replicas: Replicas, sparse: set[int], options: Options) -> Gradients:
+def _make_gradients(placed: _Placed, names: Names, replicas: Replicas, sparse: set[int], options: Options) -> Gradients:
     layers = placed.layers
 
     def validate(parameters: Sequence[Tensor]) -> None:
@@ -284,7 +307,7 @@ def _make_gradients(placed: _Placed, replicas: Replicas, sparse: set[int], optio
         is_loose=lambda parameter: id(parameter) in sparse or replicas.is_sparse(parameter),
         shared_as=replicas.shared_as,
         validate=validate,
-        name_of=partial(_name_of, placed.module),
+        name_of=partial(_name_of, placed.module, names),
     )
 
 
@@ -292,6 +315,7 @@ def _make_stages(
     device: torch.device,
     placement: Placement,
     placed: _Placed,
+    names: Names,
     program: Program,
     gradients: Gradients,
     recomputed: Mapping[str, nn.Module],
@@ -308,7 +332,9 @@ def _make_stages(
             checkpointed=options.checkpoint,
             elsewhere=partial(_name_elsewhere, layers=placed.modules),
             replicated=sum(stage == other for _, other in placement.homes) > 1,
-            recomputed={name: module for name, module in recomputed.items() if layer_of(name) in shares[stage]},
+            recomputed={
+                names.seen(name): module for name, module in recomputed.items() if layer_of(name) in shares[stage]
+            },
         )
         for stage in placed.stages
     }
@@ -344,12 +370,12 @@ def _raise_on_all(team: Team, wrong: str | None) -> None:
     team.all_or_none(validate)
 
 
-def _name_of(module: nn.Module, tensor: Tensor) -> str:
-    names = (name for name, parameter in module.named_parameters() if parameter is tensor)
-    return next(names, f"a parameter of shape {tuple(tensor.shape)}")
+def _name_of(module: nn.Module, names: Names, tensor: Tensor) -> str:
+    found = (names.seen(name) for name, parameter in module.named_parameters() if parameter is tensor)
+    return next(found, f"a parameter of shape {tuple(tensor.shape)}")
 
 
 def _name_elsewhere(tensor: Tensor, layers: Layers) -> str | None:
     """Return a tensor's name among the parameters of all layers, including other ranks', or None."""
-    every = (layer.named_parameters(prefix=str(number)) for number, layer in enumerate(layers))
+    every = (layer.named_parameters(prefix=prefix_of(number, layer)) for number, layer in enumerate(layers))
     return next((name for named in every for name, other in named if other is tensor), None)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stretto.costs import Costs, PhaseTimes
 from stretto.ir.errors import PipelineError, PlanError
 from stretto.layers import Layer
+from stretto.pipeline.names import modules_of, prefix_of
 
 Layers: TypeAlias = Sequence[nn.Module] | nn.ModuleList | nn.Sequential
 
@@ -46,7 +47,7 @@ def validate_own_statistics(layers: Layers, shares: Sequence[Sequence[int]]) -> 
     seen: dict[int, tuple[int, str]] = {}
     for stage, share in enumerate(shares):
         for number in share:
-            for name, module in layers[number].named_modules(prefix=str(number)):
+            for _, name, module in modules_of(number, layers[number]):
                 if isinstance(module, _NormBase) and module.running_mean is not None:
                     first, other = seen.setdefault(id(module), (stage, name))
                     if first != stage:
@@ -65,7 +66,7 @@ _SHARDED = {
 def unfit(layers: Mapping[int, nn.Module]) -> str | None:
     """Return why a pipeline cannot train these layers, or None."""
     for number, layer in layers.items():
-        for name, module in layer.named_modules(prefix=str(number)):
+        for _, name, module in modules_of(number, layer):
             registry = _get_registry(module) or {}
             for kind, how in _SHARDED.items():
                 if isinstance(module, kind) or (kind is DistributedDataParallel and "replicate" in registry):
@@ -73,21 +74,21 @@ def unfit(layers: Mapping[int, nn.Module]) -> str | None:
                         f"{name} {how}, which reduces gradients by itself, in the middle of a step; give the plain "
                         "module, and sum gradients over data-parallel ranks after the step, as docs/training.md shows"
                     )
-        for name, parameter in layer.named_parameters(prefix=str(number)):
+        for name, parameter in layer.named_parameters(prefix=prefix_of(number, layer)):
             if parameter.requires_grad and parameter.dtype == torch.float16:
                 return f"{name} is float16, whose gradients need scaling, which a pipeline does not do; use bfloat16"
     return None
 
 
 def modules_named(layers: Mapping[int, nn.Module], patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules whose names match a pattern, by the names that `nn.Sequential` would give them."""
+    """Return the modules whose names, as users see them, match a pattern. They are returned by their internal names."""
     if isinstance(patterns, str):
         raise PipelineError(f"recompute is a list of names or patterns (got {patterns!r:.60})")
     return {
         name: module
         for number, layer in layers.items()
-        for name, module in layer.named_modules(prefix=str(number))
-        if any(fnmatch(name, pattern) for pattern in patterns)
+        for name, seen, module in modules_of(number, layer)
+        if any(fnmatch(seen, pattern) for pattern in patterns)
     }
 
 

@@ -16,6 +16,8 @@ class NamedLayer(nn.Module):
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
+        self.paths = tuple(modules)
+        """The full names of the modules."""
         for path, module in modules.items():
             *outer, name = path.split(".")
             owner: nn.Module = self
@@ -24,3 +26,7 @@ class NamedLayer(nn.Module):
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
             owner.add_module(name, module)
+
+    def module(self, path: str) -> nn.Module:
+        """Return a module by its full name."""
+        return self.get_submodule(path)

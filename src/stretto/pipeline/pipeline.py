@@ -26,6 +26,7 @@ from stretto.pipeline.layers import Layers
 from stretto.pipeline.losses import Loss, Losses
 from stretto.pipeline.microbatches import cut, needed
 from stretto.pipeline.modes import evaluating
+from stretto.pipeline.names import named_modules
 from stretto.pipeline.options import Options
 from stretto.pipeline.pytree import Value, tensors_of
 from stretto.pipeline.results import StepResult
@@ -110,7 +111,7 @@ class Pipeline:
         self._team, self._placement = parts.team, parts.placement
         self.program = parts.program
         """The program that runs."""
-        self._layers, self._module = parts.layers, parts.module
+        self._layers, self._module, self._names = parts.layers, parts.module, parts.names
         self._replicas, self._gradients = parts.replicas, parts.gradients
         self._stages, self._transfers = parts.stages, parts.transfers
         self._binding = parts.binding
@@ -236,8 +237,11 @@ class Pipeline:
         self._turns.close()
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return this rank's parameters by the names in `nn.Sequential(*layers)`; a tied one by its first name."""
-        return self._module.named_parameters(remove_duplicate=remove_duplicate)
+        """Return this rank's parameters by the names in `nn.Sequential(*layers)`; a tied one by its first name.
+
+        In a `NamedLayer`, as `stretto.cut` makes them, names are those of the whole model instead.
+        """
+        return self._names.all_seen(self._module.named_parameters(remove_duplicate=remove_duplicate))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return this rank's parameters, including frozen ones."""
@@ -288,11 +292,14 @@ class Pipeline:
 
     def modules(self) -> Iterator[nn.Module]:
         """Return this rank's layers and all modules inside them."""
-        return (module for _, module in self.named_modules())
+        return (module for module in self._module.modules() if module is not self._module)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Return this rank's layers and all modules inside them, by the names in `nn.Sequential(*layers)`."""
-        return ((name, module) for name, module in self._module.named_modules() if name)
+        """Return this rank's layers and all modules inside them, by the names in `nn.Sequential(*layers)`.
+
+        In a `NamedLayer`, as `stretto.cut` makes them, names are those of the whole model instead.
+        """
+        return named_modules(self._layers)
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Put this rank's layers in training mode, or with False in evaluation mode, as `nn.Module.train` does."""
@@ -324,20 +331,18 @@ class Pipeline:
         return f"Pipeline(  # rank {self.rank} of {ranks}, stages {stages} of {of}\n{layers}"
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of this rank's layers, by the names in `nn.Sequential(*layers)`."""
-        return dict(self._module.state_dict())
+        """Return the state of this rank's layers, by the names of `named_parameters`."""
+        return dict(self._names.all_seen(self._module.state_dict().items()))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load this rank's layers from a state dict, which may contain other layers too."""
-        prefixes = {f"{number}." for number in self._layers}
         try:
-            self._module.load_state_dict(
-                {name: value for name, value in state.items() if name[: name.find(".") + 1] in prefixes}
-            )
+            self._module.load_state_dict(self._names.own(state, self._layers))
         except RuntimeError as error:
             if type(error) is not RuntimeError or not str(error).startswith("Error(s) in loading"):
                 raise  # raised by a layer's own code
-            raise RuntimeError(str(error).replace("ModuleDict", f"the layers of rank {self.rank}")) from None
+            text = self._names.in_text(str(error))
+            raise RuntimeError(text.replace("ModuleDict", f"the layers of rank {self.rank}")) from None
 
     def split_report(self) -> dict[str, bool]:
         """Return for each of this rank's parameters whether the split backward defers its gradient."""

@@ -68,15 +68,17 @@ class Replicas:
         *,
         stages: Collection[int],
         sparse: Callable[[nn.Parameter], bool],
+        seen: Callable[[str], str],
     ) -> None:
         """Create the process groups. All ranks call this together.
 
         `held` maps the name of each parameter and buffer to the ranks that hold it; names and `sets` (the sets of ranks
-        that share anything) are the same on all ranks. `stages` are the stages that live on several ranks.
+        that share anything) are the same on all ranks. `stages` are the stages that live on several ranks. `seen`
+        returns the name that users see.
         """
         self._shared: list[_Shared] = []
         self._team = team
-        self._held, self._stages = held, stages
+        self._held, self._stages, self._seen = held, stages, seen
         self._watched = False  # whether the first step has checked which buffers change
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._sets = sorted(sets)
@@ -103,7 +105,7 @@ class Replicas:
         for shared in self._shared:
             for name, parameter in shared.parameters.items():
                 if id(parameter) not in present:
-                    raise PipelineError(_REPLACED.format(name))
+                    raise PipelineError(_REPLACED.format(self._seen(name)))
 
     def shared_as(self, parameter: Tensor, stage: int) -> tuple[Message, str] | None:
         """Return the all-reduce that sums a parameter's gradient, and its name there; None if it is not shared."""
@@ -155,7 +157,7 @@ class Replicas:
             if len(rows):
                 for name, one, other in zip(shared.parameters, *self._extremes(rows, shared.group), strict=True):
                     if (how := difference(one, other)) is not None:
-                        problem = problem or f"the copies of {name} on several ranks {how}"
+                        problem = problem or f"the copies of {self._seen(name)} on several ranks {how}"
         return problem
 
     def _broadcast(self, tensor: Tensor, name: str, shared: _Shared) -> None:
@@ -183,13 +185,14 @@ class Replicas:
         """
         for shared in self._shared:
             for name, parameter in shared.parameters.items():
+                seen = self._seen(name)
                 if isinstance(parameter, UninitializedParameter):
-                    return f"{name} is made by its layer's first forward, which several devices run; run it before"
+                    return f"{seen} is made by its layer's first forward, which several devices run; run it before"
                 if getattr(shared.places[name][0], "max_norm", None) is not None:
-                    return f"{name} is changed by forwards (max_norm), and several devices hold it"
+                    return f"{seen} is changed by forwards (max_norm), and several devices hold it"
             for name, (module, _) in shared.buffers.items():
                 if isinstance(module, _NormBase) and module.training and module.track_running_stats:
-                    layer = name.rpartition(".")[0]
+                    layer = self._seen(name).rpartition(".")[0]
                     return (
                         f"{layer} keeps running statistics, and its stage lives on two devices, each of which would "
                         "count half of the microbatches; use a plan with one copy (dualpipev), or put it in eval mode"
@@ -206,7 +209,7 @@ class Replicas:
         for shared in self._shared:
             for name, (module, key) in shared.places.items():
                 if module._parameters.get(key) is not shared.parameters[name]:
-                    raise PipelineError(_REPLACED.format(name))
+                    raise PipelineError(_REPLACED.format(self._seen(name)))
         before = {}
         for shared in self._shared:
             for name, (module, key) in shared.buffers.items():
@@ -221,8 +224,8 @@ class Replicas:
                 changed = module._buffers.get(key) is not buffer or buffer._version != version
                 if changed or (copy is not None and not torch.equal(copy, buffer)):  # changed without a new version
                     raise PipelineError(
-                        f"the buffer {name} changed in a forward, and its stage lives on two devices, whose copies "
-                        "would drift apart; use a plan that keeps one copy (dualpipev)"
+                        f"the buffer {self._seen(name)} changed in a forward, and its stage lives on two devices, "
+                        "whose copies would drift apart; use a plan that keeps one copy (dualpipev)"
                     )
 
         return check

@@ -1,11 +1,12 @@
 """Finds what several ranks hold: the layers of stages that live on two devices, and tied parameters."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
 from stretto.execute.team import Team
+from stretto.pipeline.names import Names
 from stretto.pipeline.replicas import Held, Replicas
 from stretto.pipeline.ties import Place, layer_of, names_of, places_of
 
@@ -14,32 +15,33 @@ def find_shared(
     module: nn.Module,
     homes: Iterable[tuple[int, int]],
     shares: Sequence[Sequence[int]],
-    together: Mapping[str, tuple[str, ...]],
+    names: Names,
     team: Team,
     *,
     sparse: Collection[int],
 ) -> Replicas:
     """Return the parameters and buffers of this rank's module that other ranks hold too.
 
-    `homes` are the (device, stage) pairs of the placement, `shares` the layers of each stage, `together` the names tied
-    to each tied name, `sparse` the ids of parameters whose gradients may be sparse. All ranks call this together.
+    `homes` are the (device, stage) pairs of the placement, `shares` the layers of each stage, `names` know which are
+    tied, `sparse` are the ids of parameters whose gradients may be sparse. All ranks call this together.
     """
+    together = names.together
     ranks: dict[int, set[int]] = defaultdict(set)
     for device, stage in homes:
         for number in shares[stage]:
             ranks[number].add(device)
     stage_of = {number: stage for stage, share in enumerate(shares) for number in share}
 
-    def holders(names: Sequence[str]) -> Held:
-        devices = tuple(sorted(set().union(*(ranks[layer_of(name)] for name in names))))
-        stages = tuple(sorted({stage_of[layer_of(name)] for name in names}))
-        return Held(devices, min(ranks[layer_of(names[0])]), stages)
+    def holders(same: Sequence[str]) -> Held:
+        devices = tuple(sorted(set().union(*(ranks[layer_of(name)] for name in same))))
+        stages = tuple(sorted({stage_of[layer_of(name)] for name in same}))
+        return Held(devices, min(ranks[layer_of(same[0])]), stages)
 
     held, parameters = dict[str, Held](), dict[str, nn.Parameter]()
     buffers, places = dict[str, Place](), places_of(module)
-    for names in names_of(places).values():
-        first = next((together[name] for name in names if name in together), names)[0]
-        owner, key = places[names[0]]
+    for same in names_of(places).values():
+        first = next((together[name] for name in same if name in together), same)[0]
+        owner, key = places[same[0]]
         parameter = owner._parameters[key]
         assert parameter is not None
         held[first], parameters[first], places[first] = holders(together.get(first, (first,))), parameter, (owner, key)
@@ -48,7 +50,7 @@ def find_shared(
             if buffer is not None:
                 name = f"{prefix}.{key}"
                 held[name], buffers[name] = holders([name]), (owner, key)
-    sets = {*(holders(names).ranks for names in together.values()), *(tuple(sorted(some)) for some in ranks.values())}
+    sets = {*(holders(same).ranks for same in together.values()), *(tuple(sorted(some)) for some in ranks.values())}
     return Replicas(
         team,
         held,
@@ -58,4 +60,5 @@ def find_shared(
         [one for one in sets if len(one) > 1],
         stages=[stage for stage, share in enumerate(shares) if len(ranks[share[0]]) > 1],
         sparse=lambda parameter: id(parameter) in sparse,
+        seen=names.seen,
     )

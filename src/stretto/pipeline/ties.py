@@ -1,7 +1,7 @@
 """Tied parameters: one parameter that several layers hold."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ def layer_of(name: str) -> int:
     return int(name.split(".")[0])
 
 
-def validate_names(tied: Any, layer_count: int) -> None:
-    """Raise PipelineError if `tied` is not a list of groups of parameter names."""
+def validate_groups(tied: Any) -> None:
+    """Raise PipelineError if `tied` is not a list of groups of names."""
     for names in (tied,) if isinstance(tied, str) else tied:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise PipelineError(
@@ -47,12 +47,22 @@ def validate_names(tied: Any, layer_count: int) -> None:
             )
         if len(names) < 2:
             raise PipelineError(f"a tie needs two names at least (got {names!r:.60})")
-        for name in names:
-            first = name.split(".")[0]
-            if not first.isdecimal() or int(first) >= layer_count:
-                raise PipelineError(
-                    f"{name!r:.60} is no parameter to tie: names begin with a layer's number, 0 to {layer_count - 1}"
-                )
+
+
+def numbered(tied: Sequence[Sequence[str]], found: Mapping[str, Collection[str]], layer_count: int) -> list[list[str]]:
+    """Return ties with the names that begin with a layer's number; `found` has them for parameters of `NamedLayer`s.
+
+    Raise PipelineError if a name is neither such a parameter nor begins with a layer's number.
+    """
+    ties = [[name for given in names for name in found.get(given, (given,))] for names in tied]
+    for name in (name for names in ties for name in names):
+        first = name.split(".")[0]
+        if not first.isdecimal() or int(first) >= layer_count:
+            raise PipelineError(
+                f"{name!r:.60} is no parameter to tie: names begin with a layer's number, 0 to {layer_count - 1}, "
+                "except those of a NamedLayer, of which none has it"
+            )
+    return ties
 
 
 def joined(ties: Iterable[Sequence[str]]) -> dict[str, tuple[str, ...]]:
@@ -90,9 +100,15 @@ def _in_words(described: Sequence[int]) -> str:
 
 
 def wrong_ties(
-    together: Mapping[str, tuple[str, ...]], parameters: Mapping[str, nn.Parameter], most: Callable[[Tensor], Tensor]
+    together: Mapping[str, tuple[str, ...]],
+    parameters: Mapping[str, nn.Parameter],
+    most: Callable[[Tensor], Tensor],
+    seen: Callable[[str], str],
 ) -> str | None:
-    """Return what is wrong with the ties, the same on all ranks, or None. `most` is an all-reduce by maximum."""
+    """Return what is wrong with the ties, the same on all ranks, or None.
+
+    `most` is an all-reduce by maximum, and `seen` returns the name that users see.
+    """
     names = sorted(together)
     if not names:
         return None
@@ -101,10 +117,10 @@ def wrong_ties(
     rows = dict(zip(names, most(torch.tensor(descriptions, device="cpu")).tolist(), strict=True))
     for name in names:
         if rows[name][0] < 0:
-            return f"{name!r:.60} is no parameter to tie: layer {layer_of(name)} has none of that name"
+            return f"{seen(name)!r:.60} is no parameter to tie: layer {layer_of(name)} has none of that name"
     for name, same in together.items():
         if (how := difference(rows[same[0]], rows[name])) is not None:
-            return f"{same[0]} and {name} cannot be tied: they {how}"
+            return f"{seen(same[0])} and {seen(name)} cannot be tied: they {how}"
     return None
 
 
@@ -138,9 +154,11 @@ def names_of(places: Mapping[str, Place]) -> dict[int, list[str]]:
     return names
 
 
-def conflicting(together: Mapping[str, tuple[str, ...]], places: Mapping[str, Place]) -> str | None:
+def conflicting(
+    together: Mapping[str, tuple[str, ...]], places: Mapping[str, Place], seen: Callable[[str], str]
+) -> str | None:
     """Return an error text if names of one parameter are in several ties, else None."""
     for names in names_of(places).values():
         if len({together[name] for name in names if name in together}) > 1:
-            return f"{' and '.join(names)} are one parameter; give them in one tie"
+            return f"{' and '.join(map(seen, names))} are one parameter; give them in one tie"
     return None
