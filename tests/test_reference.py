@@ -81,7 +81,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_every_entry_of_the_reference_exists_once() -> None:
     assert [name for name in entries() if not exists(name)] == []
-    assert [name for name, count in Counter(name.split(".")[-1] for name in entries()).items() if count > 1] == []
+    assert [name for name, count in Counter(entries()).items() if count > 1] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:

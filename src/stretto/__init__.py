@@ -2,10 +2,11 @@
 
 The main path, in order:
 
-    plan      schedules (a module), Plan, load_plan, parse_plan; layers (a module): Layer, Phase
+    plan      schedules (a module), Plan, load_plan, parse_plan; layers (a module), Phase
     program   lower, weight_update, program_of, Call, Program, parse_program
     check     check, Violation
-    run       simulate, costs (a module): Costs, load_costs; execute; Pipeline, cut; weights (a module)
+    run       simulate, costs (a module): Costs, load_costs; execute; Pipeline
+    models    model (a module), cut; weights (a module): push them
     look      Timeline, load_timeline, fit, draw_text, draw_comparison
     errors    StrettoError, and those derived from it
 """
@@ -31,7 +32,7 @@ from stretto.ir.errors import (
 from stretto.ir.extras import require as _require
 from stretto.ir.plan import Plan
 from stretto.ir.text import load_plan, parse_plan
-from stretto.layers import Layer, Phase
+from stretto.layers import Phase
 from stretto.program.calls import Call, program_of
 from stretto.program.lower import lower
 from stretto.program.program import Program
@@ -41,17 +42,16 @@ from stretto.simulate import simulate
 from stretto.timeline import Timeline, fit, load_timeline
 
 if TYPE_CHECKING:
-    from stretto import weights
+    from stretto import model, weights
     from stretto.model.cut import cut
     from stretto.pipeline.pipeline import Pipeline
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Call",
     "CostError",
     "Costs",
-    "Layer",
     "PeerError",
     "Phase",
     "Pipeline",
@@ -77,6 +77,7 @@ __all__ = [
     "load_plan",
     "load_timeline",
     "lower",
+    "model",
     "parse_plan",
     "parse_program",
     "program_of",
@@ -90,6 +91,7 @@ __all__ = [
 _NEED_TORCH = {
     "Pipeline": "stretto.pipeline.pipeline",
     "cut": "stretto.model.cut",
+    "model": "stretto.model",
     "weights": "stretto.weights",
 }
 
@@ -100,4 +102,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
     _require("torch", extra="train", what=f"stretto.{name}")
     module = import_module(_NEED_TORCH[name])
-    return module if name == "weights" else getattr(module, name)
+    return module if name in ("model", "weights") else getattr(module, name)

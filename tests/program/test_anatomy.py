@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto import Costs, Layer
+from stretto import Costs
 from stretto.costs import Link, PhaseTimes
-from stretto.layers import DENSE, EMBEDDING, LOSS, MOE, MTP, Phase, cut_layers
+from stretto.layers import DENSE, EMBEDDING, LOSS, MOE, MTP, Layer, Phase, cut_layers
 from stretto.program.needs import link_tasks
 from stretto.program.task import SENDS, Kind
 from stretto.schedules import Pair, dualpipe, gpipe, interleaved, one_f_one_b, zb_h1

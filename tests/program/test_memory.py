@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto import Costs, Layer, Phase
+from stretto import Costs, Phase
 from stretto.costs import Link, PhaseTimes
-from stretto.layers import DENSE, MOE
+from stretto.layers import DENSE, MOE, Layer
 from stretto.program.needs import link_tasks
 from stretto.program.task import BACKWARDS, COMPUTE, FORWARDS, Kind
 from stretto.schedules import Pair, gpipe, interleaved, one_f_one_b

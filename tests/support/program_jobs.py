@@ -20,8 +20,8 @@ from stretto.schedules import dualpipe, gpipe
 def lowered(case: Case) -> Program:
     phases = [stretto.Phase("attn"), stretto.Phase("dispatch", "comm")]
     phases += [stretto.Phase("mlp"), stretto.Phase("combine", "comm")]
-    block = stretto.Layer("block", tuple(phases))
-    whole = stretto.Layer("other", (stretto.Phase("embed"),)), stretto.Layer("other", (stretto.Phase("head"),))
+    block = stretto.layers.Layer("block", tuple(phases))
+    whole = [stretto.layers.Layer("other", (stretto.Phase(name),)) for name in ("embed", "head")]
     plan = case.plan()
     if not case.phased:
         return stretto.lower(plan, ties=[(0, plan.stages - 1)] if case.tied else [])

@@ -35,7 +35,7 @@ class EmbeddingLayer(NamedLayer):
         self._mtp, self._balance = mtp, balance
 
     def forward(self, tokens_NT: Tensor) -> Activations:
-        x_NTD = self.get_submodule("model.embed_tokens")(tokens_NT)
+        x_NTD = self.module("model.embed_tokens")(tokens_NT)
         exact = torch.promote_types(x_NTD.dtype, torch.float32)
         balance = x_NTD.new_zeros((), dtype=exact) if self._balance else None
         return Activations(x_NTD, tokens_NT if self._mtp else None, balance)
@@ -50,7 +50,7 @@ class BlockLayer(NamedLayer):
 
     @property
     def block(self) -> Block:
-        block = self.get_submodule(self._name)
+        block = self.module(self._name)
         assert isinstance(block, Block)
         return block
 
@@ -94,14 +94,14 @@ class HeadLayer(NamedLayer):
         self._plain = not mtp and not balance
 
     def forward(self, value: Activations) -> Tensor | Output:
-        head = self.get_submodule("lm_head")
-        h_NTD = self.get_submodule("model.norm")(value.x_NTD)
+        head = self.module("lm_head")
+        h_NTD = self.module("model.norm")(value.x_NTD)
         logits_NTV: Tensor = head(h_NTD)
         if self._plain:
             return logits_NTV
         mtp_logits_NTV, balance = None, value.balance
         if self._mtp is not None:
-            module = self.get_submodule(self._mtp)
+            module = self.module(self._mtp)
             assert isinstance(module, MtpModule)
             assert value.tokens_NT is not None
             out = module(Activations(module.project(h_NTD, value.tokens_NT), None, balance))
