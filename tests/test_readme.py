@@ -6,18 +6,18 @@ import sys
 from pathlib import Path
 
 import stretto
+from commands import run
 from doc_pages import ROOT, blocks
 from stretto.costs import parse_costs_toml
 from stretto.layers import EMBEDDING, LOSS, MOE, cut_layers
-from stretto.schedules import dualpipe, interleaved, one_f_one_b
+from stretto.schedules import interleaved, one_f_one_b
 
 README = (ROOT / "README.md").read_text()
 
 
 def test_the_drawing_is_what_show_draws() -> None:
     (first, *_) = [block.code for block in blocks("README.md") if block.language == "text"]
-    timeline = stretto.simulate(dualpipe(devices=4, microbatches=8))
-    assert first == stretto.draw_text(timeline, width=82) + "\n"
+    assert first == run("show", "dualpipe", "--width", "82").stdout
 
 
 def test_the_table_holds_simulated_figures() -> None:
