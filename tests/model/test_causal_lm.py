@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_models import TINY, configs, exact, hugging_face, pair, relative
-from stretto.model import CausalLM, ModelConfig, Output, causal_lm_loss
+from stretto.model import CausalLM, CutOutput, ModelConfig, ModelError, Output, causal_lm_loss
 from stretto.model.blocks import MoeBlock
 
 MODELS = {"deepseek-v3": 671.0, "kimi-k2": 1026.4, "moonlight-16b": 16.0}
@@ -190,3 +190,19 @@ def test_norms_rotations_and_the_router_are_exact_in_bfloat16() -> None:
     (rotated,) = attention.rotary(x)
     (expected,) = CausalLM(TINY).get_submodule("model.layers.0.self_attn").rotary(x.float())
     assert torch.equal(rotated, expected.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "tokens", [{"input_ids": torch.zeros(1, 2)}, torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2)]
+)
+def test_what_is_not_tokens_is_refused(tokens: object) -> None:
+    with pytest.raises(ModelError, match="takes one tensor of token ids, sequences × tokens"):
+        CausalLM(TINY)(tokens)
+
+
+def test_targets_and_outputs_that_do_not_belong_together_are_refused() -> None:
+    logits = torch.zeros(2, 3, 5)
+    with pytest.raises(ModelError, match=r"of shape \(2, 3\) \(got \(2, 2\)\)"):
+        causal_lm_loss(logits, torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(ModelError, match="transformers_loss is for models cut from transformers"):
+        causal_lm_loss(CutOutput(logits, torch.zeros(())), torch.zeros(2, 3, dtype=torch.int64))  # type: ignore[arg-type]

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file as safe_load
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import stretto
 from causal_lms import LM
+from stretto.model import transformers_loss
 from stretto.weights import Receiver, status
 
 Names = dict[str, Any]
@@ -117,6 +120,26 @@ def checkpointing(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
 
 
 @contextmanager
+def trained_model(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """A model of transformers, which is another one on each rank, and a trained pipeline of its layers."""
+    lm = LM("qwen3_moe", padding="right")
+    model = lm.model()
+    plan = stretto.schedules.one_f_one_b(devices=mesh.size(), microbatches=4)
+    pipe = stretto.Pipeline(stretto.cut(model), plan=plan, loss=transformers_loss, mesh=mesh)
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter += 1
+    with contextlib.chdir(folder):
+        yield {"dcp": dcp, "pipe": pipe, "model": model, "stretto": stretto}
+    dist.barrier()
+    saved = dict(safe_load(folder / "trained" / "model.safetensors"))
+    before = lm.model().state_dict()
+    assert torch.equal(saved["lm_head.weight"], before["lm_head.weight"].to(saved["lm_head.weight"].dtype) + 1)
+    assert torch.equal(saved["model.embed_tokens.weight"], before["model.embed_tokens.weight"] + 1)
+    pipe.close()
+
+
+@contextmanager
 def evaluating(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
     """A pipeline that classifies, and a batch that its microbatches cannot share equally."""
     del folder
@@ -206,6 +229,7 @@ GIVEN: dict[str, Callable[[DeviceMesh, Path], AbstractContextManager[Names]]] = 
         language_model,
         data_parallel,
         checkpointing,
+        trained_model,
         recorded,
         failing,
         pushing,

@@ -5,12 +5,21 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import stretto
 from strategies import SCHEDULES
-from stretto.model import CausalLM, ModelConfig, causal_lm_loss, update_router_biases
+from stretto.model import (
+    CausalLM,
+    ModelConfig,
+    causal_lm_loss,
+    layers,
+    load_weights,
+    save_pretrained,
+    update_router_biases,
+)
 from stretto.moe import Router
 
 MICROBATCHES, LENGTH = 8, 5
@@ -64,3 +73,36 @@ def trained(mesh: DeviceMesh, schedule: str, options: dict[str, bool], overlap: 
             wrong.append(f"{name} is {value.tolist()}")
     pipe.close()
     return wrong
+
+
+def loaded(mesh: DeviceMesh, folder: str) -> list[str]:
+    """What differs on this rank from a checkpoint that has tied parameters once, and what the rest says."""
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+    torch.manual_seed(1)
+    model = CausalLM(config, mtp=True)
+    if mesh.get_local_rank() == 0:
+        save_pretrained(model, folder)
+    dist.barrier()
+    torch.manual_seed(2)
+    plan = SCHEDULES["one_f_one_b"].make(devices=mesh.size(), microbatches=MICROBATCHES)
+    pipe = stretto.Pipeline(layers(config, mtp=True), plan=plan, loss=causal_lm_loss, mesh=mesh)
+    load_weights(pipe, folder)
+    expected = model.state_dict()
+    wrong = [name for name, value in pipe.state_dict().items() if not torch.equal(value, expected[name])]
+    pipe.close()
+    return wrong
+
+
+def without_routers(mesh: DeviceMesh) -> list[str]:
+    """What a pipeline without routers says of their biases; it can go on."""
+    dense = dataclasses.replace(CONFIG, first_k_dense_replace=CONFIG.num_hidden_layers)
+    plan = SCHEDULES["one_f_one_b"].make(devices=mesh.size(), microbatches=MICROBATCHES)
+    pipe = stretto.Pipeline(layers(dense), plan=plan, loss=causal_lm_loss, mesh=mesh)
+    told = ""
+    try:
+        update_router_biases(pipe)
+    except stretto.PipelineError as error:
+        told = str(error)
+    result = pipe.step(*batch())
+    pipe.close()
+    return [told, str(result.count)]

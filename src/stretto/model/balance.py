@@ -13,7 +13,8 @@ def update_router_biases(pipe: Pipeline, *, rate: float = 1e-3) -> dict[int, Ten
     All ranks must call this. Returns the number of tokens of each expert, by layer, for this rank's layers.
     """
     routers = {number: router for number, layer in pipe.layers.items() if (router := _router_of(number, layer))}
-    counts = pipe.sum_by_layer({number: router.counts_E for number, router in routers.items()})
+    own = {number: router.counts_E for number, router in routers.items()}
+    counts = pipe.sum_by_layer(own, what="a stretto.moe.Router")  # which models cut from transformers do not have
     for number, router in routers.items():
         router.counts_E.copy_(counts[number])
         router.update_bias(rate)

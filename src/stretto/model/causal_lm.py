@@ -35,6 +35,9 @@ class EmbeddingLayer(NamedLayer):
         self._mtp, self._balance = mtp, balance
 
     def forward(self, tokens_NT: Tensor) -> Activations:
+        if not isinstance(tokens_NT, Tensor) or tokens_NT.dim() != 2 or tokens_NT.is_floating_point():
+            shape = tuple(tokens_NT.shape) if isinstance(tokens_NT, Tensor) else type(tokens_NT).__name__
+            raise ModelError(f"this model takes one tensor of token ids, sequences × tokens (got {shape})")
         x_NTD = self.module("model.embed_tokens")(tokens_NT)
         exact = torch.promote_types(x_NTD.dtype, torch.float32)
         balance = x_NTD.new_zeros((), dtype=exact) if self._balance else None
@@ -223,7 +226,17 @@ def causal_lm_loss(
     `targets_NT` are the tokens that follow the input's, position by position. With MTP, the mean cross entropy of the
     tokens after them is added, times `mtp_weight`; with auxiliary losses, their sum, times `balance_weight`.
     """
-    given = output if isinstance(output, Output) else Output(output, None, None)
+    given = Output(output, None, None) if isinstance(output, Tensor) else output
+    if not isinstance(given, Output):
+        raise ModelError(
+            f"causal_lm_loss takes logits or a stretto.model.Output (got {type(output).__name__}); "
+            "transformers_loss is for models cut from transformers"
+        )
+    if targets_NT.shape != given.logits_NTV.shape[:-1]:
+        raise ModelError(
+            f"targets are the tokens that follow the inputs, of shape {tuple(given.logits_NTV.shape[:-1])} (got "
+            f"{tuple(targets_NT.shape)})"
+        )
     count = (targets_NT != -100).sum()
     total = _cross_entropy(given.logits_NTV, targets_NT)
     if given.mtp_logits_NTV is not None:

@@ -52,20 +52,25 @@ def load_weights(target: HasState, folder: str | Path) -> None:
     Experts are stored one by one and stacked here; weights stored in FP8 with scales are multiplied out.
     """
     tensors = dict(target.state_dict())
+    is_tied = ModelConfig.load(folder).tie_word_embeddings
     with _Checkpoint(Path(folder)) as checkpoint, torch.no_grad():
-        places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        stored = {name for name in tensors if checkpoint.has(name)}
-        tied = {places[name] for name in stored}
-        missing = [name for name in tensors if name not in stored and places[name] not in tied]
+        stored = {name: name if checkpoint.has(name) else _stored_as(name, head=is_tied) for name in tensors}
+        missing = [name for name in tensors if not checkpoint.has(stored[name])]
         if missing:
             raise ModelError(f"{folder} lacks {len(missing)} tensors of the model, such as {missing[0]}")
-        for name in sorted(stored):
-            value = checkpoint.read(name)
+        for name in sorted(tensors):
+            value = checkpoint.read(stored[name])
             if value.shape != tensors[name].shape:
                 raise ModelError(
                     f"{folder}: {name} has the shape {tuple(value.shape)}, not {tuple(tensors[name].shape)}"
                 )
             tensors[name].copy_(value)
+
+
+def _stored_as(name: str, *, head: bool) -> str:
+    """Return the name under which a tied tensor is stored. `head` tells whether the head is tied to the embedding."""
+    tied = re.fullmatch(r"model\.layers\.\d+\.embed_tokens\.weight", name) or (head and name == "lm_head.weight")
+    return "model.embed_tokens.weight" if tied else name
 
 
 class _Checkpoint:

@@ -20,8 +20,11 @@ class LayerSums:
         self._team, self._turns, self._agreement, self._layer_count = team, turns, agreement, layer_count
         self._count = 0
 
-    def sum(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return for each of these layers the sum of all ranks' tensors, in float64; all have equally many numbers."""
+    def sum(self, values: Mapping[int, Tensor], what: str) -> dict[int, Tensor]:
+        """Return for each of these layers the sum of all ranks' tensors, in float64; all have equally many numbers.
+
+        `what` says what layers have these numbers, in case that none has.
+        """
         self._count += 1
         try:
             with self._turns.guarding(f"sum {self._count}"):
@@ -41,4 +44,6 @@ class LayerSums:
                 self._team.all_reduce(table, self._team.everybody, dist.ReduceOp.SUM)
         finally:
             self._team.supervisor.answer()
+        if not size:
+            raise PipelineError(f"no layer of this pipeline has {what}")
         return {number: table[number].view(value.shape) for number, value in values.items()}

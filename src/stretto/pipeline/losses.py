@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.ir.errors import PipelineError
+from stretto.ir.errors import PipelineError, named
 from stretto.pipeline.microbatches import row_counts, validate_cuts
 from stretto.pipeline.pytree import Value, entering
 from stretto.pipeline.totals import mixed
@@ -49,7 +49,7 @@ class Losses:
         """Compute the loss of a microbatch. `rows` is the number of rows of its input batch, 0 if unknown."""
         assert self.targets is not None
         validate_cuts(rows, self._rows, self._microbatches)
-        result = self._function(output, self._cut_off(self.targets[microbatch]))
+        result = self._call(output, self._cut_off(self.targets[microbatch]))
         loss, count = (result, None) if not isinstance(result, tuple) else result if len(result) == 2 else (None, None)
         if self._is_metric and isinstance(loss, int | float):
             loss = torch.tensor(float(loss), dtype=torch.float64, device=self._device)
@@ -77,6 +77,14 @@ class Losses:
             return torch.tensor(float(count), dtype=torch.float64, device=device)
         what = "the count" if not self._is_metric else f"the count of {self.name}"
         raise PipelineError(f"{what} of microbatch {microbatch} is {_in_words(count)}; it must be one number")
+
+    def _call(self, output: Value, target: Value) -> Any:
+        try:
+            return self._function(output, target)
+        except Exception as error:
+            if self._is_metric:
+                raise PipelineError(f"{self.name} failed: {named(error)}") from error
+            raise
 
     def of(self, microbatch: int, rows: int = 0) -> "OneLoss":
         return OneLoss(self, microbatch, rows)

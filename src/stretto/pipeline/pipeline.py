@@ -281,14 +281,15 @@ class Pipeline:
         """This rank's layers, by their numbers in the whole model."""
         return MappingProxyType(self._layers)
 
-    def sum_by_layer(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def sum_by_layer(self, values: Mapping[int, Tensor], *, what: str = "numbers to sum") -> dict[int, Tensor]:
         """Sum numbers of this rank's layers over all ranks that hold a copy of the layer, in float64.
 
         For example, the tokens that a layer's experts got: in DualPipe, each copy of a layer sees half of them. All
-        ranks must call this, with equally many numbers for each layer; a rank may have none.
+        ranks must call this, with equally many numbers for each layer; a rank may have none. If none has any, an error
+        says that no layer has `what`.
         """
         self._turns.validate_open()
-        return self._layer_sums.sum(values)
+        return self._layer_sums.sum(values, what)
 
     def modules(self) -> Iterator[nn.Module]:
         """Return this rank's layers and all modules inside them."""

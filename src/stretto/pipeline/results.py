@@ -32,6 +32,12 @@ class StepResult:
         """The mean loss over the batch; with (sum, count) losses, the sum divided by the count. Waits for it."""
         return _with_targets(self._total).mean
 
+    @property
+    def count(self) -> float | None:
+        """What the loss was divided by, if it returns sums and counts, such as the number of tokens; otherwise None."""
+        total = _with_targets(self._total)
+        return float(total.count()) if total.counted else None
+
     @cached_property
     def metrics(self) -> dict[str, float]:
         """The metrics of an evaluation over the whole batch, by name."""
