@@ -211,6 +211,7 @@ REFUSED = {
     "complex": "the metric 'complex' of microbatch 0 is a tensor of torch.complex128 and shape (); it must be",
     "some counted": "the metric 'some' of some microbatches has a count, of others none; it must have one in all or",
     "no count": "the count of the metric 'odd' of microbatch 0 is a str; it must be one number",
+    "a metric that fails": "the metric 'odd' failed: ZeroDivisionError: division by zero",
     "changed": "the output of microbatch 0 was changed in place after the last layer had returned it; let the layer",
 }
 
@@ -226,6 +227,8 @@ def refused(mesh: DeviceMesh, name: str) -> str:
 
     try:
         match name:
+            case "a metric that fails":
+                pipe.eval_step(x, y, metrics={"odd": lambda *_: 1 / 0})
             case "few rows in a step":
                 pipe.step(x[:3], y)
             case "few targets in a step":
