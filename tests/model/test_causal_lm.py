@@ -206,3 +206,8 @@ def test_targets_and_outputs_that_do_not_belong_together_are_refused() -> None:
         causal_lm_loss(logits, torch.zeros(2, 2, dtype=torch.int64))
     with pytest.raises(ModelError, match="transformers_loss is for models cut from transformers"):
         causal_lm_loss(CutOutput(logits, torch.zeros(())), torch.zeros(2, 3, dtype=torch.int64))  # type: ignore[arg-type]
+
+
+def test_mtp_needs_two_tokens() -> None:
+    with pytest.raises(ModelError, match="at least two tokens"):
+        CausalLM(TINY, mtp=True)(torch.tensor([[1]]))

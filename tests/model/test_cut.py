@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import stretto
 from causal_lms import LAYERS, LM, NAMES, VOCABULARY, errors, exact, uncut
 from stretto.model import CutOutput, transformers_loss
+from stretto.model.router_loss import balance_loss
+from stretto.model.values import Hidden, RouterSums
 from stretto.moe import RoutedExperts
 from stretto.pipeline.named_layer import NamedLayer
 
@@ -341,3 +343,24 @@ def test_labels_of_another_shape_are_refused() -> None:
         stretto.PipelineError, match=r"labels are token ids of shape \(2, 5\).*got int64 of shape \(2, 4\)"
     ):
         transformers_loss(torch.zeros(2, 5, VOCABULARY), TOKENS[:, 1:])
+
+
+def test_forwards_of_ones_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(transformers.LlamaModel):
+        def forward(self, *arguments: Any, **named: Any) -> Any:
+            return super().forward(*arguments, **named)
+
+    model = LM("llama").model()
+    model.model.__class__ = Own
+    with pytest.raises(stretto.PipelineError, match="the forward of model.model was replaced"):
+        stretto.cut(model)
+    model = LM("llama").model()
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", lambda self, *_: self)
+    with pytest.raises(stretto.PipelineError, match="the forward of the model was replaced"):
+        stretto.cut(model)
+
+
+def test_a_microbatch_of_padding_has_no_router_loss() -> None:
+    sums = RouterSums(torch.zeros(4), torch.zeros(4))
+    x = Hidden(torch.zeros(1, 3, 2), torch.zeros(1, 3, dtype=torch.int64), None, sums)
+    assert float(balance_loss(x, 2)) == 0

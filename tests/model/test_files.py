@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from moe_models import TINY, configs, hugging_face, relative
-from stretto.model import CausalLM, ModelConfig, ModelError, from_pretrained, layer, load_weights, save_pretrained
+from stretto.model import CausalLM, ModelConfig, ModelError, Yarn, from_pretrained, layer, load_weights, save_pretrained
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16.0}
 TOKENS = torch.tensor([[1, 2, 0, 1], [2, 2, 1, 0]])
 
 
@@ -94,6 +95,12 @@ def _without(name: str, tensors: dict[str, Any]) -> dict[str, Any]:
             lambda t: _without("model.layers.1.mlp.experts.7.down_proj.weight", t),
             r"model.layers.1.mlp.experts.down_proj has the shape \(7, 64, 32\), not \(8, 64, 32\)",
         ),
+        (lambda t: {**t, "lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}, "as float8_e4m3fn without"),
+        (lambda t: {**t, "lm_head.weight": t["lm_head.weight"].to(torch.int8)}, "stored as int8 without scales"),
+        (
+            lambda t: {**t, "lm_head.weight_scale_inv": torch.ones(8, 2)},
+            r"lm_head.weight_scale_inv has the shape \(8, 2\), not \(2, 1\)",
+        ),
         (lambda t: {**t, "lm_head.weight": torch.zeros(3, 64)}, r"lm_head.weight has the shape \(3, 64\), not"),
     ],
 )
@@ -111,6 +118,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, change: Any, 
         ("config.json", '{"model_type": "llama"}', "model_type is one of deepseek_v3, kimi_k2"),
         ("model.safetensors", "garbage", "cannot be read"),
         ("model.safetensors.index.json", "[]", "is no index of safetensors files"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"lm_head.weight": "../model.safetensors"}}',
+            "'../model.safetensors', which is no file of the folder",
+        ),
+        ("model.safetensors.index.json", '{"weight_map": {"lm_head.weight": 3}}', "names 3, which is no file"),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, says: str) -> None:
@@ -137,11 +150,35 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, says: str
         ({"num_experts_per_tok": 5}, "5 experts per token cannot be chosen from 1 groups of 4"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary embeddings are plain or YaRN"),
         ({"attention_dropout": 0.1}, "attention_dropout must be 0.0"),
+        ({"is_causal": False}, "is_causal must be True"),
+        ({"rope_theta": -5.0}, "rope_theta is a number above 0"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps is a number above 0"),
+        ({"rope_scaling": {**YARN, "beta_fast": 0}}, "beta_fast is a number above 0"),
+        ({"rope_scaling": {**YARN, "attention_factor": 0.0}}, "rotary embeddings are plain or YaRN, with no further"),
+        ({"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 3.0}}, "say different things; leave one out"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "this quantization_config is not known"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            "weights are plain, or fp8 in blocks of 128 × 128",
+        ),
     ],
 )
 def test_what_this_architecture_does_not_do_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says):
         ModelConfig.from_hugging_face({**TINY.to_hugging_face(), **change})
+
+
+@pytest.mark.parametrize("name", ["routed_scaling_factor", "n_group", "q_lora_rank", "first_k_dense_replace"])
+def test_fields_that_change_numbers_must_be_there(name: str) -> None:
+    values = TINY.to_hugging_face()
+    del values[name]
+    with pytest.raises(ModelError, match=f"{name} is missing"):
+        ModelConfig.from_hugging_face(values)
+
+
+def test_whole_numbers_may_be_written_as_fractions() -> None:
+    config = ModelConfig.from_hugging_face({**TINY.to_hugging_face(), "rope_scaling": YARN})
+    assert config.yarn == Yarn(4, 16)
 
 
 @pytest.mark.parametrize("name", ["tiny", "moonlight-16b", "deepseek-v3", "kimi-k2"])
@@ -153,3 +190,27 @@ def test_configurations_survive_their_json(name: str) -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ModelError, match="unknown model 'gpt'; known are tiny, moonlight-16b, deepseek-v3, kimi-k2"):
         ModelConfig.named("gpt")
+
+
+def test_an_index_that_promises_too_much_is_refused(tmp_path: Path) -> None:
+    save_pretrained(CausalLM(TINY), tmp_path, shard_bytes=200_000)
+    index = tmp_path / "model.safetensors.index.json"
+    files = json.loads(index.read_text())
+    files["weight_map"]["lm_head.weight"] = files["weight_map"]["model.layers.1.input_layernorm.weight"]
+    index.write_text(json.dumps(files))
+    with pytest.raises(ModelError, match=r"safetensors lacks lm_head.weight"):
+        from_pretrained(tmp_path)
+
+
+def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
+    save_pretrained(CausalLM(TINY), tmp_path)
+    with torch.device("meta"):
+        model = CausalLM(TINY)
+    with pytest.raises(ModelError, match="on the meta device"):
+        load_weights(model, tmp_path)
+
+
+def test_kimi_k2_is_written_as_what_transformers_knows(tmp_path: Path) -> None:
+    config = ModelConfig.from_hugging_face({**TINY.to_hugging_face(), "model_type": "kimi_k2"})
+    save_pretrained(CausalLM(config), tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "deepseek_v3"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jobs import DEVICE, loaded, trained, without_routers
+from moe_jobs import DEVICE, bypassed, loaded, recomputed, trained, without_routers
 from ranks import Ranks
 from strategies import SCHEDULES
 
@@ -37,3 +37,23 @@ def test_ranks_load_tied_parameters_that_a_checkpoint_has_once(ranks: Ranks, tmp
 
 def test_a_pipeline_without_routers_says_so_and_can_go_on(ranks: Ranks) -> None:
     assert ranks.run(without_routers, 2) == [["no layer of this pipeline has a stretto.moe.Router", "80.0"]] * 2
+
+
+@pytest.mark.parametrize("options", [{"checkpoint": True}, {"recompute": ["*gate", "*norm", "*experts"]}])
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "dualpipe", "zb_v"])
+def test_recomputation_changes_nothing_and_counts_nothing_twice(
+    ranks: Ranks, schedule: str, options: dict[str, object]
+) -> None:
+    assert ranks.run(recomputed, 2, schedule, options) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("hook", "model.layers.1 runs in phases, so its own hooks or a replaced forward would not run"),
+        ("forward", "model.layers.1 runs in phases, so its own hooks or a replaced forward would not run"),
+        ("recompute", "offers phases, so it is not recomputed as one module; name modules within it"),
+    ],
+)
+def test_blocks_that_would_not_be_called_are_refused(ranks: Ranks, what: str, says: str) -> None:
+    assert all(says in told for told in ranks.run(bypassed, 2, what))

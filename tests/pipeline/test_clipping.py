@@ -13,6 +13,7 @@ from clipping_jobs import SENSELESS
 from models import Case
 from ranks import Ranks
 from strategies import SCHEDULES
+from stretto.pipeline.clipping import scale
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +156,9 @@ def test_a_pipeline_that_has_ended_says_so(ranks: Ranks) -> None:
     for _, failed, closed in ranks.run(clipping_jobs.after_the_end, 2):
         assert "this pipeline has failed and is finished (PipelineError: " in failed
         assert closed == "this pipeline was closed; make a new one"
+
+
+def test_a_norm_without_limit_is_only_measured() -> None:
+    gradient = torch.tensor([float("inf"), 1.0])
+    scale([gradient], float("inf"), torch.tensor(float("inf"), dtype=torch.float64))
+    assert gradient.tolist() == [float("inf"), 1.0]

@@ -312,7 +312,7 @@ REFUSED = {
     "a class of its own": "a layer hands on a '_hand_on.<locals>.Local', which another process cannot find",
     "sparse": "a layer hands a tensor of layout torch.sparse_coo on to another rank; only plain dense tensors travel",
     "backward within": "a layer ran backward() through its own input in its forward",
-    "hooks on phases": "layer 1 runs in phases, and its own hooks would not run; put them on modules within it",
+    "hooks on phases": "layer 1 runs in phases, so its own hooks or a replaced forward would not run; put them",
     "words changed": "modified by an inplace operation",
 }
 

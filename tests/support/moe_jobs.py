@@ -43,7 +43,9 @@ def whole(config: ModelConfig, options: dict[str, bool]) -> tuple[CausalLM, floa
     return model, float(total.detach() / count)
 
 
-def trained(mesh: DeviceMesh, schedule: str, options: dict[str, bool], overlap: bool, tied: bool) -> list[str]:
+def trained(
+    mesh: DeviceMesh, schedule: str, options: dict[str, bool], overlap: bool, tied: bool, **more_options: Any
+) -> list[str]:
     """What differs from the whole model, on this rank, after a step."""
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, num_hidden_layers=6 if mesh.size() > 2 else 4)
     model, loss = whole(config, options)
@@ -51,7 +53,7 @@ def trained(mesh: DeviceMesh, schedule: str, options: dict[str, bool], overlap: 
     twin = CausalLM(config, **options).to(DEVICE, torch.float64)
     more: dict[str, Any] = {"stages_per_device": 2, "overlap": True} if overlap else {}
     plan = SCHEDULES[schedule].make(devices=mesh.size(), microbatches=MICROBATCHES, **more)
-    pipe = stretto.Pipeline(twin.layers(), plan=plan, loss=causal_lm_loss, mesh=mesh)
+    pipe = stretto.Pipeline(twin.layers(), plan=plan, loss=causal_lm_loss, mesh=mesh, **more_options)
     result = pipe.step(*batch(config))
     wrong = [] if abs(result.loss - loss) < 1e-12 * abs(loss) else [f"the loss is {result.loss}, not {loss}"]
     expected = dict(model.named_parameters(remove_duplicate=False))
@@ -106,3 +108,29 @@ def without_routers(mesh: DeviceMesh) -> list[str]:
     result = pipe.step(*batch())
     pipe.close()
     return [told, str(result.count)]
+
+
+def recomputed(mesh: DeviceMesh, schedule: str, options: dict[str, Any]) -> list[str]:
+    """The same with recomputation, which counts no token twice."""
+    return trained(mesh, schedule, {"mtp": True}, False, False, **options)
+
+
+def bypassed(mesh: DeviceMesh, what: str) -> str:
+    """What a pipeline says of a block that would not be called."""
+    model = CausalLM(CONFIG)
+    options: dict[str, Any] = {}
+    block = model.get_submodule("model.layers.1")
+    match what:
+        case "hook":
+            block.register_forward_hook(lambda *_: None)
+        case "forward":
+            block.forward = block.forward
+        case "recompute":
+            options["recompute"] = ["model.layers.?"]
+    plan = SCHEDULES["one_f_one_b"].make(devices=mesh.size(), microbatches=MICROBATCHES)
+    try:
+        pipe = stretto.Pipeline(model.layers(), plan=plan, loss=causal_lm_loss, mesh=mesh, **options)
+        pipe.step(*batch())
+    except stretto.PipelineError as error:
+        return str(error)
+    return ""

@@ -80,6 +80,8 @@ class MtpModule(MoeBlock):
 
     def project(self, h_NTD: Tensor, tokens_NT: Tensor) -> Tensor:
         """Return the input of the block: for each token but the last, its output joined with the next token."""
+        if tokens_NT.shape[1] < 2:
+            raise ModelError("mtp needs sequences of at least two tokens")
         next_NTD = self.enorm(self.embed_tokens(tokens_NT[:, 1:]))
         return self.eh_proj(torch.cat([next_NTD, self.hnorm(h_NTD[:, :-1])], dim=-1))  # type: ignore[no-any-return]
 

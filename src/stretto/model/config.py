@@ -1,5 +1,6 @@
 """The sizes of a DeepSeek-V3 / Kimi K2 model, under the names of Hugging Face's `config.json`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -68,7 +69,6 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     num_nextn_predict_layers: int = 0
     """The number of MTP modules that a checkpoint has."""
-    model_type: str = "deepseek_v3"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -77,6 +77,12 @@ class ModelConfig:
                 raise ModelError(f"{name} is a whole number of at least {least} (got {count!r:.40})")
         if self.q_lora_rank is not None and (type(self.q_lora_rank) is not int or self.q_lora_rank < 1):
             raise ModelError(f"q_lora_rank is a whole number, or null for no low rank (got {self.q_lora_rank!r:.40})")
+        numbers = {"rope_theta": self.rope_theta, "rms_norm_eps": self.rms_norm_eps}
+        if self.yarn is not None:
+            numbers |= {name: getattr(self.yarn, name) for name in ("factor", "beta_fast", "beta_slow")}
+        for name, value in numbers.items():
+            if not 0 < value < math.inf:
+                raise ModelError(f"{name} is a number above 0 (got {value!r:.40})")
         if self.qk_rope_head_dim % 2:
             raise ModelError(f"qk_rope_head_dim must be even, for pairs (got {self.qk_rope_head_dim})")
         experts, groups = self.n_routed_experts, self.n_group
@@ -119,25 +125,36 @@ class ModelConfig:
         """Read the values of a `config.json`. What this architecture does not do is refused."""
         if values.get("model_type") not in MODEL_TYPES:
             raise ModelError(f"model_type is one of {', '.join(MODEL_TYPES)} (got {values.get('model_type')!r:.40})")
-        for name, expected in _FIXED.items():
+        for name, expected in (_FIXED | _REFUSED).items():
             if values.get(name, expected) != expected:
                 raise ModelError(f"{name} must be {expected!r} in this architecture (got {values[name]!r:.40})")
         heads = values.get("num_key_value_heads")
         if heads not in (None, values.get("num_attention_heads")):
             raise ModelError(f"num_key_value_heads must equal num_attention_heads, or be left out (got {heads!r:.40})")
+        for name in _REQUIRED:
+            if name not in values:
+                raise ModelError(f"{name} is missing")
+        _validate_quantization(values.get("quantization_config"))
         known = {field.name for field in fields(ModelConfig)} - {"yarn"}
         chosen = {name: value for name, value in values.items() if name in known and value is not None}
         if "num_mtp_layers" in values:  # transformers' newer name
             chosen["num_nextn_predict_layers"] = values["num_mtp_layers"]
-        rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+        both = [values[name] for name in ("rope_parameters", "rope_scaling") if values.get(name)]
+        if len(both) > 1 and both[0] != both[1]:
+            raise ModelError("rope_parameters and rope_scaling say different things; leave one out")
+        rope = dict(both[0]) if both else {}
         chosen["rope_theta"] = rope.pop("rope_theta", chosen.get("rope_theta", 10000.0))
         kind = rope.pop("rope_type", rope.pop("type", "default"))
         rope.pop("type", None)
-        if kind not in ("default", "yarn") or rope.get("attention_factor") or not rope.get("truncate", True):
+        if (
+            kind not in ("default", "yarn")
+            or rope.get("attention_factor") is not None
+            or not rope.get("truncate", True)
+        ):
             raise ModelError(f"rotary embeddings are plain or YaRN, with no further options (got {kind!r:.40}, {rope})")
         if kind == "yarn":
             scale = {field.name: rope.get(field.name) for field in fields(Yarn)}
-            chosen["yarn"] = {name: value for name, value in scale.items() if value is not None}
+            chosen["yarn"] = {name: _whole(value) for name, value in scale.items() if value is not None}
         return _converted(chosen, ModelConfig)
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -147,8 +164,9 @@ class ModelConfig:
         values["rope_scaling"] = None if scaling is None else {"type": "yarn", **scaling}
         return {
             "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
             **values,
-            **{name: value for name, value in _FIXED.items() if name != "attention_dropout"},
+            **_FIXED,
             "num_key_value_heads": self.num_attention_heads,
         }
 
@@ -159,10 +177,30 @@ _FIXED: dict[str, Any] = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
-    "attention_dropout": 0.0,
 }
+_REFUSED: dict[str, Any] = {"attention_dropout": 0.0, "is_causal": True, "partial_rotary_factor": 1.0}
+"""What may be said only so."""
+_REQUIRED = (
+    *("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "n_shared_experts", "first_k_dense_replace"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rms_norm_eps"),
+)
+"""Fields that change numbers, and for which others assume other values than ours."""
 _MAY_BE_ZERO = {"first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"}
 _COUNTS = [field.name for field in fields(ModelConfig) if field.type in (int, "int")]
+
+
+def _validate_quantization(said: Any) -> None:
+    """Raise ModelError if weights are stored in another way than plainly, or in FP8 with a scale per 128 × 128."""
+    method = said.get("quant_method") if isinstance(said, Mapping) else said
+    if method is None or (method == "fp8" and list(said.get("weight_block_size") or ()) == [128, 128]):
+        return
+    raise ModelError(
+        f"weights are plain, or fp8 in blocks of 128 × 128; this quantization_config is not known (got {said!r:.80})"
+    )
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _converted(values: Mapping[str, Any], kind: type[_T]) -> _T:
@@ -239,7 +277,6 @@ SIZES = {
         rope_theta=50000.0,
         yarn=Yarn(32.0, 4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
         max_position_embeddings=131072,
-        model_type="kimi_k2",
     ),
 }
 """Known models by name."""

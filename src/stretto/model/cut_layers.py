@@ -69,6 +69,11 @@ class DecoderLayer(NamedLayer):
         vars(router)[LOGITS] = None
         states_NTD = layer(x.states_NTD, **inputs._asdict(), past_key_values=None, use_cache=False)
         logits_TE = vars(router).pop(LOGITS)
+        if logits_TE is None:
+            raise PipelineError(
+                f"{self._name}.{self._router} did not run in its layer's forward, which was replaced, so its loss is "
+                "unknown; cut the model before you replace forwards"
+            )
         return x._replace(
             states_NTD=states_NTD, router=add_router(x.router, logits_TE, x.attention_mask_NT, self._top_k)
         )

@@ -18,6 +18,7 @@ from stretto.model.causal_lm import CausalLM
 from stretto.model.config import ModelConfig, ModelError
 
 _INDEX = "model.safetensors.index.json"
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _BLOCK = 128  # rows and columns that share a scale in DeepSeek's FP8 checkpoints
 _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -52,6 +53,8 @@ def load_weights(target: HasState, folder: str | Path) -> None:
     Experts are stored one by one and stacked here; weights stored in FP8 with scales are multiplied out.
     """
     tensors = dict(target.state_dict())
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise ModelError("the model is on the meta device; give it memory first, with to_empty(device=...)")
     is_tied = ModelConfig.load(folder).tie_word_embeddings
     with _Checkpoint(Path(folder)) as checkpoint, torch.no_grad():
         stored = {name: name if checkpoint.has(name) else _stored_as(name, head=is_tied) for name in tensors}
@@ -60,6 +63,10 @@ def load_weights(target: HasState, folder: str | Path) -> None:
             raise ModelError(f"{folder} lacks {len(missing)} tensors of the model, such as {missing[0]}")
         for name in sorted(tensors):
             value = checkpoint.read(stored[name])
+            if tensors[name].is_floating_point() and value.dtype not in _PLAIN:
+                raise ModelError(
+                    f"{folder}: {name} is stored as {str(value.dtype).removeprefix('torch.')} without scales per block"
+                )
             if value.shape != tensors[name].shape:
                 raise ModelError(
                     f"{folder}: {name} has the shape {tuple(value.shape)}, not {tuple(tensors[name].shape)}"
@@ -114,6 +121,11 @@ class _Checkpoint:
         if f"{name}_scale_inv" not in self._file_of:
             return value
         scale = self._tensor(f"{name}_scale_inv").float()
+        blocks = tuple(-(-size // _BLOCK) for size in value.shape)
+        if scale.shape != blocks:
+            raise ModelError(
+                f"{name}_scale_inv has the shape {tuple(scale.shape)}, not {blocks}: one for each {_BLOCK} × {_BLOCK}"
+            )
         for dimension, size in enumerate(value.shape):
             scale = scale.repeat_interleave(_BLOCK, dimension).narrow(dimension, 0, size)
         return value.float() * scale
@@ -122,7 +134,10 @@ class _Checkpoint:
         file = self._file_of[name]
         if file not in self._files:
             self._files[file] = self._stack.enter_context(_opened(self._folder / file))
-        value: Tensor = self._files[file].get_tensor(name)
+        try:
+            value: Tensor = self._files[file].get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{self._folder / file} lacks {name}: {one_line(error)}") from None
         return value
 
 
@@ -137,9 +152,13 @@ def _files_by_name(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield each tensor's name and the file that has it."""
     if (folder / _INDEX).exists():
         try:
-            yield from json.loads(read_text(folder / _INDEX))["weight_map"].items()
+            files = dict(json.loads(read_text(folder / _INDEX))["weight_map"])
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ModelError(f"{folder / _INDEX} is no index of safetensors files") from None
+        for name, file in files.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ModelError(f"{folder / _INDEX} names {file!r:.60}, which is no file of the folder")
+            yield name, file
         return
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:

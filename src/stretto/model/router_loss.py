@@ -35,6 +35,7 @@ def balance_loss(x: Hidden, routers: int) -> Tensor:
     assert x.router is not None
     chosen_E, shares_E = x.router
     mask = x.attention_mask_NT
-    tokens = x.states_NTD.shape[0] * x.states_NTD.shape[1] if mask is None else mask.sum().to(shares_E.dtype)
-    rows = routers * tokens
+    every = x.states_NTD.shape[0] * x.states_NTD.shape[1]
+    tokens = shares_E.new_full((), every) if mask is None else mask.sum().to(shares_E.dtype)
+    rows = (routers * tokens).clamp(min=1)  # if all is padding, there is no loss
     return len(shares_E) * ((chosen_E / rows) * (shares_E / rows)).sum()

@@ -79,7 +79,9 @@ def _replaced(model: Any) -> str | None:
     for name, module in (("the model", model), ("model.model", model.model)):
         if has_hooks(module):
             return f"{name} has hooks, which would not run; put them on modules within it"
-        if "forward" in vars(module):
+        package = f"{_PACKAGE}.{model.config.model_type}.modeling_{model.config.model_type}"
+        origins = {type(module).__module__, getattr(type(module).forward, "__module__", "")}
+        if "forward" in vars(module) or origins != {package}:
             return f"the forward of {name} was replaced, and would not run"
         if module._compiled_call_impl is not None:
             return f"{name} is compiled; compile the layers that stretto.cut returns instead"

@@ -29,6 +29,8 @@ class Router(nn.Module):
     Scores and weights are computed in float32 at least, and the bias stays in float32 whatever the module is cast to.
     """
 
+    unread_buffers = ("counts_E",)
+    """Buffers that forwards only write, so that a recomputation discards what it writes."""
     weight: nn.Parameter
     e_score_correction_bias: Tensor
     counts_E: Tensor

@@ -10,7 +10,8 @@ from stretto.ir.errors import peer_failure
 
 Ranks = tuple[int, ...]
 
-IN_ORDER = "all ranks must call step(), eval_step() and clip_grad_norm_() in the same order, with the same options"
+_CALLS = "step(), eval_step(), clip_grad_norm_() and sum_by_layer()"
+IN_ORDER = f"all ranks must call {_CALLS} in the same order, with the same options"
 
 
 class Agreement:

@@ -35,7 +35,7 @@ from stretto.pipeline.programs import digest_of, program_for, wrong_program
 from stretto.pipeline.replicas import Replicas
 from stretto.pipeline.shape_cache import ShapeCache
 from stretto.pipeline.shared_parameters import find_shared
-from stretto.pipeline.stage import Stage, anatomy_of, is_phased
+from stretto.pipeline.stage import Stage, anatomy_of, bypassed, is_phased
 from stretto.pipeline.ties import (
     conflicting,
     joined,
@@ -113,7 +113,7 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
         together = names.together = _gather_ties(team, placed, names, tied)
         program = _make_program(team, placed, phases, together, options)
         _validate_same_options(team, placed, program, together, options)
-        recomputed = _find_recomputed(team, placed, names, options.recompute)
+        recomputed = _find_recomputed(team, placed, names, options.recompute, in_phases=not program.anatomy.is_whole)
         _tie_parameters(team, placed, names)
         sparse = _find_sparse(placed)
         replicas = _share_parameters(team, device, placement, placed, names, sparse)
@@ -254,14 +254,24 @@ def _validate_same_options(team: Team, placed: _Placed, program: Program, togeth
                 raise peer_failure(f"rank {rank} was given another {name} than rank 0{values}")
 
 
-def _find_recomputed(team: Team, placed: _Placed, names: Names, patterns: Sequence[str]) -> dict[str, nn.Module]:
+def _find_recomputed(
+    team: Team, placed: _Placed, names: Names, patterns: Sequence[str], *, in_phases: bool
+) -> dict[str, nn.Module]:
     """Return this rank's modules to recompute (collective). Raise if a pattern matches no module on any rank."""
     modules = modules_named(placed.layers, patterns)
     matches = [any(fnmatch(names.seen(name), pattern) for name in modules) for pattern in patterns]
     for pattern, *by_rank in zip(patterns, *team.gather(matches, list[bool]), strict=True):
         if not any(by_rank):
             raise PipelineError(f"no module is called {pattern!r:.60}, so it cannot be recomputed")
-    return outermost(modules)
+    outer = outermost(modules)
+    silent = {id(module) for number, layer in placed.layers.items() for module in bypassed(number, layer).values()}
+    for name, module in outer.items():
+        if in_phases and id(module) in silent:
+            raise PipelineError(
+                f"{names.seen(name)} offers phases, so it is not recomputed as one module; name modules within it, or "
+                "use checkpoint=True"
+            )
+    return outer
 
 
 def _tie_parameters(team: Team, placed: _Placed, names: Names) -> None:

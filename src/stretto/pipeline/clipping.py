@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from math import isnan
+from math import isinf, isnan
 from numbers import Real
 from typing import Any
 
@@ -97,6 +97,8 @@ def norm_of_all(grads: Mapping[str, Tensor], norm_type: float, team: Team) -> Te
 @torch.no_grad()
 def scale(grads: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients in place, so that their norm is at most `max_norm`. The host does not wait for the norm."""
+    if isinf(max_norm):
+        return  # infinite gradients would become nan
     factor = (max_norm / (norm + _TINY)).clamp(max=1.0)
     alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for grad in map(_stored, grads):

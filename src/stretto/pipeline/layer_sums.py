@@ -1,6 +1,6 @@
 """Sums of numbers that belong to layers, over all ranks that hold a copy of the layer."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,12 @@ from stretto.pipeline.turns import Turns
 class LayerSums:
     """Sums tensors by layer. All ranks call it together."""
 
-    def __init__(self, team: Team, turns: Turns, agreement: Agreement, layer_count: int) -> None:
-        """`agreement` covers all ranks."""
-        self._team, self._turns, self._agreement, self._layer_count = team, turns, agreement, layer_count
+    def __init__(
+        self, team: Team, turns: Turns, agreement: Agreement, layers: Collection[int], layer_count: int
+    ) -> None:
+        """`agreement` covers all ranks; `layers` are the numbers of this rank's."""
+        self._team, self._turns, self._agreement = team, turns, agreement
+        self._layers, self._layer_count = sorted(layers), layer_count
         self._count = 0
 
     def sum(self, values: Mapping[int, Tensor], what: str) -> dict[int, Tensor]:
@@ -29,10 +32,10 @@ class LayerSums:
         try:
             with self._turns.guarding(f"sum {self._count}"):
                 sizes = {value.numel() for value in values.values()}
-                if len(sizes) > 1 or not all(0 <= number < self._layer_count for number in values):
+                if len(sizes) > 1 or not all(number in self._layers for number in values):
                     counts = {number: value.numel() for number, value in values.items()}
                     raise PipelineError(
-                        f"sums take as many numbers for each of layers 0 to {self._layer_count - 1} (got {counts})"
+                        f"sums take as many numbers for each of this rank's layers, {self._layers} (got {counts})"
                     )
                 size = max(self._agreement.exchange(tuple(range(self._team.size)), max(sizes, default=0)))
                 if sizes - {size}:

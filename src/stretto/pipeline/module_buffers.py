@@ -31,6 +31,7 @@ class ModuleBuffers:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._modules = name, list(module.modules())
+        self._unread = {(part, key) for part in self._modules for key in getattr(part, "unread_buffers", ())}
         self._changing: set[_Place] | None = None  # buffers that forwards change; unknown before the first run
 
     def parameters(self) -> _Parameters:
@@ -62,7 +63,8 @@ class ModuleBuffers:
             if isinstance(value, Tensor)
         }
         first, known = self._changing is None, self._changing or set()
-        copies = {place: buffer.clone() for place, (buffer, _) in before.items() if first or place in known}
+        copied = known | self._unread
+        copies = {place: buffer.clone() for place, (buffer, _) in before.items() if first or place in copied}
         snapshot = Snapshot(
             copies, {place: entry for place, entry in before.items() if place not in copies}, attributes
         )
@@ -79,7 +81,7 @@ class ModuleBuffers:
                 )
             if changed:
                 known.add(place)
-            elif first:
+            elif first and place not in self._unread:
                 del copies[place]
                 snapshot.others[place] = buffer, version
         self._changing = known

@@ -62,7 +62,7 @@ class Names:
 
     def in_text(self, text: str) -> str:
         """Return an error of PyTorch's with the names that users see."""
-        return re.sub(r"(?<![\w.])\d+\.(?=\w)", lambda found: self.seen(f"{found[0]}x")[:-1], text)
+        return re.sub(r"(?<![\w.])\d+\.(?=[A-Za-z_])", lambda found: self.seen(f"{found[0]}x")[:-1], text)
 
     def own(self, state: Mapping[str, Tensor], layers: Mapping[int, nn.Module]) -> dict[str, Tensor]:
         """Return the part of a state dict that is for these layers, by internal names.

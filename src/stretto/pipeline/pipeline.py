@@ -123,7 +123,7 @@ class Pipeline:
         )
         self._evaluations = 0
         self._clipper = Clipper(self._team, self._turns, parts.agreement, self._replicas)
-        self._layer_sums = LayerSums(self._team, self._turns, parts.agreement, parts.layer_count)
+        self._layer_sums = LayerSums(self._team, self._turns, parts.agreement, parts.layers, parts.layer_count)
         self._total_of_last: Total | None = None  # of the last step, whose loss may not have been read yet
         self._counted: bool | None = None  # whether the loss returns a sum and a count; known after the first step
         self._key = RngKey(seed=seed, replica=place_among(mesh.mesh.tolist()))

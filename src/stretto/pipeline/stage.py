@@ -17,6 +17,7 @@ from stretto.layers import Layer, Phase
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.losses import OneLoss
 from stretto.pipeline.module_buffers import ModuleBuffers, Snapshot
+from stretto.pipeline.named_layer import NamedLayer
 from stretto.pipeline.pytree import Tree, Value, flatten_once, take_apart, tensors_of
 from stretto.pipeline.recompute import Sites, Table
 from stretto.pipeline.rng import Generators, RngKey
@@ -39,6 +40,14 @@ class Phased(Protocol):
 
 def is_phased(layer: nn.Module) -> TypeGuard[Phased]:
     return isinstance(layer, Phased) and callable(layer.phases)
+
+
+def bypassed(number: int, layer: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a layer whose forwards do not run if it runs in phases, by the names that users see."""
+    modules: dict[str, nn.Module] = {f"layer {number}": layer}
+    if isinstance(layer, NamedLayer):
+        modules |= {path: layer.module(path) for path in layer.paths}
+    return modules if is_phased(layer) else {}
 
 
 def anatomy_of(layers: Sequence[nn.Module]) -> list[Layer]:
@@ -125,10 +134,12 @@ class Stage:
         self._key = key
         self._buffered = [module for module in self._module.modules() if module._buffers]
         for number, layer in self.layers.items():
-            if self._in_phases and is_phased(layer) and _has_hooks(layer):
-                raise PipelineError(
-                    f"layer {number} runs in phases, and its own hooks would not run; put them on modules within it"
-                )
+            for name, module in bypassed(number, layer).items() if self._in_phases else ():
+                if _has_hooks(module) or "forward" in vars(module):
+                    raise PipelineError(
+                        f"{name} runs in phases, so its own hooks or a replaced forward would not run; put them on "
+                        "modules within it"
+                    )
         if not training:
             with self._generators.kept():
                 yield
