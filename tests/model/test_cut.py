@@ -352,7 +352,7 @@ def test_forwards_of_ones_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
     model = LM("llama").model()
     model.model.__class__ = Own
-    with pytest.raises(stretto.PipelineError, match="the forward of model.model was replaced"):
+    with pytest.raises(stretto.PipelineError, match=r"the forward of model\.model was replaced"):
         stretto.cut(model)
     model = LM("llama").model()
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", lambda self, *_: self)
