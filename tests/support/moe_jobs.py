@@ -90,7 +90,7 @@ def loaded(mesh: DeviceMesh, folder: str) -> list[str]:
     pipe = stretto.Pipeline(layers(config, mtp=True), plan=plan, loss=causal_lm_loss, mesh=mesh)
     load_weights(pipe, folder)
     expected = model.state_dict()
-    wrong = [name for name, value in pipe.state_dict().items() if not torch.equal(value, expected[name])]
+    wrong = [name for name, value in pipe.state_dict().items() if not torch.equal(value.cpu(), expected[name])]
     pipe.close()
     return wrong
 
