@@ -154,5 +154,5 @@ class MoeBlock(Block):
 
     def _combine(self, value: Sorted) -> Activations:
         x_NTD = value.rest.x_NTD
-        out_TD = combine(value.rows_RD, value.weights_TK, value.order)
+        out_TD = combine(value.rows_RD, value.weights_TK, value.order, dtype=x_NTD.dtype)
         return value.rest._replace(x_NTD=x_NTD + out_TD.view_as(x_NTD))

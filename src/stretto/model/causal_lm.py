@@ -1,30 +1,20 @@
 """The whole model: from tokens to logits, as one module or as the layers of a `Pipeline`.
 
-N sequences, T tokens of each, D features, V words.
+N sequences, T tokens of each, D features, V words of the vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.ir.errors import PlanError
 from stretto.layers import Phase
 from stretto.model.blocks import Activations, Block, DenseBlock, MoeBlock
 from stretto.model.config import ModelConfig, ModelError
+from stretto.model.values import Output
 from stretto.pipeline.named_layer import NamedLayer
-
-
-class Output(NamedTuple):
-    """The output of a model that trains more than the next token's logits."""
-
-    logits_NTV: Tensor
-    mtp_logits_NTV: Tensor | None
-    """The logits of the token after the next one, for all positions but the last; with an MTP module."""
-    balance: Tensor | None
-    """The sum of the auxiliary losses of all routers, if they are wanted."""
 
 
 class EmbeddingLayer(NamedLayer):
@@ -218,39 +208,3 @@ def _modules_of(parts: Sequence[nn.Module]) -> Mapping[str, nn.Module]:
             if type(module) is not nn.Module and name and not any(name.startswith(f"{outer}.") for outer in named):
                 named[name] = module
     return named
-
-
-def causal_lm_loss(
-    output: Tensor | Output, targets_NT: Tensor, *, mtp_weight: float = 0.3, balance_weight: float = 1e-4
-) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy of the next tokens, times their count, and that count; -100 in targets is not counted.
-
-    `targets_NT` are the tokens that follow the input's, position by position. With MTP, the mean cross entropy of the
-    tokens after them is added, times `mtp_weight`; with auxiliary losses, their sum, times `balance_weight`.
-    """
-    given = Output(output, None, None) if isinstance(output, Tensor) else output
-    if not isinstance(given, Output):
-        raise ModelError(
-            f"causal_lm_loss takes logits or a stretto.model.Output (got {type(output).__name__}); "
-            "transformers_loss is for models cut from transformers"
-        )
-    if targets_NT.shape != given.logits_NTV.shape[:-1]:
-        raise ModelError(
-            f"targets are the tokens that follow the inputs, of shape {tuple(given.logits_NTV.shape[:-1])} (got "
-            f"{tuple(targets_NT.shape)})"
-        )
-    count = (targets_NT != -100).sum()
-    total = _cross_entropy(given.logits_NTV, targets_NT)
-    if given.mtp_logits_NTV is not None:
-        later_NT = targets_NT[:, 1:]
-        mean = _cross_entropy(given.mtp_logits_NTV, later_NT) / (later_NT != -100).sum().clamp(min=1)
-        total = total + mtp_weight * mean * count
-    if given.balance is not None:
-        total = total + balance_weight * given.balance.to(total.dtype) * count
-    return total, count
-
-
-def _cross_entropy(logits_NTV: Tensor, targets_NT: Tensor) -> Tensor:
-    """Sum the cross entropies, in float32 at least."""
-    exact = torch.promote_types(logits_NTV.dtype, torch.float32)
-    return F.cross_entropy(logits_NTV.flatten(0, 1).to(exact), targets_NT.flatten(), ignore_index=-100, reduction="sum")

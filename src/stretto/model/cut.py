@@ -6,7 +6,7 @@ from torch import nn
 
 from stretto.ir.errors import PipelineError
 from stretto.model.attention_inputs import AttentionInputMaker
-from stretto.model.cut_layers import DecoderLayer, EmbeddingLayer, HeadLayer
+from stretto.model.cut_layers import CutDecoderLayer, CutEmbedding, CutHead
 from stretto.model.shared_copy import shared_copy
 from stretto.model.supported import SUPPORTED, mask_functions, refusal
 
@@ -34,7 +34,7 @@ def cut(model: Any) -> list[nn.Module]:
     for number, layer in enumerate(base.layers[: config.num_hidden_layers]):
         routed = records and _has_router(layer)
         decoders.append(
-            DecoderLayer(
+            CutDecoderLayer(
                 f"model.layers.{number}",
                 shared_copy(layer, records=routed),
                 base.rotary_emb,
@@ -48,8 +48,8 @@ def cut(model: Any) -> list[nn.Module]:
     if records and not routers:
         raise PipelineError("the config says output_router_logits, but no layer of this model has a router")
     weight = model.router_aux_loss_coef if records else 0.0
-    head = HeadLayer(base.norm, model.lm_head, routers=routers, router_weight=weight)
-    layers: list[nn.Module] = [EmbeddingLayer(base.embed_tokens), *decoders, head]
+    head = CutHead(base.norm, model.lm_head, routers=routers, router_weight=weight)
+    layers: list[nn.Module] = [CutEmbedding(base.embed_tokens), *decoders, head]
     _validate_complete(model, layers)
     return layers
 

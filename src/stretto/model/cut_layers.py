@@ -19,7 +19,7 @@ CHECKPOINTING = (
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
-class EmbeddingLayer(NamedLayer):
+class CutEmbedding(NamedLayer):
     """Takes token ids N × T, or a dict of a tokenizer: "input_ids", and if given "attention_mask", "position_ids"."""
 
     def __init__(self, embed_tokens: nn.Module) -> None:
@@ -32,7 +32,7 @@ class EmbeddingLayer(NamedLayer):
         return Hidden(states_NTD, _copied(mask_NT), _copied(positions_NT)).passed_on()
 
 
-class DecoderLayer(NamedLayer):
+class CutDecoderLayer(NamedLayer):
     """Runs one decoder layer, with position embeddings and the mask of its kind of attention."""
 
     def __init__(
@@ -79,7 +79,7 @@ class DecoderLayer(NamedLayer):
         )
 
 
-class HeadLayer(NamedLayer):
+class CutHead(NamedLayer):
     """Returns logits N × T × V, or a `CutOutput` if there are `routers` whose loss is trained."""
 
     def __init__(self, norm: nn.Module, head: nn.Module, *, routers: int, router_weight: float) -> None:

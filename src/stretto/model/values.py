@@ -1,4 +1,4 @@
-"""The values that the layers of a cut model pass on.
+"""The outputs of models, and the values that the layers of a cut model pass on.
 
 N sequences, T tokens of each, D features, V words of the vocabulary, E experts.
 """
@@ -40,3 +40,13 @@ class CutOutput(NamedTuple):
     logits_NTV: Tensor
     router_loss: Tensor
     """The load-balancing loss of all layers' routers, times `router_aux_loss_coef`."""
+
+
+class Output(NamedTuple):
+    """The output of a model that trains more than the next token's logits."""
+
+    logits_NTV: Tensor
+    mtp_logits_NTV: Tensor | None
+    """The logits of the token after the next one, for all positions but the last; with an MTP module."""
+    balance: Tensor | None
+    """The sum of the auxiliary losses of all routers, if they are wanted."""
