@@ -134,6 +134,10 @@ def test_evaluation_counts_nothing() -> None:
     assert int(router.counts_E.sum()) == 0
 
 
+def test_no_tokens_are_routed_nowhere() -> None:
+    assert _router(groups=4, top_groups=2)(torch.randn(0, WIDTH)).indices_TK.shape == (0, 2)
+
+
 def test_only_experts_of_the_best_groups_are_chosen() -> None:
     router = _router(groups=4, top_groups=1)
     routing = router(torch.randn(40, WIDTH))

@@ -66,7 +66,7 @@ class Router(nn.Module):
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         if self.groups > 1:
-            scores_TGe = scores_TE.view(len(scores_TE), self.groups, -1)
+            scores_TGe = scores_TE.view(len(scores_TE), self.groups, scores_TE.shape[1] // self.groups)
             best_TG = scores_TGe.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1, sorted=False).indices
             closed_TG = torch.ones_like(scores_TGe[..., 0], dtype=torch.bool).scatter_(1, best_TG, False)
             scores_TE = scores_TGe.masked_fill(closed_TG[..., None], float("-inf")).flatten(1)
