@@ -3,6 +3,7 @@
 N sequences, T tokens of each, D features, E experts, K experts for each token, R = N × T × K rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ class Moe(nn.Module):
         self.shared_experts = Mlp(width, hidden * config.n_shared_experts) if config.n_shared_experts else None
 
 
-class Block(nn.Module):
+class Block(nn.Module, ABC):
     """Attention and an MLP, each with a norm before it and the input added to its output."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -73,8 +74,9 @@ class Block(nn.Module):
         x_NTD = x_NTD + self.self_attn(self.input_layernorm(x_NTD))
         return x_NTD, self.post_attention_layernorm(x_NTD)
 
+    @abstractmethod
     def phases(self) -> Sequence[tuple[Phase, Callable[[Any], Any]]]:
-        raise NotImplementedError
+        """Return the block's phases, in order, with the functions that run them."""
 
     def forward(self, value: Any) -> Any:
         for _, run in self.phases():

@@ -8,6 +8,7 @@ from torch import nn
 
 from stretto.model.cut_layers import record_logits
 from stretto.moe.experts import RoutedExperts
+from stretto.pipeline.phases import has_hooks
 
 _PLAIN = {
     "has_gate": True,
@@ -18,7 +19,6 @@ _PLAIN = {
     "_is_expert_parallel": False,
 }
 """How transformers describes experts that compute what `RoutedExperts` does."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def shared_copy(layer: nn.Module, *, records: bool) -> nn.Module:
@@ -49,11 +49,7 @@ def is_plain(experts: nn.Module | None) -> TypeGuard[nn.Module]:
         return False
     if has_hooks(experts) or "forward" in vars(experts) or experts._compiled_call_impl is not None:
         return False
-    return getattr(type(experts), "_apply_gate", has_hooks).__name__ == "_default_apply_gate"
-
-
-def has_hooks(module: nn.Module) -> bool:
-    return any(getattr(module, name) for name in _HOOKS)
+    return getattr(getattr(type(experts), "_apply_gate", None), "__name__", "") == "_default_apply_gate"
 
 
 def _deferring(experts: nn.Module) -> RoutedExperts:

@@ -31,11 +31,12 @@ from stretto.pipeline.layers import (
 from stretto.pipeline.named_layer import NamedLayer
 from stretto.pipeline.names import Names, clash_of, prefix_of
 from stretto.pipeline.options import Options, validate_mesh, wrong_option
+from stretto.pipeline.phases import anatomy_of, bypassed, is_phased
 from stretto.pipeline.programs import digest_of, program_for, wrong_program
 from stretto.pipeline.replicas import Replicas
 from stretto.pipeline.shape_cache import ShapeCache
 from stretto.pipeline.shared_parameters import find_shared
-from stretto.pipeline.stage import Stage, anatomy_of, bypassed, is_phased
+from stretto.pipeline.stage import Stage
 from stretto.pipeline.ties import (
     conflicting,
     joined,

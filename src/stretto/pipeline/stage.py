@@ -4,21 +4,19 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.checkpoint import checkpoint
 
 from stretto.ir.errors import PipelineError
-from stretto.layers import Layer, Phase
+from stretto.pipeline.checkpointed import CheckpointedRun
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.losses import OneLoss
-from stretto.pipeline.module_buffers import ModuleBuffers, Snapshot
-from stretto.pipeline.named_layer import NamedLayer
-from stretto.pipeline.pytree import Tree, Value, flatten_once, take_apart, tensors_of
+from stretto.pipeline.module_buffers import ModuleBuffers
+from stretto.pipeline.phases import bypassed, has_hooks, is_phased
+from stretto.pipeline.pytree import Tree, Value, take_apart, tensors_of
 from stretto.pipeline.recompute import Sites, Table
 from stretto.pipeline.rng import Generators, RngKey
 from stretto.pipeline.segments import Grads, Segment, call, leaves_of, run_segment, settled
@@ -29,35 +27,6 @@ from stretto.program.anatomy import Anatomy
 CPU = torch.device("cpu")
 Function = Callable[[Value, int], Value]
 """A part of the forward, as a function of a value and a microbatch."""
-
-
-@runtime_checkable
-class Phased(Protocol):
-    """A layer split into phases. Running them in order, each on the result of the previous one, equals its forward."""
-
-    def phases(self) -> Sequence[tuple[Phase, Callable[[Value], Value]]]: ...
-
-
-def is_phased(layer: nn.Module) -> TypeGuard[Phased]:
-    return isinstance(layer, Phased) and callable(layer.phases)
-
-
-def bypassed(number: int, layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a layer whose forwards do not run if it runs in phases, by the names that users see."""
-    modules: dict[str, nn.Module] = {f"layer {number}": layer}
-    if isinstance(layer, NamedLayer):
-        modules |= {path: layer.module(path) for path in layer.paths}
-    return modules if is_phased(layer) else {}
-
-
-def anatomy_of(layers: Sequence[nn.Module]) -> list[Layer]:
-    """Return the phases of each layer; a layer without phases counts as one phase."""
-    return [
-        Layer(type(layer).__name__, tuple(phase for phase, _ in layer.phases()))
-        if is_phased(layer)
-        else Layer(type(layer).__name__, (Phase(type(layer).__name__.lower()),))
-        for layer in layers
-    ]
 
 
 @dataclass(slots=True)
@@ -135,7 +104,7 @@ class Stage:
         self._buffered = [module for module in self._module.modules() if module._buffers]
         for number, layer in self.layers.items():
             for name, module in bypassed(number, layer).items() if self._in_phases else ():
-                if _has_hooks(module) or "forward" in vars(module):
+                if has_hooks(module) or "forward" in vars(module):
                     raise PipelineError(
                         f"{name} runs in phases, so its own hooks or a replaced forward would not run; put them on "
                         "modules within it"
@@ -361,53 +330,14 @@ class Stage:
         def run(value: Value, microbatch: int) -> Value:
             seed = self._key.seed_of(number, phase, microbatch)
             if self._checkpointed and torch.is_grad_enabled():
-                return _Checkpointed(number, function, buffers, self._generators, seed).run(value)
+                return CheckpointedRun(number, function, buffers, self._generators, seed).run(value)
             self._generators.seed(seed)
             return function(value)
 
         return run
 
 
-def _has_hooks(layer: object) -> bool:
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(layer, name) for name in names)
-
-
 _BEFORE = "do that before the step"
 _ELSEWHERE = "which another rank trains; let layers use it, and tie them"
 _NOTHING = nullcontext()
 _LOSS = -1  # stands for the loss in place of a layer number
-
-
-class _Checkpointed:
-    """One run of a layer that is recomputed whole, on the same input and with the same random numbers."""
-
-    def __init__(
-        self, number: int, function: Callable[[Value], Value], buffers: ModuleBuffers, generators: Generators, seed: int
-    ) -> None:
-        self._number, self._function, self._buffers = number, function, buffers
-        self._generators, self._seed = generators, seed
-        self._snapshot: Snapshot | None = None
-        self._parameters = buffers.parameters()
-
-    def run(self, value: Value) -> Value:
-        leaves, self._spec = flatten_once(value, f"layer {self._number}")
-        self._versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
-        return checkpoint(self._once, *leaves, use_reentrant=False, preserve_rng_state=False)
-
-    def _once(self, *leaves: Any) -> Value:
-        """Run the layer, for the first time or again, on new containers, since it may modify those it gets."""
-        if self._snapshot is not None:
-            self._buffers.validate_parameters(self._parameters)
-        if self._versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]:
-            raise PipelineError(
-                f"layer {self._number} was given what was changed in place afterwards, so it cannot be checkpointed"
-            )
-        value = pytree.tree_unflatten(leaves, self._spec)
-        if self._snapshot is None:
-            self._generators.seed(self._seed)
-            with self._buffers.followed() as self._snapshot:  # usable at once: a layer may differentiate inside
-                return self._function(value)
-        with self._generators.kept(), self._buffers.restored(self._snapshot):
-            self._generators.seed(self._seed)
-            return self._function(value)
