@@ -1,7 +1,6 @@
 """Starts ranks on this machine, collects their results, and stops every process that it started."""
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -142,18 +141,11 @@ def _explain(failure: str, folder: Path, notes: list[list[Note]]) -> str:
     return f"{failure or 'ended too soon'}: {reached}" + (f"; {errors[-1]:.300}" if errors else "")
 
 
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("stretto")
-    except importlib.metadata.PackageNotFoundError:  # runs from a source tree
-        return "not installed"
-
-
 def _versions() -> dict[str, str]:
     import torch
 
     versions = {
-        "stretto": _own_version(),
+        "stretto": sys.modules["stretto"].__version__,  # an editable install may say an older one
         "Python": platform.python_version(),
         "PyTorch": str(torch.__version__),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
