@@ -202,6 +202,16 @@ def test_an_index_that_promises_too_much_is_refused(tmp_path: Path) -> None:
         from_pretrained(tmp_path)
 
 
+def test_what_is_no_model_or_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="config is a ModelConfig"):
+        CausalLM("tiny")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"takes a CausalLM \(got Linear\)"):
+        save_pretrained(torch.nn.Linear(1, 1), tmp_path)  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=r"cannot write .*file: File exists"):
+        save_pretrained(CausalLM(TINY), tmp_path / "file")
+
+
 def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
     save_pretrained(CausalLM(TINY), tmp_path)
     with torch.device("meta"):

@@ -104,8 +104,14 @@ class HeadLayer(NamedLayer):
         return Output(logits_NTV, mtp_logits_NTV, balance)
 
 
+def _validate(config: ModelConfig) -> None:
+    if not isinstance(config, ModelConfig):
+        raise ModelError(f'config is a ModelConfig, such as ModelConfig.named("tiny") (got {config!r:.40})')
+
+
 def layer_count(config: ModelConfig) -> int:
     """Return the number of a model's layers: the embedding, the blocks, and the head."""
+    _validate(config)
     return config.num_hidden_layers + 2
 
 
@@ -116,6 +122,7 @@ def layer(config: ModelConfig, number: int, *, mtp: bool = False, balance: bool 
     >>> type(layer(sizes, 0)).__name__, type(layer(sizes, layer_count(sizes) - 1)).__name__
     ('EmbeddingLayer', 'HeadLayer')
     """
+    _validate(config)
     if mtp and config.num_nextn_predict_layers != 1:
         raise ModelError(f"mtp needs num_nextn_predict_layers = 1 (got {config.num_nextn_predict_layers})")
     if not 0 <= number < layer_count(config):

@@ -174,8 +174,16 @@ def save_pretrained(model: CausalLM, folder: str | Path, *, shard_bytes: int = 5
 
     Tensors that are one are written once. Files of an earlier checkpoint in the folder are replaced.
     """
+    if not isinstance(model, CausalLM):
+        raise ModelError(
+            f"save_pretrained takes a CausalLM (got {type(model).__name__}); docs/training.md says how to collect the "
+            "weights of a Pipeline in one"
+        )
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"cannot write {folder}: {error.strerror}") from None
     tensors = dict(_unstacked(model.state_dict()))
     shards: list[dict[str, Tensor]] = [{}]
     full = 0

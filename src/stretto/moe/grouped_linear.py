@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 
 class GroupedLinear(nn.Module):
-    """Multiplies each group of rows by its own matrix. Rows must be sorted by group.
+    """Multiplies each group of rows by its own matrix. Rows must be sorted by group, and counts add up to the rows.
+
+    On CUDA nobody checks that they do, since the host would have to wait for it.
 
     >>> layer = GroupedLinear(groups=2, in_features=4, out_features=3)
     >>> layer(torch.ones(5, 4), torch.tensor([2, 3])).shape  # two rows for the first group, three for the second
