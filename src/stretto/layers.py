@@ -12,18 +12,40 @@ from typing import Literal, TypeVar
 
 from stretto.ir.errors import PlanError
 
-__all__ = ["DENSE", "EMBEDDING", "LOSS", "MOE", "MTP", "Layer", "Phase", "cut_layers", "parse_layers"]
+__all__ = [
+    "DENSE",
+    "EMBEDDING",
+    "EXPERT_PARALLEL_MOE",
+    "LOSS",
+    "MOE",
+    "MTP",
+    "Layer",
+    "Phase",
+    "cut_layers",
+    "parse_layers",
+]
 
 _T = TypeVar("_T")
-PhaseLane = Literal["compute", "comm"]
+PhaseLane = Literal["compute", "comm", "host"]
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a layer that runs on one lane. Each compute phase has weights, and so a weight gradient."""
+    """A part of a layer that runs on one lane. Each compute phase has weights, and so a weight gradient.
+
+    A phase on the "host" lane makes the host wait for numbers from the device. A phase without a backward passes on
+    what it got, and only adds what it has learned.
+    """
 
     name: str
     lane: PhaseLane = "compute"
+    backward: bool = True
+    joint: bool = False
+    """Whether the expert-parallel ranks run it together, as they do every phase on the "comm" lane."""
+
+    @property
+    def is_joint(self) -> bool:
+        return self.joint or self.lane == "comm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +64,17 @@ _ATTN, _MLP, _LOSS = Phase("attn"), Phase("mlp"), Phase("loss")
 EMBEDDING = Layer("embedding", (Phase("embedding"),))
 DENSE = Layer("dense", (_ATTN, _MLP))
 MOE = Layer("moe", (_ATTN, Phase("dispatch", "comm"), _MLP, Phase("combine", "comm")))
+EXPERT_PARALLEL_MOE = Layer(
+    "moe",
+    (
+        _ATTN,
+        Phase("counts", "comm", backward=False),
+        Phase("sizes", "host", backward=False),
+        *MOE.phases[1:],
+    ),
+)
+"""The same with experts on several ranks: they first tell each other how many rows will come ("counts"), and the hosts
+wait for these numbers ("sizes")."""
 MTP = Layer("mtp", (*MOE.phases, _LOSS))
 """Multi-token prediction: one more MoE layer with a loss of its own."""
 LOSS = Layer("loss", (_LOSS,))

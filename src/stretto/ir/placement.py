@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from stretto.ir.errors import PlanError
+from stretto.ir.mesh import MeshShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +12,7 @@ class Placement:
 
     `routes[r][stage]` is a device. One route is the ordinary pipeline. DualPipe has two: the first
     half of the microbatches flows down, the second half up, so each stage sits on two devices.
+    On a mesh (`on_mesh`), every replica has routes and microbatches of its own.
 
     >>> Placement(routes=((0, 1), (1, 0)), microbatches=4).device(stage=0, microbatch=3)
     1
@@ -18,6 +20,8 @@ class Placement:
 
     routes: tuple[tuple[int, ...], ...]
     microbatches: int
+    mesh: MeshShape | None = None
+    """The mesh that the devices form, if it has more than a pipeline."""
 
     def __post_init__(self) -> None:
         if type(self.microbatches) is not int:
@@ -41,6 +45,30 @@ class Placement:
     def homes(self) -> set[tuple[int, int]]:
         """All pairs (device, stage) where the device holds the stage."""
         return {(device, stage) for route in self.routes for stage, device in enumerate(route)}
+
+    @property
+    def replicas(self) -> int:
+        """The number of pipelines, each of which runs an equal run of microbatches."""
+        return 1 if self.mesh is None else self.mesh.replicas
+
+    def replica(self, device: int) -> int:
+        """Return the replica that a device belongs to."""
+        return 0 if self.mesh is None else self.mesh.place(device)[1]
+
+    def on_mesh(self, mesh: MeshShape) -> "Placement":
+        """Return the placement of a replica of this one for each pipeline of a mesh.
+
+        Microbatch m of replica r, of M microbatches each, is number r × M + m.
+
+        >>> looped(devices=2, stages_per_device=1, microbatches=3).on_mesh(MeshShape.of({"pp": 2, "dp": 2})).routes
+        ((0, 2), (1, 3))
+        """
+        routes = tuple(
+            tuple(mesh.device(pp=device, replica=replica) for device in route)
+            for replica in range(mesh.replicas)
+            for route in self.routes
+        )
+        return Placement(routes, self.microbatches * mesh.replicas, mesh)
 
     def route(self, microbatch: int) -> int:
         return microbatch * len(self.routes) // self.microbatches

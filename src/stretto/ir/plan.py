@@ -1,13 +1,14 @@
 """A plan: the compute order of every device, and nothing else."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from stretto.ir.action import Action, Pair
 from stretto.ir.errors import PlanError
+from stretto.ir.mesh import MeshShape
 from stretto.ir.placement import Placement
 
 Cell: TypeAlias = Action | Pair
@@ -43,6 +44,27 @@ class Plan:
     def microbatches(self) -> int:
         return self.placement.microbatches
 
+    def on_mesh(self, mesh: Mapping[str, int] | MeshShape) -> "Plan":
+        """Return the plan of a whole mesh, in which each pipeline runs this plan on microbatches of its own.
+
+        `mesh` has the sizes of the dimensions "pp", "ep" and "dp", outermost first, as `init_device_mesh` takes them.
+
+        >>> from stretto.ir.text import parse_plan
+        >>> print(parse_plan("0F0,0B0").on_mesh({"dp": 2, "pp": 1}))
+        0F0,0B0
+        0F1,0B1
+        """
+        shape = MeshShape.of(mesh)
+        if self.placement.mesh is not None:
+            raise PlanError(f"this plan is on a mesh already, {self.placement.mesh}")
+        if shape.pp != self.devices:
+            raise PlanError(f"the plan is for {self.devices} devices, but the mesh has pp={shape.pp}")
+        rows = []
+        for device in range(shape.devices):
+            pp, replica = shape.place(device)
+            rows.append(tuple(_shifted(cell, replica * self.microbatches) for cell in self.rows[pp]))
+        return Plan(tuple(rows), self.placement.on_mesh(shape))
+
     def save(self, path: str | Path) -> None:
         """Write PyTorch's CSV (.csv), or JSON with the placement (.json); `load_plan` reads both."""
         from stretto.ir.text import save_plan  # here, because it imports this module
@@ -51,6 +73,13 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(",".join(map(str, row)) for row in self.rows)
+
+
+def _shifted(cell: Cell, by: int) -> Cell:
+    """Return a cell for microbatches whose numbers are higher by so many."""
+    if isinstance(cell, Pair):
+        return Pair(*(replace(action, microbatch=action.microbatch + by) for action in actions_of(cell)))
+    return replace(cell, microbatch=cell.microbatch + by)
 
 
 def actions_of(cell: Cell) -> tuple[Action, ...]:

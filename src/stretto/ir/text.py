@@ -9,6 +9,7 @@ import msgspec
 from stretto.ir.action import Action, End, Op, Pair, Reduce, Transfer
 from stretto.ir.errors import PlanError, TextError
 from stretto.ir.files import file_path, read_text, write_text
+from stretto.ir.mesh import MeshShape
 from stretto.ir.placement import Placement
 from stretto.ir.plan import Cell, Plan, infer_placement
 
@@ -55,16 +56,18 @@ def save_plan(plan: Plan, path: str | Path) -> None:
             raise TextError(f"a plan is saved as .csv or .json (got {path})")
 
 
-class _PlanFile(msgspec.Struct, forbid_unknown_fields=True):
+class _PlanFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     rows: list[list[str]]
     routes: list[list[int]]
     microbatches: int
+    mesh: dict[str, int] | None = None
 
 
 def plan_to_json(plan: Plan) -> str:
     rows = [[str(cell) for cell in row] for row in plan.rows]
     routes = [list(route) for route in plan.placement.routes]
-    return msgspec.json.encode(_PlanFile(rows, routes, plan.microbatches)).decode()
+    mesh = None if plan.placement.mesh is None else dict(plan.placement.mesh.dimensions)
+    return msgspec.json.encode(_PlanFile(rows, routes, plan.microbatches, mesh)).decode()
 
 
 def parse_plan_json(text: str) -> Plan:
@@ -78,7 +81,8 @@ def parse_plan_json(text: str) -> Plan:
     except (msgspec.DecodeError, RecursionError) as error:
         raise TextError(f"not a plan in JSON: {error}") from None
     rows = tuple(tuple(_parse_cell(text, number) for text in row) for number, row in enumerate(file.rows, 1))
-    placement = Placement(tuple(map(tuple, file.routes)), file.microbatches)
+    mesh = None if file.mesh is None else MeshShape.of(file.mesh)
+    placement = Placement(tuple(map(tuple, file.routes)), file.microbatches, mesh)
     if placement.stages * placement.microbatches > 4 * sum(map(len, rows)) + 64:
         raise TextError(f"{placement.stages} stages × {placement.microbatches} microbatches, but only a few actions")
     return Plan(rows, placement)
