@@ -53,16 +53,23 @@ class Segment:
     Outputs are stored as graph edges. So a segment keeps no tensor alive that its operations did not save.
     """
 
-    __slots__ = ("_arrived", "_edges")
+    __slots__ = ("_arrived", "_edges", "zeros")
 
     def __init__(self, arrived: _Arrived, edges: list[GradientEdge | None]) -> None:
         self._arrived, self._edges = arrived, edges
+        self.zeros: list[Callable[[], Tensor]] | None = None
+        """If set, functions that make the gradients of outputs for which none comes, so that all of the graph runs."""
 
     def backward(self, grads: Grads, *, keep: bool = False) -> list[Tensor | None]:
         """Run the backward, once: return the gradients of the inputs' leaves, and accumulate those of parameters.
 
         With `keep`, saved tensors live as long as the segment.
         """
+        if self.zeros is not None:
+            grads = [
+                zero() if grad is None and edge is not None else grad
+                for edge, grad, zero in zip(self._edges, grads, self.zeros, strict=True)
+            ]
         pairs = [
             (edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if edge is not None and grad is not None
         ]
