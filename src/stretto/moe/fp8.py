@@ -20,13 +20,15 @@ def pack(x_RD: Tensor) -> Tensor:
     exact_RD = x_RD.to(torch.promote_types(x_RD.dtype, torch.float32))
     scales_Rt = _scales(exact_RD)
     float8_RD = (exact_RD / _of_features(scales_Rt, x_RD.shape[1])).to(torch.float8_e4m3fn)
-    return torch.cat([float8_RD.view(torch.uint8), scales_Rt.view(torch.uint8)], dim=1)
+    scales = scales_Rt.flatten().view(torch.uint8).view(len(x_RD), 4 * scales_Rt.shape[1])
+    return torch.cat([float8_RD.view(torch.uint8), scales], dim=1)
 
 
 def unpack(packed: Tensor, *, features: int, dtype: torch.dtype) -> Tensor:
     """Return the rows that these bytes stand for."""
-    float8_RD = packed[:, :features].contiguous().view(torch.float8_e4m3fn)
-    scales_Rt = packed[:, features:].contiguous().view(torch.float32)
+    float8_RD = packed[:, :features].view(torch.float8_e4m3fn)
+    scales = packed[:, features:].clone(memory_format=torch.contiguous_format).flatten()  # aligned to four bytes
+    scales_Rt = scales.view(torch.float32).view(len(packed), _tiles(features))
     x_RD = float8_RD.to(torch.promote_types(dtype, torch.float32)) * _of_features(scales_Rt, features)
     most = torch.finfo(dtype).max  # which rounding may have exceeded
     return x_RD.clamp(-most, most).to(dtype)
@@ -35,13 +37,17 @@ def unpack(packed: Tensor, *, features: int, dtype: torch.dtype) -> Tensor:
 def _scales(x_RD: Tensor) -> Tensor:
     """Return the scale of each tile, exactly: a float32 is a power of two if it has only an exponent."""
     rows, features = x_RD.shape
-    tiles = -(-features // _TILE)
+    tiles = _tiles(features)
     padded = torch.nn.functional.pad(x_RD.abs(), (0, tiles * _TILE - features))
     most_Rt = padded.view(rows, tiles, _TILE).amax(-1)
     fraction, exponent = torch.frexp(most_Rt)  # fraction × 2 ** exponent, and 448 = 0.875 × 2⁹
     exponent = (exponent - 9 + (fraction > 0.875)).clamp(min=_LEAST)
     scales_Rt = (exponent.clamp(max=_MOST) + 127 << 23).to(torch.int32).view(torch.float32)
     return scales_Rt.where(most_Rt.isfinite() & (exponent <= _MOST), torch.nan)
+
+
+def _tiles(features: int) -> int:
+    return -(-features // _TILE)
 
 
 def _of_features(scales_Rt: Tensor, features: int) -> Tensor:
