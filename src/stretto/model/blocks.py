@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.layers import DENSE, MOE, Phase
+from stretto.layers import DENSE, EXPERT_PARALLEL_MOE, MOE, Phase
 from stretto.model.attention import MultiheadLatentAttention
 from stretto.model.config import ModelConfig
+from stretto.moe.exchange import Dispatched
 from stretto.moe.experts import Experts
-from stretto.moe.permutation import Permutation, combine, dispatch
 from stretto.moe.router import Router
 
 
@@ -108,8 +108,9 @@ class Routed(NamedTuple):
 
     rest: Activations
     h_NTD: Tensor
-    indices_TK: Tensor
     weights_TK: Tensor
+    sent: Any
+    """Where tokens go: the indices of their experts, and then what the exchange has made of them."""
 
 
 class Sorted(NamedTuple):
@@ -118,20 +119,22 @@ class Sorted(NamedTuple):
     rest: Activations
     h_NTD: Tensor | None
     """What the shared experts compute on; None once they have."""
-    rows_RD: Tensor
     weights_TK: Tensor
-    order: Permutation
+    rows: Dispatched
 
 
 class MoeBlock(Block):
-    """A block with experts in place of the MLP."""
+    """A block with experts in place of the MLP, on this rank or divided among several."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.mlp = Moe(config)
 
     def phases(self) -> Sequence[tuple[Phase, Callable[[Any], Any]]]:
-        return list(zip(MOE.phases, (self._attention, self._dispatch, self._experts, self._combine), strict=True))
+        if self.mlp.experts.ranks > 1:
+            before = self._attention, self._count, self._sizes, self._dispatch
+            return list(zip(EXPERT_PARALLEL_MOE.phases, (*before, self._experts, self._combine), strict=True))
+        return list(zip(MOE.phases, (self._attention, self._sort, self._experts, self._combine), strict=True))
 
     def _attention(self, value: Activations) -> Routed:
         x_NTD, h_NTD = self.attend(value.x_NTD)
@@ -140,21 +143,36 @@ class MoeBlock(Block):
         if balance is not None:
             balance = balance + self.mlp.gate.balance_loss(routing, sequences=len(h_NTD))
         rest = value._replace(x_NTD=x_NTD, balance=balance)
-        return Routed(rest, h_NTD, routing.indices_TK, routing.weights_TK)
+        return Routed(rest, h_NTD, routing.weights_TK, routing.indices_TK)
+
+    # These two pass on the very tensors that they get, since they have no backward.
+
+    def _count(self, routed: Routed) -> Routed:
+        experts = self.mlp.experts
+        counted = experts.exchanging().count(routed.sent, experts.total)
+        self.mlp.gate.count(counted.counts_E)
+        return routed._replace(sent=counted)
+
+    def _sizes(self, routed: Routed) -> Routed:
+        return routed._replace(sent=self.mlp.experts.exchanging().sizes(routed.sent))
 
     def _dispatch(self, routed: Routed) -> Sorted:
-        order = Permutation.by_expert(routed.indices_TK, experts=len(self.mlp.experts.down_proj))
-        self.mlp.gate.count(order.counts_E)
-        rows_RD = dispatch(routed.h_NTD.flatten(0, 1), order)
-        return Sorted(routed.rest, routed.h_NTD, rows_RD, routed.weights_TK, order)
+        rest, h_NTD, weights_TK, sized = routed
+        rows = self.mlp.experts.exchanging().dispatch(h_NTD.flatten(0, 1), weights_TK, sized)
+        return Sorted(rest, h_NTD, weights_TK, rows)
+
+    def _sort(self, routed: Routed) -> Sorted:
+        """Dispatch to experts that are all here."""
+        return self._dispatch(self._sizes(self._count(routed)))
 
     def _experts(self, value: Sorted) -> Sorted:
         rest, shared = value.rest, self.mlp.shared_experts
         if shared is not None:
             rest = rest._replace(x_NTD=rest.x_NTD + shared(value.h_NTD))
-        return value._replace(rest=rest, h_NTD=None, rows_RD=self.mlp.experts(value.rows_RD, value.order.counts_E))
+        rows = value.rows._replace(rows_RD=self.mlp.experts(value.rows.rows_RD, value.rows.counts_e))
+        return value._replace(rest=rest, h_NTD=None, rows=rows)
 
     def _combine(self, value: Sorted) -> Activations:
-        x_NTD = value.rest.x_NTD
-        out_TD = combine(value.rows_RD, value.weights_TK, value.order, dtype=x_NTD.dtype)
+        (rows_RD, _, state), x_NTD = value.rows, value.rest.x_NTD
+        out_TD = self.mlp.experts.exchanging().combine(rows_RD, state, value.weights_TK, dtype=x_NTD.dtype)
         return value.rest._replace(x_NTD=x_NTD + out_TD.view_as(x_NTD))

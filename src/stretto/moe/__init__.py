@@ -1,7 +1,20 @@
-"""Mixtures of experts: the router, the order of tokens by expert, and the experts."""
+"""Mixtures of experts: the router, the order of tokens by expert, the experts, and the exchange between ranks."""
 
+from stretto.moe.all_to_all import AllToAll
+from stretto.moe.exchange import Counted, Dispatched, Exchange
+from stretto.moe.expert_ranks import ExpertRanks
 from stretto.moe.experts import Experts, RoutedExperts
 from stretto.moe.grouped_linear import GroupedLinear
 from stretto.moe.router import Router
 
-__all__ = ["Experts", "GroupedLinear", "RoutedExperts", "Router"]
+__all__ = [
+    "AllToAll",
+    "Counted",
+    "Dispatched",
+    "Exchange",
+    "ExpertRanks",
+    "Experts",
+    "GroupedLinear",
+    "RoutedExperts",
+    "Router",
+]

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.ir.errors import PipelineError
+from stretto.moe.exchange import Exchange, Local
 from stretto.moe.grouped_linear import grouped_linear
-from stretto.moe.permutation import Permutation, combine, dispatch
 
 Product = Callable[[Tensor, nn.Parameter, Tensor], Tensor]
 """Multiplies each group of rows by its own matrix: `grouped_linear`, or a product that defers weight gradients."""
@@ -23,7 +24,19 @@ class Experts(nn.Module):
     >>> experts = Experts(experts=2, features=4, hidden=8)
     >>> experts(torch.ones(5, 4), torch.tensor([2, 3])).shape  # two rows for the first expert, three for the second
     torch.Size([5, 4])
+
+    On a mesh with "ep", a `Pipeline` leaves each rank its share of the experts (`shard`), and sets `exchange` while a
+    step runs.
     """
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    rank = 0
+    """Which share of the experts this is."""
+    ranks = 1
+    """How many ranks hold a share."""
+    exchange: Exchange | None = None
+    """How rows get to the ranks that hold their experts. It is no part of copies and pickles."""
 
     def __init__(
         self, experts: int, features: int, hidden: int, *, activation: Callable[[Tensor], Tensor] = F.silu
@@ -42,6 +55,45 @@ class Experts(nn.Module):
         experts.gate_up_proj, experts.down_proj = gate_up_proj, down_proj
         return experts
 
+    @property
+    def total(self) -> int:
+        """The number of experts on all ranks."""
+        return len(self.down_proj) * self.ranks
+
+    @property
+    def first(self) -> int:
+        """The number of the first expert that is here, among all."""
+        return len(self.down_proj) * self.rank
+
+    def shard(self, rank: int, ranks: int) -> None:
+        """Keep only this rank's experts: the given one of so many equal shares, in order.
+
+        The parameters become new ones, which share memory with the old ones as long as they stay on their device.
+        """
+        if (self.rank, self.ranks) == (rank, ranks):
+            return
+        validate_shares(self, rank, ranks)
+        each = len(self.down_proj) // ranks
+        for name, whole in list(self._parameters.items()):
+            assert whole is not None
+            part = slice(rank * each, (rank + 1) * each)
+            own = nn.Parameter(whole.data[part], requires_grad=whole.requires_grad)
+            own.grad = None if whole.grad is None else whole.grad[part]
+            self._parameters[name] = own
+        self.rank, self.ranks = rank, ranks
+
+    def exchanging(self) -> Exchange:
+        """Return the exchange with which to run. Raise PipelineError if other ranks hold experts and there is none."""
+        if self.exchange is not None:
+            return self.exchange
+        if self.ranks > 1:
+            last = self.first + len(self.down_proj) - 1
+            raise PipelineError(
+                f"this module holds experts {self.first} to {last} of {self.total}; run it in the Pipeline that has "
+                "sharded it"
+            )
+        return _LOCAL
+
     def forward(self, *arguments: Any) -> Tensor:
         return self.run(grouped_linear, *arguments)
 
@@ -50,12 +102,17 @@ class Experts(nn.Module):
         return self.run_sorted(product, *arguments)
 
     def run_sorted(self, product: Product, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        self.exchanging()  # raises if these are not all experts
         gate, up = product(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
         return product(self.act_fn(gate) * up, self.down_proj, counts_E)
 
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape
-        return f"experts={experts}, features={features}, hidden={hidden}"
+        shared = f" of {self.total}" if self.ranks > 1 else ""
+        return f"experts={experts}{shared}, features={features}, hidden={hidden}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "exchange"}
 
 
 class RoutedExperts(Experts):
@@ -64,6 +121,36 @@ class RoutedExperts(Experts):
     def run(self, product: Product, *arguments: Tensor) -> Tensor:
         """Run the experts with this grouped product, on tokens, the indices of their experts, and their weights."""
         x_TD, indices_TK, weights_TK = arguments
-        order = Permutation.by_expert(indices_TK, experts=len(self.down_proj))
-        rows_RD = self.run_sorted(product, dispatch(x_TD, order), order.counts_E)
-        return combine(rows_RD, weights_TK, order, dtype=x_TD.dtype)
+        exchange = self.exchanging()
+        sized = exchange.sizes(exchange.count(indices_TK, self.total))
+        rows_RD, counts_e, state = exchange.dispatch(x_TD, weights_TK, sized)
+        rows_RD = self.run_sorted(product, rows_RD, counts_e)
+        return exchange.combine(rows_RD, state, weights_TK, dtype=x_TD.dtype)
+
+
+_LOCAL = Local()
+
+
+def validate_shares(experts: Experts, rank: int, ranks: int) -> None:
+    """Raise PipelineError if experts cannot be divided into these shares."""
+    total = len(experts.down_proj)
+    if experts.ranks > 1:
+        raise PipelineError(
+            f"these experts are share {experts.rank} of {experts.ranks} already, and cannot become share {rank} of "
+            f"{ranks}; start from a whole model"
+        )
+    assert 0 <= rank < ranks
+    if total % ranks:
+        raise PipelineError(f"{total} experts cannot be divided among {ranks} ranks; use a divisor of {total}")
+    if experts._parameters.keys() != {"gate_up_proj", "down_proj"} or "parametrizations" in experts._modules:
+        raise PipelineError("experts with parametrizations or parameters of other names cannot be divided among ranks")
+    for name, parameter in experts._parameters.items():
+        if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
+            raise PipelineError(
+                f"{name} of these experts is a {type(parameter).__name__}, which cannot be divided among ranks; make "
+                "it a plain nn.Parameter"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise PipelineError(
+                f"{name} of these experts has hooks, which would not run on a rank's share of it; remove them"
+            )

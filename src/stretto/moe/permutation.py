@@ -34,6 +34,10 @@ class Permutation(NamedTuple):
         ends_E = torch.searchsorted(sorted_R, every, right=True)
         return Permutation(source_R, target_R, ends_E.diff(prepend=ends_E.new_zeros(1)))
 
+    def inverse(self) -> "Permutation":
+        """Return the order that leads back, of rows for tokens with one expert each."""
+        return Permutation(self.target_R, self.source_R, self.counts_E)
+
 
 def dispatch(x_TD: Tensor, order: Permutation) -> Tensor:
     """Return each token's row once for each of its experts, in order of experts."""

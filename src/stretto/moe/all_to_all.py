@@ -1,0 +1,135 @@
+"""The exchange of rows by PyTorch's own collectives.
+
+T tokens of this rank and their R rows, A rows that arrive at its experts, K experts for each token, D features,
+n ranks, E experts on all ranks, e = E / n experts on each.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.ir.errors import PipelineError
+from stretto.moe.exchange import Counted, Dispatched
+from stretto.moe.expert_ranks import ExpertRanks
+from stretto.moe.fp8 import pack, unpack
+from stretto.moe.permutation import Permutation, combine, dispatch
+
+
+class Counting(NamedTuple):
+    """The state after `count`: numbers that may still be on their way to the host."""
+
+    order: Permutation
+    """This rank's rows in order of all experts, and so of the ranks that hold them."""
+    arriving_ne: Tensor
+    """How many rows come from each rank for each of this rank's experts."""
+    sizes_2n: Tensor
+    """On the host: how many rows go to each rank, and how many come."""
+
+
+class Sized(NamedTuple):
+    """The state after `sizes`."""
+
+    order: Permutation
+    arriving_ne: Tensor
+    sent: list[int]
+    arriving: list[int]
+
+
+class Route(NamedTuple):
+    """The state after `dispatch`: the way back."""
+
+    order: Permutation
+    by_expert: Permutation
+    """The rows that arrive, from the order of ranks to the order of this rank's experts."""
+    sent: list[int]
+    arriving: list[int]
+
+
+class AllToAll:
+    """Sends each row to the rank that holds its expert, and its output back: an all-to-all with uneven splits each.
+
+    Rank r holds experts r·e to (r + 1)·e − 1. A token's experts are weighed and summed in float32 on the token's own
+    rank, so outputs are to the bit those of one rank that holds all experts. With `fp8`, tokens travel to the experts
+    as in `stretto.moe.fp8`; outputs and gradients travel as they are.
+    """
+
+    def __init__(self, ranks: ExpertRanks, *, fp8: bool = False) -> None:
+        self._ranks, self._fp8 = ranks, fp8
+
+    def count(self, indices_TK: Tensor, experts: int) -> Counted:
+        size = self._ranks.size
+        if experts % size:
+            raise PipelineError(f"{experts} experts cannot be divided among {size} ranks; use a divisor of {experts}")
+        order = Permutation.by_expert(indices_TK, experts=experts)
+        sent_ne = order.counts_E.view(size, experts // size)
+        arriving_ne = torch.empty_like(sent_ne)
+        self._ranks.all_to_all(arriving_ne, sent_ne)
+        sizes_2n = _to_host(torch.stack([sent_ne.sum(1), arriving_ne.sum(1)]))
+        return Counted(order.counts_E, Counting(order, arriving_ne, sizes_2n))
+
+    def sizes(self, counted: Counted) -> Sized:
+        self._ranks.wait()
+        order, arriving_ne, sizes_2n = counted.state
+        sent, arriving = sizes_2n.tolist()
+        return Sized(order, arriving_ne, sent, arriving)
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Sized) -> Dispatched:  # noqa: ARG002
+        rows_RD = dispatch(self._ranks.joining(x_TD), sized.order)
+        rows_AD = _exchange(rows_RD, self._ranks, sized.arriving, sized.sent, self._fp8)
+        by_expert = _transposed(sized.arriving_ne, rows=sum(sized.arriving))
+        route = Route(sized.order, by_expert, sized.sent, sized.arriving)
+        return Dispatched(dispatch(rows_AD, by_expert), by_expert.counts_E, route)
+
+    def combine(self, rows_RD: Tensor, state: Route, weights_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
+        rows_AD = dispatch(self._ranks.joining(rows_RD), state.by_expert.inverse())
+        rows_RD = _exchange(rows_AD, self._ranks, state.sent, state.arriving, False)
+        return combine(rows_RD, weights_TK, state.order, dtype=dtype)
+
+
+def _to_host(sizes: Tensor) -> Tensor:
+    """Begin to copy numbers to the host; the numbers of a host tensor are there already."""
+    if not sizes.is_cuda:
+        return sizes
+    return torch.empty_like(sizes, device="cpu", pin_memory=True).copy_(sizes, non_blocking=True)
+
+
+def _transposed(counts_ne: Tensor, *, rows: int) -> Permutation:
+    """Return the order by expert of rows that come ordered by rank, and from each rank by expert.
+
+    Blocks of rows change places, and rows within a block keep their order, so a block's distance is all that is needed.
+    """
+    counts_en = counts_ne.T.contiguous()
+    before_ne, before_en = (counts.flatten().cumsum(0).view_as(counts) - counts for counts in (counts_ne, counts_en))
+    every = torch.arange(rows, device=counts_ne.device)
+
+    def moved(distances: Tensor, counts: Tensor) -> Tensor:
+        return every + distances.flatten().repeat_interleave(counts.flatten(), output_size=rows)
+
+    source = moved(before_ne.T - before_en, counts_en)
+    return Permutation(source, moved(before_en.T - before_ne, counts_ne), counts_ne.sum(0))
+
+
+def _exchange(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int], fp8: bool) -> Tensor:
+    return _Exchange.apply(rows, ranks, taken, sent, fp8)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all, whose backward sends gradients the opposite way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int], fp8: bool) -> Tensor:
+        ctx.back = ranks, sent, taken
+        if not fp8:
+            return _moved(rows, ranks, taken, sent)
+        return unpack(_moved(pack(rows), ranks, taken, sent), features=rows.shape[1], dtype=rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _moved(grad, *ctx.back), None, None, None, None
+
+
+def _moved(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:
+    arrived = rows.new_empty(sum(taken), rows.shape[1])
+    ranks.all_to_all(arrived, rows.contiguous(), taken, sent)
+    return arrived

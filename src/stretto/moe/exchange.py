@@ -1,0 +1,86 @@
+"""How rows get to the ranks that hold their experts, and back: the adapter point for communication kernels.
+
+T tokens and R rows of this rank (or arrived there), K experts for each token, D features, E experts on all ranks,
+e experts on each rank.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from stretto.moe.permutation import Permutation, combine, dispatch
+
+
+class Counted(NamedTuple):
+    """What `Exchange.count` has begun."""
+
+    counts_E: Tensor
+    """How many of this rank's own rows go to each of all experts."""
+    state: Any
+    """What the exchange needs next: a pytree of tensors and plain values."""
+
+
+class Dispatched(NamedTuple):
+    """Rows that have arrived at this rank's experts."""
+
+    rows_RD: Tensor
+    """The rows in order of this rank's experts."""
+    counts_e: Tensor
+    """The number of rows of each of this rank's experts, on the rows' device."""
+    state: Any
+    """What `Exchange.combine` needs: a pytree of tensors, which may carry gradients, and plain values."""
+
+
+class Exchange(Protocol):
+    """Takes tokens to their experts and back, in four phases; kernels such as DeepEP's are adapted by implementing it.
+
+    Each phase is a task of its own, and phases of several microbatches are in flight at once. So an exchange stores
+    nothing between phases: all that a later phase needs is in what an earlier one returns. These values are pytrees
+    (named tuples, tuples, lists, dicts) of tensors, numbers, strings and None. Gradients flow through all tensors in
+    them.
+
+    All ranks run the same phases in the same order, and so they must in the backward: pass what is differentiated
+    through `ExpertRanks.joining`. Only `sizes` may make the host wait for the device.
+    """
+
+    def count(self, indices_TK: Tensor, experts: int) -> Counted:
+        """Begin to tell the ranks how many rows will come, on the communication stream. `experts` is E."""
+        ...
+
+    def sizes(self, counted: Counted) -> Any:
+        """Return what `dispatch` needs, after the host has waited for the numbers (`ExpertRanks.wait`)."""
+        ...
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Any) -> Dispatched:
+        """Take the tokens to their experts. Both tensors may get gradients.
+
+        An exchange that weighs at the experts' side takes the weights along in the state, where they carry gradients.
+        """
+        ...
+
+    def combine(self, rows_RD: Tensor, state: Any, weights_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """Return for each token the weighted sum of its experts' outputs, in this dtype.
+
+        `rows_RD` are the outputs of this rank's experts, in the order of `Dispatched.rows_RD`; `state` is
+        `Dispatched.state`.
+        """
+        ...
+
+
+class Local:
+    """The exchange of a rank that holds all experts: the rows only change their order."""
+
+    def count(self, indices_TK: Tensor, experts: int) -> Counted:
+        order = Permutation.by_expert(indices_TK, experts=experts)
+        return Counted(order.counts_E, order)
+
+    def sizes(self, counted: Counted) -> Permutation:
+        assert isinstance(counted.state, Permutation)
+        return counted.state
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Permutation) -> Dispatched:  # noqa: ARG002
+        return Dispatched(dispatch(x_TD, sized), sized.counts_E, sized)
+
+    def combine(self, rows_RD: Tensor, state: Permutation, weights_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
+        return combine(rows_RD, weights_TK, state, dtype=dtype)

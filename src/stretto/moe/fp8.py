@@ -1,0 +1,55 @@
+"""Rows as bytes: float8_e4m3fn with a scale for each tile of 128 features.
+
+A scale is the least power of two s ≥ 2⁻¹²⁶ with which the tile's largest number, divided by s, is at most 448. So only
+the rounding to float8 changes a number: |x̂ − x| ≤ max(2⁻⁴ |x|, 2⁻¹⁰ s), where s < max|x| / 224 of the tile, or s is
+2⁻¹²⁶. (In float16, add 2⁻²⁵: its own rounding of tiny numbers.) If a number of a tile is infinite or NaN, or beyond
+448 · 2¹²⁷, which only float64 has, then the whole tile arrives as NaN.
+
+R rows, D features, t tiles of a row.
+"""
+
+import torch
+from torch import Tensor
+
+_TILE = 128
+_LEAST, _MOST = -126, 127  # exponents of scales
+
+
+def pack(x_RD: Tensor) -> Tensor:
+    """Return the bytes of each row: D numbers in float8, then its scales in float32."""
+    exact_RD = x_RD.to(torch.promote_types(x_RD.dtype, torch.float32))
+    scales_Rt = _scales(exact_RD)
+    float8_RD = (exact_RD / _of_features(scales_Rt, x_RD.shape[1])).to(torch.float8_e4m3fn)
+    scales = scales_Rt.flatten().view(torch.uint8).view(len(x_RD), 4 * scales_Rt.shape[1])
+    return torch.cat([float8_RD.view(torch.uint8), scales], dim=1)
+
+
+def unpack(packed: Tensor, *, features: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows that these bytes stand for."""
+    float8_RD = packed[:, :features].view(torch.float8_e4m3fn)
+    scales = packed[:, features:].clone(memory_format=torch.contiguous_format).flatten()  # aligned to four bytes
+    scales_Rt = scales.view(torch.float32).view(len(packed), _tiles(features))
+    x_RD = float8_RD.to(torch.promote_types(dtype, torch.float32)) * _of_features(scales_Rt, features)
+    most = torch.finfo(dtype).max  # which rounding may have exceeded
+    return x_RD.clamp(-most, most).to(dtype)
+
+
+def _scales(x_RD: Tensor) -> Tensor:
+    """Return the scale of each tile, exactly: a float32 is a power of two if it has only an exponent."""
+    rows, features = x_RD.shape
+    tiles = _tiles(features)
+    padded = torch.nn.functional.pad(x_RD.abs(), (0, tiles * _TILE - features))
+    most_Rt = padded.view(rows, tiles, _TILE).amax(-1)
+    fraction, exponent = torch.frexp(most_Rt)  # fraction × 2 ** exponent, and 448 = 0.875 × 2⁹
+    exponent = (exponent - 9 + (fraction > 0.875)).clamp(min=_LEAST)
+    scales_Rt = (exponent.clamp(max=_MOST) + 127 << 23).to(torch.int32).view(torch.float32)
+    return scales_Rt.where(most_Rt.isfinite() & (exponent <= _MOST), torch.nan)
+
+
+def _tiles(features: int) -> int:
+    return -(-features // _TILE)
+
+
+def _of_features(scales_Rt: Tensor, features: int) -> Tensor:
+    """Return each feature's scale."""
+    return scales_Rt.repeat_interleave(_TILE, dim=1)[:, :features]

@@ -1,0 +1,225 @@
+"""Experts that are divided among ranks give the outputs and gradients of whole ones."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrize
+
+from exchange_jobs import Case, blocks, in_fp8, in_half, refused, routed, without_gradients
+from moe_jobs import CONFIG
+from ranks import Ranks
+from stretto.ir.errors import PipelineError
+from stretto.layers import EXPERT_PARALLEL_MOE, MOE
+from stretto.model.blocks import MoeBlock
+from stretto.moe import Experts, RoutedExperts
+from stretto.moe.fp8 import pack, unpack
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks(4)
+    yield started
+    started.stop()
+
+
+@st.composite
+def cases(draw: st.DrawFn, count: int) -> Case:
+    each = draw(st.integers(1, 3))
+    return Case(
+        tokens=tuple(draw(st.integers(0, 5)) for _ in range(count)),
+        each=each,
+        top_k=draw(st.integers(1, each * count)),
+        favourite=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@pytest.mark.parametrize("name", ["all-to-all", "tokens"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_divided_experts_are_whole_experts(ranks: Ranks, count: int, name: str) -> None:
+    @settings(max_examples=4)
+    @given(st.lists(cases(count), min_size=10, max_size=10))
+    def divided(several: list[Case]) -> None:
+        assert ranks.run(routed, count, several, name) == [[]] * count
+
+    divided()
+
+
+@pytest.mark.parametrize("tokens", [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 7), (5, 5, 5, 5)])
+def test_no_tokens_one_token_and_all_tokens_to_one_expert(ranks: Ranks, tokens: tuple[int, ...]) -> None:
+    case = Case(tokens, each=2, top_k=1, favourite=True, seed=0)
+    assert ranks.run(routed, 4, [case], "all-to-all") == [[]] * 4
+
+
+@pytest.mark.parametrize("name", ["all-to-all", "tokens"])
+@pytest.mark.parametrize(
+    ("what", "expected"), [("inputs", [False, False, True]), ("experts", [True, True, False]), ("all", [False] * 3)]
+)
+def test_a_rank_that_needs_no_gradients_takes_part_in_the_backward(
+    ranks: Ranks, what: str, expected: list[bool], name: str
+) -> None:
+    assert ranks.run(without_gradients, 2, what, name) == [expected, [True] * 3]
+
+
+@pytest.mark.parametrize("name", ["all-to-all", "tokens"])
+@pytest.mark.parametrize("apart", [False, True], ids=["at once", "in phases"])
+@pytest.mark.parametrize("sequences", [(2, 1), (1, 2, 0, 1)], ids=str)
+def test_a_block_of_divided_experts_is_the_whole_block(
+    ranks: Ranks, sequences: tuple[int, ...], apart: bool, name: str
+) -> None:
+    for frozen in (False, True):
+        assert ranks.run(blocks, len(sequences), sequences, name, apart, frozen) == [[]] * len(sequences)
+
+
+def test_forwards_in_bfloat16_are_equal_to_the_bit(ranks: Ranks) -> None:
+    assert ranks.run(in_half, 4) == [[]] * 4
+
+
+def test_only_tokens_travel_in_fp8(ranks: Ranks) -> None:
+    for far, grad_far in ranks.run(in_fp8, 2):
+        assert 0 < far < 0.2
+        assert 0 < grad_far < 0.2  # since the experts have computed with other numbers
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("uneven", ["5 experts cannot be divided among 2 ranks; use a divisor of 5"] * 2),
+        (
+            "alone",
+            [
+                f"this module holds experts {held} of 6; run it in the Pipeline that has sharded it"
+                for held in ("0 to 2", "3 to 5")
+            ],
+        ),
+    ],
+)
+def test_refusals(ranks: Ranks, what: str, says: list[str]) -> None:
+    assert ranks.run(refused, 2, what) == says
+
+
+def test_a_share_is_part_of_the_whole_parameters_memory() -> None:
+    experts = Experts(6, 4, 3)
+    experts.down_proj.requires_grad_(False)
+    whole = dict(experts.named_parameters())
+    experts.shard(1, 3)
+    assert (experts.first, experts.total, experts.ranks, len(experts.down_proj)) == (2, 6, 3, 2)
+    for name, parameter in experts.named_parameters():
+        assert parameter.data_ptr() == whole[name][2].data_ptr()
+        assert parameter.requires_grad == whole[name].requires_grad
+    assert str(experts) == "Experts(experts=2 of 6, features=4, hidden=3)"
+    experts.shard(1, 3)
+    assert len(experts.down_proj) == 2
+    with pytest.raises(PipelineError, match="are share 1 of 3 already, and cannot become share 0 of 2"):
+        experts.shard(0, 2)
+
+
+def test_a_share_keeps_its_gradients() -> None:
+    experts = Experts(4, 2, 3)
+    for parameter in experts.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    expected = experts.down_proj.grad[2:]  # type: ignore[index]
+    experts.shard(1, 2)
+    assert experts.down_proj.grad is not None
+    assert torch.equal(experts.down_proj.grad, expected)
+
+
+class _Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+class _Special(nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("number", "6 experts cannot be divided among 4 ranks; use a divisor of 6"),
+        ("parametrized", "experts with parametrizations"),
+        ("hook", "down_proj of these experts has hooks"),
+        ("after", "down_proj of these experts has hooks"),
+        ("special", "down_proj of these experts is a _Special"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused_and_stay_whole(what: str, says: str) -> None:
+    experts = Experts(6, 4, 3)
+    match what:
+        case "parametrized":
+            parametrize.register_parametrization(experts, "down_proj", _Doubled())
+        case "hook":
+            experts.down_proj.register_hook(lambda grad: grad)
+        case "after":
+            experts.down_proj.register_post_accumulate_grad_hook(lambda _: None)
+        case "special":
+            experts.down_proj = _Special(experts.down_proj.data)
+    with pytest.raises(PipelineError, match=says):
+        experts.shard(0, 4 if what == "number" else 2)
+    assert len(experts.gate_up_proj) == 6
+
+
+def test_an_exchange_is_no_part_of_copies() -> None:
+    experts = RoutedExperts(4, 2, 3)
+    experts.shard(1, 2)
+    experts.exchange = lambda: None  # type: ignore[assignment]  # which cannot be pickled
+    for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts)), copy.copy(experts)):
+        assert other.exchange is None
+        assert (other.first, other.total) == (2, 4)
+        assert torch.equal(other.down_proj, experts.down_proj)
+
+
+def test_a_block_of_divided_experts_has_the_phases_of_the_exchange() -> None:
+    block = MoeBlock(CONFIG)
+    assert tuple(phase for phase, _ in block.phases()) == MOE.phases
+    block.mlp.experts.shard(0, 2)
+    assert tuple(phase for phase, _ in block.phases()) == EXPERT_PARALLEL_MOE.phases
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
+    features = draw(st.sampled_from([1, 5, 127, 128, 129, 300]))
+    torch.manual_seed(draw(st.integers(0, 999)))
+    x = torch.randn(draw(st.integers(0, 3)), features, dtype=torch.float64)
+    x *= 10.0 ** draw(st.integers(-45, 38))
+    if draw(st.booleans()):
+        x *= torch.rand_like(x) ** 20  # over many magnitudes
+    most = torch.finfo(dtype).max if dtype != torch.float64 else 1e40
+    special = draw(st.lists(st.sampled_from([0.0, most, -most, torch.finfo(dtype).tiny, 448.0, 464.0]), max_size=4))
+    for value in special if len(x) else ():
+        x.view(-1)[draw(st.integers(0, x.numel() - 1))] = value
+    return x.clamp(-most, most).to(dtype)
+
+
+@settings(max_examples=300)
+@given(rows())
+def test_rows_in_fp8_are_within_the_bound(x: torch.Tensor) -> None:
+    packed = pack(x)
+    tiles = -(-x.shape[1] // 128)
+    assert packed.shape == (len(x), x.shape[1] + 4 * tiles)
+    back = unpack(packed, features=x.shape[1], dtype=x.dtype)
+    assert back.dtype == x.dtype
+    exact = x.double()
+    for columns in range(0, x.shape[1], 128):
+        tile = exact[:, columns : columns + 128]
+        most = tile.abs().amax(1, keepdim=True)
+        scale = (most / 224).clamp(min=2**-126)
+        bound = torch.maximum(tile.abs() / 16, scale / 1024) + (2**-25 if x.dtype == torch.float16 else 0)
+        assert ((back[:, columns : columns + 128].double() - tile).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e300])
+def test_tiles_with_numbers_that_are_not_finite_arrive_as_nan(value: float) -> None:
+    x = torch.ones(2, 200, dtype=torch.float64)
+    x[1, 3] = value
+    back = unpack(pack(x), features=200, dtype=x.dtype)
+    assert torch.equal(back[0], x[0])
+    assert back[1, :128].isnan().all()
+    assert torch.equal(back[1, 128:], x[1, 128:])

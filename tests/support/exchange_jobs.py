@@ -1,0 +1,267 @@
+"""What ranks do to find out whether experts that are divided among them are the whole experts."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import stretto
+from moe_jobs import CONFIG
+from stretto.execute.team import Team
+from stretto.model.blocks import Activations, MoeBlock
+from stretto.moe import AllToAll, Exchange, ExpertRanks, Experts, RoutedExperts
+from stretto.pipeline.pytree import Tree, entering, take_apart
+from stretto.pipeline.segments import Segment, run_segment
+from token_exchange import TokenExchange
+
+WIDTH, HIDDEN = 6, 4
+Make = Callable[[ExpertRanks], Exchange]
+
+
+class Case(NamedTuple):
+    """The tokens of each rank, and where they go."""
+
+    tokens: tuple[int, ...]
+    """The number of each rank's tokens."""
+    each: int
+    """The number of each rank's experts."""
+    top_k: int
+    favourite: bool
+    """Whether all tokens go to the same experts."""
+    seed: int
+
+    @property
+    def experts(self) -> int:
+        return self.each * len(self.tokens)
+
+    def indices(self) -> Tensor:
+        """The experts of all ranks' tokens."""
+        rows = [torch.randperm(self.experts)[: self.top_k] for _ in range(sum(self.tokens))]
+        rows = [rows[0]] * len(rows) if rows and self.favourite else rows
+        return torch.stack(rows) if rows else torch.empty(0, self.top_k, dtype=torch.int64)
+
+    def own(self, every: Tensor, rank: int) -> Tensor:
+        """A rank's part of what all ranks have."""
+        return every.split(self.tokens)[rank].detach().clone()
+
+
+def exchanges(name: str) -> Make:
+    return {"all-to-all": AllToAll, "tokens": TokenExchange, "fp8": lambda ranks: AllToAll(ranks, fp8=True)}[name]
+
+
+@contextmanager
+def joined(mesh: DeviceMesh) -> Iterator[ExpertRanks]:
+    team = Team(mesh.get_group(), torch.device("cpu"), timeout=60)
+    assert team.everybody is not None
+    try:
+        yield ExpertRanks(team, team.everybody)
+    finally:
+        team.close()
+
+
+def experts_of(case: Case) -> tuple[RoutedExperts, Tensor, Tensor, Tensor, Tensor]:
+    """The same experts on all ranks, with all tokens, their experts, weights, and gradients of the outputs."""
+    torch.manual_seed(case.seed)
+    experts = RoutedExperts(case.experts, WIDTH, HIDDEN).double()
+    indices = case.indices()
+    x, grad = torch.randn(2, len(indices), WIDTH, dtype=torch.float64)
+    return experts, x, indices, torch.rand(indices.shape, dtype=torch.float64), grad
+
+
+def routed(mesh: DeviceMesh, cases: list[Case], name: str) -> list[str]:
+    """What differs on this rank from one process that has all tokens and all experts."""
+    rank, wrong = mesh.get_local_rank(), []
+    with joined(mesh) as ranks:
+        exchange = exchanges(name)(ranks)
+        for case in cases:
+            whole, x, indices, weights, grad = experts_of(case)
+            x.requires_grad_()
+            weights.requires_grad_()
+            expected = whole(x, indices, weights)
+            expected.backward(grad)
+            part = experts_of(case)[0]
+            part.shard(rank, len(case.tokens))
+            part.exchange = exchange
+            mine = [case.own(every, rank).requires_grad_() for every in (x, weights)]
+            out = part(mine[0], case.own(indices, rank), mine[1])
+            out.backward(case.own(grad, rank))
+            local = slice(part.first, part.first + case.each)
+            if name == "all-to-all" and not torch.equal(out, case.own(expected, rank)):
+                wrong.append(f"{case}: the output differs")
+            pairs = {
+                "output": (out, case.own(expected, rank)),
+                "x": (mine[0].grad, case.own(_grad(x), rank)),
+                "weights": (mine[1].grad, case.own(_grad(weights), rank)),
+                "gate_up_proj": (part.gate_up_proj.grad, _grad(whole.gate_up_proj)[local]),
+                "down_proj": (part.down_proj.grad, _grad(whole.down_proj)[local]),
+            }
+            wrong += [f"{case}: {key} differs" for key, pair in pairs.items() if not alike(*pair)]
+    return wrong
+
+
+def without_gradients(mesh: DeviceMesh, what: str, name: str) -> list[bool]:
+    """Which gradients rank 0 and the others get, if rank 0 needs none (of what is named)."""
+    case = Case((2,) * mesh.size(), 2, 2, False, 5)
+    rank = mesh.get_local_rank()
+    with joined(mesh) as ranks:
+        part, x, indices, weights, grad = experts_of(case)
+        part.shard(rank, mesh.size())
+        part.exchange = exchanges(name)(ranks)
+        mine = [case.own(every, rank).requires_grad_(rank > 0 or what == "experts") for every in (x, weights)]
+        part.requires_grad_(rank > 0 or what == "inputs")
+        part(mine[0], case.own(indices, rank), mine[1]).backward(case.own(grad, rank))
+    return [tensor.grad is not None for tensor in (*mine, part.gate_up_proj)]
+
+
+def in_half(mesh: DeviceMesh) -> list[str]:
+    """What differs in bfloat16, under autocast and without, from one process; forwards are equal to the bit."""
+    case, rank, wrong = Case((5, 0, 3, 9)[: mesh.size()], 2, 2, False, 1), mesh.get_local_rank(), []
+    with joined(mesh) as ranks:
+        for autocast in (False, True):
+            dtype = torch.float32 if autocast else torch.bfloat16
+            outs = []
+            for is_part in (False, True):
+                experts, x, indices, weights, _ = experts_of(case)
+                experts.to(dtype)
+                x, weights = x.to(dtype), weights.float()
+                if is_part:
+                    experts.shard(rank, mesh.size())
+                    experts.exchange = AllToAll(ranks)
+                    x, indices, weights = (case.own(every, rank) for every in (x, indices, weights))
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    out = experts(x, indices, weights)
+                outs.append(out if is_part else case.own(out, rank))
+            if outs[0].dtype != dtype or not torch.equal(*outs):
+                wrong.append(f"autocast={autocast}")
+    return wrong
+
+
+def in_fp8(mesh: DeviceMesh) -> tuple[float, float]:
+    """How far outputs are from those without FP8, and gradients of tokens, relative to the largest."""
+    case, rank = Case((7, 4)[: mesh.size()], 2, 2, False, 2), mesh.get_local_rank()
+    found = []
+    with joined(mesh) as ranks:
+        for name in ("all-to-all", "fp8"):
+            part, x, indices, weights, grad = experts_of(case)
+            part.shard(rank, mesh.size())
+            part.exchange = exchanges(name)(ranks)
+            mine = case.own(x, rank).requires_grad_()
+            out = part(mine, case.own(indices, rank), case.own(weights, rank))
+            out.backward(case.own(grad, rank))
+            found.append((out, _grad(mine)))
+    (out, grad), (other, other_grad) = found
+    far = (float((one - two).abs().max() / one.abs().max()) for one, two in ((out, other), (grad, other_grad)))
+    return next(far), next(far)
+
+
+def blocks(mesh: DeviceMesh, sequences: tuple[int, ...], name: str, apart: bool, frozen: bool) -> list[str]:
+    """What differs on this rank from one block on all sequences. With `apart`, each phase is a segment of its own."""
+    rank = mesh.get_local_rank()
+    torch.manual_seed(3)
+    whole, part = (MoeBlock(CONFIG).double() for _ in range(2))
+    part.load_state_dict(whole.state_dict())
+    x, grad = torch.randn(2, sum(sequences), 3, CONFIG.hidden_size, dtype=torch.float64)
+    x.requires_grad_(not frozen)
+    balance = torch.zeros((), dtype=torch.float64) if all(sequences) else None
+    expected = whole(Activations(x, balance=balance))
+    _loss(expected, grad, len(x)).backward()
+    with joined(mesh) as ranks:
+        part.mlp.experts.shard(rank, mesh.size())
+        part.mlp.experts.exchange = exchanges(name)(ranks)
+        mine = x.split(sequences)[rank].detach().requires_grad_(not frozen)
+        value = Activations(mine, balance=balance)
+        run = _in_segments if apart else _at_once
+        out = run(part, value, grad.split(sequences)[rank], len(mine))
+        wrong = [] if alike(out, expected.x_NTD.split(sequences)[rank]) else ["the output differs"]
+        if not frozen and not alike(mine.grad, _grad(x).split(sequences)[rank]):
+            wrong.append("the input's gradient differs")
+        counts = part.mlp.gate.counts_E.clone()
+        dist.all_reduce(counts)
+        wrong += [] if torch.equal(counts, whole.mlp.gate.counts_E) else ["the router's counts differ"]
+        expected_grads = {key: parameter.grad for key, parameter in whole.named_parameters()}
+        for key, parameter in part.named_parameters():
+            other = expected_grads[key]
+            assert other is not None
+            if key in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+                first, each = part.mlp.experts.first, len(part.mlp.experts.down_proj)
+                other, found = other[first : first + each], _grad(parameter)
+            else:
+                found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(found)
+            wrong += [] if alike(found, other) else [f"the gradient of {key} differs"]
+    return wrong
+
+
+def _at_once(block: MoeBlock, value: Activations, grad: Tensor, sequences: int) -> Tensor:
+    out = block(value)
+    _loss(out, grad, sequences).backward()
+    return out.x_NTD  # type: ignore[no-any-return]
+
+
+def _loss(out: Activations, grad: Tensor, sequences: int) -> Tensor:
+    """A loss whose gradient is that of the block's output, and the balance loss, which is a mean over sequences."""
+    loss = (out.x_NTD * grad).sum()
+    return loss if out.balance is None else loss + out.balance * sequences
+
+
+def _in_segments(block: MoeBlock, value: Activations, grad: Tensor, sequences: int) -> Tensor:
+    """Run and differentiate each phase by itself, as a stage does; phases without a backward run without a graph."""
+    anchor = torch.zeros((), requires_grad=True)
+    tree, inputs = entering(value)
+    tree = tree if inputs else take_apart(value)
+    segments: list[tuple[Segment, list[Any], list[Any]]] = []
+    for phase, run in block.phases():
+        if phase.backward:
+            before = tree.leaves
+            tree, segment = run_segment(run, tree, anchor)
+            segments.append((segment, before, tree.leaves))
+            continue
+        needed = {id(leaf) for leaf, needs in zip(tree.leaves, tree.needs, strict=True) if needs}
+        with torch.no_grad():
+            after = take_apart(run(tree.value()))
+        assert needed <= {id(leaf) for leaf in after.leaves}
+        tree = Tree(after.leaves, after.spec, [id(leaf) in needed for leaf in after.leaves], after.shared)
+    out = tree.value()
+    grads: dict[int, Tensor | None] = {id(out.x_NTD): grad}
+    if out.balance is not None:
+        grads[id(out.balance)] = torch.full_like(out.balance, sequences)
+    for segment, before, after_leaves in reversed(segments):
+        arrived = segment.backward([grads.get(id(leaf)) for leaf in after_leaves])
+        grads = {id(leaf): found for leaf, found in zip(before, arrived, strict=True) if found is not None}
+    if value.x_NTD.requires_grad:
+        value.x_NTD.grad = next(iter(grads.values()))
+    return out.x_NTD  # type: ignore[no-any-return]
+
+
+def refused(mesh: DeviceMesh, what: str) -> str:
+    """What experts say that cannot run."""
+    experts: Experts = RoutedExperts(6, WIDTH, HIDDEN)
+    x, indices, weights = torch.randn(2, WIDTH), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    with joined(mesh) as ranks:
+        try:
+            match what:
+                case "uneven":
+                    AllToAll(ranks).count(indices, 5)
+                case "alone":
+                    experts.shard(ranks.rank, ranks.size)
+                    experts(x, indices, weights)
+        except stretto.PipelineError as error:
+            return str(error)
+    return ""
+
+
+def alike(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are equal within 1e-12 of the largest number."""
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    one, other = one.detach(), other.detach()
+    return not one.numel() or bool((one - other).abs().max() <= 1e-12 * max(1e-3, float(other.abs().max())))
+
+
+def _grad(tensor: Tensor | nn.Parameter) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad

@@ -1,0 +1,102 @@
+"""An exchange as DeepEP's: a token travels once to each rank that needs it, and is weighed where its experts are.
+
+T tokens of this rank, A tokens that arrive, S tokens sent (once for each rank), R rows, K experts, D features, n ranks.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.moe import Counted, Dispatched, ExpertRanks
+
+
+class Layout(NamedTuple):
+    """Which tokens go to which rank."""
+
+    source_S: Tensor
+    """The tokens in order of the ranks that they go to."""
+    indices_SK: Tensor
+    """Their experts on that rank, -1 where another rank has it."""
+    sizes: Any
+    """The numbers of tokens that go to each rank, of those that come, and of all rows that come."""
+
+
+class Handle(NamedTuple):
+    """The way back."""
+
+    layout: Layout
+    place_R: Tensor
+    """For each row, its token among those that have arrived."""
+    weights_R: Tensor
+    """Which carries gradients to the tokens' own rank."""
+    tokens: int
+
+
+class TokenExchange:
+    def __init__(self, ranks: ExpertRanks) -> None:
+        self._ranks = ranks
+
+    def count(self, indices_TK: Tensor, experts: int) -> Counted:
+        each = experts // self._ranks.size
+        rank_TK = indices_TK // each
+        every_n = torch.arange(self._ranks.size)
+        goes_nT = (rank_TK[None] == every_n[:, None, None]).any(-1)
+        rank_S, source_S = goes_nT.nonzero(as_tuple=True)
+        here_SK = rank_TK[source_S] == rank_S[:, None]
+        indices_SK = torch.where(here_SK, indices_TK[source_S] % each, -1)
+        sent_n2 = torch.stack([goes_nT.sum(1), (rank_TK.flatten()[None] == every_n[:, None]).sum(1)], dim=1)
+        taken_n2 = torch.empty_like(sent_n2)
+        self._ranks.all_to_all(taken_n2, sent_n2)
+        sizes = torch.stack([sent_n2, taken_n2])
+        return Counted(torch.bincount(indices_TK.flatten(), minlength=experts), Layout(source_S, indices_SK, sizes))
+
+    def sizes(self, counted: Counted) -> tuple[Layout, int]:
+        self._ranks.wait()
+        sent, taken = counted.state.sizes.tolist()
+        sizes = {"sent": [row[0] for row in sent], "taken": [row[0] for row in taken]}
+        rows = {"rows": sum(row[1] for row in taken)}
+        return counted.state._replace(sizes={**sizes, **rows}), len(counted.counts_E) // self._ranks.size
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: tuple[Layout, int]) -> Dispatched:
+        layout, each = sized
+        # tokens and weights in one message, so that the backward has one message too
+        both_SD = torch.cat([x_TD, weights_TK.to(x_TD.dtype)], 1)[layout.source_S]
+        both_AD = self._exchange(both_SD, layout.sizes["taken"], layout.sizes["sent"])
+        x_AD, weights_AK = both_AD.split([x_TD.shape[1], weights_TK.shape[1]], dim=1)
+        indices_AK = layout.indices_SK.new_empty(len(x_AD), weights_TK.shape[1])
+        self._ranks.all_to_all(indices_AK, layout.indices_SK, layout.sizes["taken"], layout.sizes["sent"])
+        flat = torch.where(indices_AK < 0, each, indices_AK).flatten()
+        order_R = flat.sort(stable=True).indices[: layout.sizes["rows"]]
+        place_R = order_R // max(1, weights_TK.shape[1])
+        counts_e = torch.bincount(flat, minlength=each + 1)[:each]
+        handle = Handle(layout, place_R, weights_AK.flatten()[order_R], len(x_TD))
+        return Dispatched(x_AD[place_R], counts_e, handle)
+
+    def combine(self, rows_RD: Tensor, state: Handle, weights_TK: Tensor, *, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
+        layout, place_R, weights_R, tokens = state
+        sizes = layout.sizes
+        sums_AD = rows_RD.new_zeros(sum(sizes["taken"]), rows_RD.shape[1])
+        sums_AD = sums_AD.index_add(0, place_R, rows_RD * weights_R[:, None])
+        sums_SD = self._exchange(sums_AD, sizes["sent"], sizes["taken"])
+        out_TD = sums_SD.new_zeros(tokens, rows_RD.shape[1]).index_add(0, layout.source_S, sums_SD)
+        return out_TD.to(dtype)
+
+    def _exchange(self, rows: Tensor, taken: list[int], sent: list[int]) -> Tensor:
+        return _Exchange.apply(self._ranks.joining(rows), self._ranks, taken, sent)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:
+        ctx.ranks, ctx.sizes = ranks, (sent, taken)
+        arrived = rows.new_empty(sum(taken), rows.shape[1])
+        ranks.all_to_all(arrived, rows.contiguous(), taken, sent)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        taken, sent = ctx.sizes
+        arrived = grad.new_empty(sum(taken), grad.shape[1])
+        ctx.ranks.all_to_all(arrived, grad.contiguous(), taken, sent)
+        return arrived, None, None, None
