@@ -7,8 +7,8 @@ import numpy as np
 
 from stretto.check.dependencies import required
 from stretto.check.violation import Violation
-from stretto.program.columns import Bools, Ints, last_before
-from stretto.program.graph import Graph, need_edges, queue_edges, wait_graph
+from stretto.program.columns import Bools, Ints, last_before, queue_edges
+from stretto.program.graph import Graph, need_edges, wait_graph
 from stretto.program.program import Program
 from stretto.program.task import Kind
 

@@ -11,7 +11,7 @@ PerStage: TypeAlias = float | tuple[float, ...]
 Unit: TypeAlias = Literal["s"] | None
 """The unit of times: seconds, or None for any unit of the user's choice."""
 
-LANES = ("compute", "comm", "send", "recv", "d2h", "h2d", "reduce", "broadcast", "reload")
+LANES = ("compute", "comm", "host", "send", "recv", "d2h", "h2d", "reduce", "broadcast", "reload")
 """The names of lanes that a `SharedResource` may list."""
 TIMES = ("F", "B", "I", "W", "FB", "BW", "R", "reduce")
 BYTES = (

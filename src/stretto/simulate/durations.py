@@ -78,9 +78,9 @@ def _part_times(program: Program, costs: Costs) -> Floats:
     times = {kind: np.concatenate(rows) for kind, rows in part_times(anatomy, costs).items()}
     time = np.zeros(len(program))
     for kinds, of, rows in (
-        ((Kind.F,), Kind.F, anatomy.pass_rows),
-        ((Kind.B, Kind.I), Kind.B, anatomy.pass_rows),
-        ((Kind.RECOMPUTE,), Kind.RECOMPUTE, anatomy.pass_rows),
+        ((Kind.F,), Kind.F, anatomy.forward_rows),
+        ((Kind.B, Kind.I), Kind.B, anatomy.backward_rows),
+        ((Kind.RECOMPUTE,), Kind.RECOMPUTE, anatomy.backward_rows),
         (WEIGHTS, Kind.WGRAD, anatomy.weight_rows),
     ):
         task = np.flatnonzero(work.among(kinds))

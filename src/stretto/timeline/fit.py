@@ -88,8 +88,7 @@ def _phases(program: Program, length: Floats) -> dict[str, PhaseTimes]:
     samples: dict[str, dict[str, list[Floats]]] = {}
     for name, kinds in (("F", FORWARDS), ("I", BACKWARDS), ("W", WEIGHTS), ("R", (Kind.RECOMPUTE,))):
         chosen = work.among(kinds)
-        for stage, forward in enumerate(anatomy.forward):
-            parts = forward if name == "F" else forward[::-1]
+        for stage, parts in enumerate(anatomy.forward if name == "F" else anatomy.backward):
             steps = anatomy.weight_steps[stage] if name == "W" else range(len(parts))
             for number, step in enumerate(steps):
                 part = parts[step]

@@ -10,8 +10,7 @@ import numpy as np
 
 from stretto.costs import Costs, Unit, costs_or_default
 from stretto.ir.errors import StrettoError
-from stretto.program.columns import grouped
-from stretto.program.graph import queue_edges
+from stretto.program.columns import grouped, queue_edges
 from stretto.program.program import Program
 from stretto.program.task import COPIES, Task
 from stretto.timeline import idle
