@@ -31,5 +31,3 @@ def test_a_step_is_one_backward_over_the_batches_of_all(ranks: Ranks, schedule: 
     if schedule == "dualpipe" and sizes["pp"] == 1:
         schedule = "one_f_one_b"  # DualPipe needs two devices
     assert ranks.run(trained, 4, sizes, schedule, {"mtp": True, "balance": True}, {}) == [[]] * 4
-
-

@@ -27,8 +27,7 @@ from stretto.pipeline.shape_cache import Messages, ShapeCache
 from stretto.pipeline.stage import Stage
 from stretto.pipeline.transfers import Transfers
 from stretto.program.program import Program
-from stretto.program.sums import EXPERT_SUM
-from stretto.program.task import WEIGHTS, Kind, Task
+from stretto.program.task import EXPERT_SUM, WEIGHTS, Kind, Task
 from stretto.program.wgrads import joined_ends
 
 

@@ -128,7 +128,7 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
         sparse = _find_sparse(placed)
         replicas = _share_parameters(team, device, placement, placed, names, sparse, shape)
         gradients = _make_gradients(placed, names, replicas, sparse, options)
-        exchange = _make_exchange(team, shape, options)
+        exchange = _make_exchange(team, shape, gradients, options)
         stages = _make_stages(device, placement, placed, names, program, gradients, recomputed, exchange, options)
         transfers = Transfers(team, program, device)
         _warm_up_autograd(device)
@@ -366,7 +366,7 @@ def _make_gradients(placed: _Placed, names: Names, replicas: Replicas, sparse: s
     )
 
 
-def _make_exchange(team: Team, shape: MeshShape, options: Options) -> Exchange | None:
+def _make_exchange(team: Team, shape: MeshShape, gradients: Gradients, options: Options) -> Exchange | None:
     """Connect the ranks that hold each other's experts (collective), by an exchange for this rank's."""
     if shape.ep == 1:
         return None
@@ -376,8 +376,9 @@ def _make_exchange(team: Team, shape: MeshShape, options: Options) -> Exchange |
         for replica in range(shape.replicas)
     }
     (group,) = (group for ranks in sorted(every) if (group := team.make(ranks)) is not None)
-    make = AllToAll if options.exchange is None else options.exchange
-    return team.all_or_none(lambda: make(ExpertRanks(team, group)))
+    make, expert_ranks = AllToAll if options.exchange is None else options.exchange, ExpertRanks(team, group)
+    gradients.ignore(expert_ranks.anchor)
+    return team.all_or_none(lambda: make(expert_ranks))
 
 
 def _make_stages(
