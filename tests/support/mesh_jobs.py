@@ -1,7 +1,7 @@
 """What ranks of a mesh do to find out whether they train what one process would."""
 
+import copy
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import stretto
+from causal_lms import LM, exact, uncut
 from moe_jobs import CONFIG, DEVICE, batch
 from strategies import SCHEDULES
 from stretto.ir.mesh import MeshShape
-from stretto.model import CausalLM, causal_lm_loss, update_router_biases
-from stretto.moe import Experts, Router
+from stretto.model import CausalLM, causal_lm_loss, transformers_loss, update_router_biases
+from stretto.moe import Experts, RoutedExperts, Router
 
 MICROBATCHES = 8  # of each pipeline
 Sizes = dict[str, int]
@@ -175,18 +176,18 @@ def saved_and_loaded(
     return wrong + ([] if any("experts" in name for name in both) else ["no experts were compared"])
 
 
-def refused(mesh: DeviceMesh, sizes: Sizes, what: str, folder: str = "") -> str:
+def refused(mesh: DeviceMesh, sizes: Sizes, what: str) -> str:
     """What a pipeline says of something that it does not do."""
     member = Member(mesh, sizes)
     config = dataclasses.replace(CONFIG, num_hidden_layers=4)
     torch.manual_seed(1)
+    layers: Any = CausalLM(config).layers()
     more: dict[str, Any] = {
         "plan": member.plan("one_f_one_b"),
         "mesh": member.mesh,
         "loss": causal_lm_loss,
         "timeout": 20,
     }
-    layers: Any = CausalLM(config).layers()
     rows = 2 * MICROBATCHES
     try:
         match what:
@@ -196,16 +197,22 @@ def refused(mesh: DeviceMesh, sizes: Sizes, what: str, folder: str = "") -> str:
                 more["plan"] = SCHEDULES["one_f_one_b"].make(devices=member.shape.pp + 1, microbatches=MICROBATCHES)
             case "another mesh":
                 more["plan"] = more["plan"].on_mesh({"pp": member.shape.pp, "dp": 5})
+            case "program of a pipeline":
+                more["program"] = stretto.lower(more.pop("plan"))
             case "names":
                 more["mesh"] = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("tp", "pp"))
             case "experts":
                 layers = CausalLM(dataclasses.replace(config, n_routed_experts=9, n_group=3, topk_group=2)).layers()
+            case "exchange":
+                more["exchange"] = "all-to-all"
             case "mean":
                 more["loss"] = lambda output, target: causal_lm_loss(output, target)[0]
                 rows = MICROBATCHES * (1 + dist.get_rank())
         pipe = stretto.Pipeline(layers, **more)
         if what == "frozen" and dist.get_rank() == 0:
             next(pipe.parameters()).requires_grad_(False)
+        if what == "shape":
+            pipe.load_state_dict({name: value[:1] for name, value in CausalLM(config).state_dict().items()})
         tokens, targets = batch(config, rows)
         if what == "calls" and dist.get_rank() == 1:
             pipe.eval_step(tokens, targets)
@@ -216,5 +223,66 @@ def refused(mesh: DeviceMesh, sizes: Sizes, what: str, folder: str = "") -> str:
     return "nothing"
 
 
-def folder_of(path: Path) -> str:
-    return str(path)
+class Crowd(nn.Module):
+    """A layer whose experts get tokens as unevenly as can be."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.router, self.experts, self._how = nn.Linear(6, 4), RoutedExperts(4, 6, 5), how
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        scores, indices_NK = self.router(x_ND).sigmoid().topk(2)
+        if self._how == "one expert":
+            indices_NK = torch.stack([torch.full_like(indices_NK[:, 0], 3), torch.full_like(indices_NK[:, 0], 2)], 1)
+        if self._how == "one rank":
+            indices_NK = indices_NK % 2
+        return x_ND + self.experts(x_ND, indices_NK, scores)
+
+
+def uneven(mesh: DeviceMesh, sizes: Sizes, how: str, more: dict[str, Any]) -> list[str]:
+    """What differs from one process if experts or ranks get no token, or microbatches have one token each."""
+    member = Member(mesh, sizes)
+    torch.manual_seed(4)
+    whole = nn.Sequential(*(Crowd(how) for _ in range(2 * member.shape.pp))).double()
+    x = torch.randn(MICROBATCHES * member.shape.replicas * (1 if how == "one token" else 3), 6, dtype=torch.float64)
+
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        if how == "constant" and float(target[0, 0]) > 0:  # depends on nothing, so there is no backward to run
+            return torch.zeros((), dtype=torch.float64), len(output)
+        return (output - target).square().sum(), len(output)
+
+    twin = copy.deepcopy(whole)
+    pieces = x.chunk(MICROBATCHES * member.shape.replicas)
+    total = sum(loss(whole(piece), piece)[0] for piece in pieces) / len(x)
+    assert isinstance(total, Tensor)
+    total.backward()
+    pipe = stretto.Pipeline(
+        list(twin), plan=member.plan("one_f_one_b"), loss=loss, mesh=member.mesh, timeout=30, **more
+    )
+    result = pipe.step(member.own(x), member.own(x))
+    pipe.close()
+    wrong = [] if abs(result.loss - float(total.detach())) < 1e-12 * result.loss else [f"the loss is {result.loss}"]
+    return wrong + differences(pipe, whole)
+
+
+def cut_models(mesh: DeviceMesh, sizes: Sizes, schedule: str, kind: str) -> list[str]:
+    """What differs from an uncut model of transformers."""
+    member, lm = Member(mesh, sizes), LM(kind)
+    model, (inputs, labels) = lm.model(num_hidden_layers=4), lm.batch(2 * MICROBATCHES * member.shape.replicas)
+    whole = copy.deepcopy(model)
+    with exact(kind):
+        loss, grads = uncut(whole, inputs, labels, MICROBATCHES * member.shape.replicas)
+        pipe = stretto.Pipeline(
+            stretto.cut(model), plan=member.plan(schedule), loss=transformers_loss, mesh=member.mesh, timeout=30
+        )
+        result = pipe.step({name: member.own(value) for name, value in inputs.items()}, member.own(labels))
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        parameter.grad = grads[name]
+    wrong = [] if abs(result.loss - loss) < 1e-10 * loss else [f"the loss is {result.loss}, not {loss}"]
+    wrong += differences(pipe, whole)
+    state = whole.state_dict()
+    wrong += [name for name, value in pipe.state_dict().items() if value.shape != state[name].shape]
+    pipe.load_state_dict(state)
+    pipe.close()
+    experts = {name for name, _ in pipe.named_parameters() if "experts.down" in name}
+    return wrong + ([] if experts or member.shape.pp > 2 else ["there are no experts"])
