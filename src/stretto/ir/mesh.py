@@ -43,6 +43,21 @@ class MeshShape:
             raise PlanError(f"a mesh has at most {_MOST_DEVICES:,} devices (got {prod(sizes.values()):,})")
         return MeshShape(tuple(sizes.items()))
 
+    @staticmethod
+    def parse(text: str) -> "MeshShape":
+        """Read a shape as it prints.
+
+        >>> str(MeshShape.parse("pp=4, ep=2"))
+        'pp=4,ep=2'
+        """
+        sizes: dict[str, int] = {}
+        for word in text.split(","):
+            name, _, size = (side.strip() for side in word.partition("="))
+            if name not in NAMES or name in sizes or not (size.isascii() and size.isdecimal() and len(size) < 8):
+                raise PlanError(f"a mesh is written as pp=4,ep=2,dp=2, outermost dimension first (got {text!r:.40})")
+            sizes[name] = int(size)
+        return MeshShape.of(sizes)
+
     @property
     def devices(self) -> int:
         return prod(size for _, size in self.dimensions)

@@ -75,14 +75,15 @@ class Placement:
         return Placement(routes, self.microbatches * mesh.replicas, mesh)
 
     def device_name(self, device: int) -> str:
-        """Return a device's number and its place on the mesh, if there is one.
+        """Return a device's number, with its place if there is a mesh of several pipelines.
 
-        >>> looped(devices=2, stages_per_device=1, microbatches=2).device_name(1)
-        'device 1'
+        >>> placement = looped(devices=2, stages_per_device=1, microbatches=2)
+        >>> placement.device_name(1), placement.on_mesh(MeshShape.of({"pp": 2, "ep": 2})).device_name(1)
+        ('1', '1 (pp 0, ep 1)')
         """
         if self.mesh is None or self.mesh.replicas == 1 or not 0 <= device < self.mesh.devices:
-            return f"device {device}"
-        return f"device {device} ({self.mesh.place_text(device)})"
+            return str(device)
+        return f"{device} ({self.mesh.place_text(device)})"
 
     def _fits(self, mesh: MeshShape) -> bool:
         """Return whether each replica of a mesh has equally many routes, all through its own devices."""

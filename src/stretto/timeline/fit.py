@@ -6,6 +6,7 @@ import numpy as np
 from stretto.costs import Costs, Link, PerStage, PhaseTimes, family
 from stretto.ir.errors import CostError
 from stretto.program.columns import Bools
+from stretto.program.graph import leaders
 from stretto.program.program import Program
 from stretto.program.sums import reduces
 from stretto.program.task import BACKWARDS, EXPERT_SUM, FORWARDS, SENDS, WEIGHTS, Kind
@@ -17,8 +18,8 @@ def fit(timeline: Timeline) -> Costs:
     """Fit costs to a timeline: the median time of each kind of task over microbatches, per stage or per phase.
 
     Times that the plan does not separate are split: a full backward without its own weight part is half I, half W.
-    All transfers share one latency, the median of their times from when both ends were ready. Sums over devices are
-    timed the same way. In a user's own program, calls whose names differ only by a number share one time.
+    All transfers share one latency, the median of their times from when both ends were ready. Sums over devices, and
+    exchanges between expert-parallel ranks, are timed the same way. Loads of ranks are not fitted. In a user's own program, calls whose names differ only by a number share one time.
 
     >>> from stretto import simulate
     >>> from stretto.schedules import one_f_one_b
@@ -30,13 +31,24 @@ def fit(timeline: Timeline) -> Costs:
         raise CostError("a weight update has no costs of stages to be fitted")
     if program.is_own:
         return Costs(calls=_calls(timeline), unit=timeline.unit)
-    length = timeline.end - timeline.start
+    length = _lengths(timeline)
     link = Link(latency=_transfer(timeline))
     reduce, experts, tied = _sums(timeline)
     costs = _passes(program, length) if program.anatomy.is_whole else Costs(phases=_phases(program, length))
     return msgspec.structs.replace(
         costs, link=link, reduce=reduce, reduce_experts=experts, reduce_tied=tied, unit=timeline.unit
     )
+
+
+def _lengths(timeline: Timeline) -> Floats:
+    """Return each task's time. What expert-parallel ranks run together counts from when the last of them was ready."""
+    program, length = timeline.program, timeline.end - timeline.start
+    task = np.flatnonzero(program.exchanging)
+    leader, ready, done = leaders(program)[task], timeline.start.copy(), timeline.end.copy()
+    np.maximum.at(ready, leader, timeline.start[task])
+    np.maximum.at(done, leader, timeline.end[task])
+    length[task] = np.maximum(0.0, done[leader] - ready[leader])
+    return length
 
 
 def _passes(program: Program, length: Floats) -> Costs:

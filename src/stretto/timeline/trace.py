@@ -215,7 +215,7 @@ def _refuse(message: str) -> NoReturn:
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for device in range(timeline.program.devices):
-        name = timeline.program.placement.device_name(device)
+        name = f"device {timeline.program.placement.device_name(device)}"
         yield {"ph": "M", "pid": device, "name": "process_name", "args": {"name": name}}
         yield {"ph": "M", "pid": device, "name": "process_sort_index", "args": {"sort_index": device}}
     for tid, lane in enumerate(timeline.program.lanes):
