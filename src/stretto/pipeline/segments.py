@@ -114,7 +114,7 @@ def depending(result: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         if node not in nodes:
             open_ += [following for following, _ in node.next_functions if following is not None]
     missing = [tensor for node, tensor in nodes.items() if node not in seen]
-    return _Depending.apply(result, *missing) if missing else result  # type: ignore[no-any-return, no-untyped-call]
+    return _Depending.apply(result, *missing) if missing else result  # type: ignore[no-untyped-call]
 
 
 class _Depending(torch.autograd.Function):
