@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_jobs import cut_models, refused, saved_and_loaded, trained, uneven
+from mesh_jobs import cut_models, refused, saved_and_loaded, trained, uneven, waits
 from moe_jobs import DEVICE
 from ranks import Ranks
 
@@ -97,3 +97,11 @@ def test_what_a_mesh_cannot_do_is_refused_on_all_ranks(
     told = ranks.run(refused, 2, sizes, what)
     assert all(says in text or "rank" in text for text in told), told
     assert any(says in text for text in told), told
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="hosts wait for devices only")
+@pytest.mark.parametrize("schedule", ["interleaved", "dualpipev", "zb_v"])
+def test_hosts_wait_for_the_sizes_of_exchanges_and_for_nothing_else(ranks: Ranks, schedule: str) -> None:
+    for waited, counted in ranks.run(waits, 4, {"pp": 2, "ep": 2}, schedule):
+        assert counted > 0
+        assert waited == ["the numbers of rows that other ranks send"] * counted

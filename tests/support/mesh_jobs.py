@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import stretto
 from causal_lms import LM, exact, uncut
 from moe_jobs import CONFIG, DEVICE, batch
 from strategies import SCHEDULES
+from stretto.execute.team import Team
 from stretto.ir.mesh import MeshShape
 from stretto.model import CausalLM, causal_lm_loss, transformers_loss, update_router_biases
 from stretto.moe import Experts, RoutedExperts, Router
@@ -288,3 +290,33 @@ def cut_models(mesh: DeviceMesh, sizes: Sizes, schedule: str, kind: str) -> list
     pipe.load_state_dict(state)
     pipe.close()
     return wrong
+
+
+def waits(mesh: DeviceMesh, sizes: Sizes, schedule: str) -> tuple[list[str], int]:
+    """What made the host wait for the device in a step, under PyTorch's own watch; and how often rows were counted."""
+    member = Member(mesh, sizes)
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4, hidden_size=32, moe_intermediate_size=16)
+    torch.manual_seed(1)
+    model = CausalLM(config).to(DEVICE, torch.bfloat16)
+    pipe = stretto.Pipeline(model.layers(), plan=member.plan(schedule), loss=causal_lm_loss, mesh=member.mesh)
+    tokens, targets = (member.own(tensor) for tensor in batch(config, 2 * MICROBATCHES * member.shape.replicas))
+    for _ in range(2):
+        pipe.step(tokens, targets, check_finite=False)
+    torch.cuda.synchronize()
+    waited: list[str] = []
+    usual = Team.catch_up
+
+    def catch_up(team: Team, what: str) -> None:
+        waited.append(what)
+        usual(team, what)
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with mock.patch.object(Team, "catch_up", catch_up):
+            pipe.step(tokens, targets, check_finite=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    counted = sum(task.phase.startswith("counts") for task in pipe._binding.tasks)
+    pipe.close()
+    return waited, counted
