@@ -57,10 +57,8 @@ def test_loads_of_microbatches() -> None:
 
 
 @settings(max_examples=40)
-@given(mesh_plans(), st.floats(0, 4, allow_subnormal=False), st.data())
-def test_the_length_of_each_task_is_that_of_its_busiest_end(
-    plan: stretto.Plan, less: float, data: st.DataObject
-) -> None:
+@given(mesh_plans(), st.data())
+def test_the_length_of_each_task_is_that_of_its_busiest_end(plan: stretto.Plan, data: st.DataObject) -> None:
     mesh = plan.placement.mesh
     assert mesh is not None
     each = plan.microbatches // plan.placement.replicas
