@@ -122,8 +122,8 @@ def _wait(program: Program, waiting: int, awaited: int) -> str:
 def _name(program: Program, index: int) -> str:
     task = program.task(index)
     if task.kind in COMPUTE and program.counterpart[index] >= 0:
-        devices = sorted(int(program.device[end]) for end in program.ends(index))
-        return f"{task} on devices {', '.join(map(str, devices))}"
+        ends = {program.device.item(end): end for end in program.ends(index)}
+        return f"{program.task(ends[min(ends)])} on devices {', '.join(map(str, sorted(ends)))}"
     if program.counterpart[index] < 0 or task.kind in (Kind.BROADCAST, Kind.REDUCE, Kind.CALL):
         return str(task) if program.counterpart[index] >= 0 else f"{task} on device {task.device}"
     send = task if task.lane.name == "send" else program.task(int(program.counterpart[index]))

@@ -33,7 +33,7 @@ def in_order(
     """
     common: dict[tuple[int, int], list[_Name]] = defaultdict(list)
     for name, ends in meetings.items():
-        for two in pairs([device for device, tasks in ends.items() if len(tasks) == 1]):
+        for two in pairs(sorted(device for device, tasks in ends.items() if len(tasks) == 1)):
             common[two].append(name)
     for (one, other), names in common.items():
         for a, b in pairwise(sorted(names, key=lambda name: meetings[name][one])):

@@ -19,7 +19,8 @@ def fit(timeline: Timeline) -> Costs:
 
     Times that the plan does not separate are split: a full backward without its own weight part is half I, half W.
     All transfers share one latency, the median of their times from when both ends were ready. Sums over devices, and
-    exchanges between expert-parallel ranks, are timed the same way. Loads of ranks are not fitted. In a user's own program, calls whose names differ only by a number share one time.
+    exchanges between expert-parallel ranks, are timed the same way. Loads of ranks are not fitted. In a user's own
+    program, calls whose names differ only by a number share one time.
 
     >>> from stretto import simulate
     >>> from stretto.schedules import one_f_one_b
