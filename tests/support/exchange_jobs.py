@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import stretto
+from causal_lms import LM, exact
 from moe_jobs import CONFIG
 from stretto.execute.team import Team
+from stretto.model import transformers_loss
 from stretto.model.blocks import Activations, MoeBlock
 from stretto.moe import AllToAll, Exchange, ExpertRanks, Experts, RoutedExperts
 from stretto.pipeline.pytree import Tree, entering, take_apart
@@ -235,6 +237,44 @@ def _in_segments(block: MoeBlock, value: Activations, grad: Tensor, sequences: i
     if value.x_NTD.requires_grad:
         value.x_NTD.grad = next(iter(grads.values()))
     return out.x_NTD  # type: ignore[no-any-return]
+
+
+def cut_models(mesh: DeviceMesh, kind: str, name: str) -> list[str]:
+    """What differs on this rank from whole cut models that run every rank's sequences, one rank's after another's."""
+    rank, lm = mesh.get_local_rank(), LM(kind, padding="right")
+    batch, labels = lm.batch(sequences=2 * mesh.size())
+    own = [
+        ({key: tensor.chunk(mesh.size())[k] for key, tensor in batch.items()}, labels.chunk(mesh.size())[k])
+        for k in range(mesh.size())
+    ]
+    with exact(kind), joined(mesh) as ranks:
+        expected = [_cut_grads(stretto.cut(lm.model()), *part) for part in own]
+        model = lm.model()
+        layers = stretto.cut(model)
+        divided = [module for layer in layers for module in layer.modules() if isinstance(module, RoutedExperts)]
+        for experts in divided:
+            experts.shard(rank, mesh.size())
+            experts.exchange = exchanges(name)(ranks)
+        loss, grads = _cut_grads(layers, *own[rank])
+    wrong = [] if divided and alike(loss, expected[rank][0]) else [f"the loss is {loss}, not {expected[rank][0]}"]
+    for key, grad in grads.items():
+        other = expected[rank][1][key]
+        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            other = torch.stack([one[key] for _, one in expected]).sum(0).chunk(mesh.size())[rank]
+        if (grad - other).abs().max() > 1e-10 * other.abs().max():
+            wrong.append(f"the gradient of {key} differs")
+    if any(len(experts.down_proj) == 4 for experts in divided) or model.num_parameters() != lm.model().num_parameters():
+        wrong.append("the experts are not divided, or those of the user's model are")
+    return wrong
+
+
+def _cut_grads(layers: list[nn.Module], batch: Any, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    value = batch
+    for layer in layers:
+        value = layer(value)
+    loss, _ = transformers_loss(value, labels)
+    loss.backward()
+    return loss, {name: _grad(value) for layer in layers for name, value in layer.named_parameters()}
 
 
 def refused(mesh: DeviceMesh, what: str) -> str:
