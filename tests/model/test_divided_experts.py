@@ -1,4 +1,4 @@
-"""Models whose experts are divided among ranks: cut ones, and their checkpoints."""
+"""Models whose experts are divided among ranks: cut ones, our own, and their checkpoints."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exchange_jobs import cut_models
+from exchange_jobs import cut_models, own_models
 from moe_jobs import CONFIG
 from ranks import Ranks
 from stretto.model import CausalLM, ModelError, load_weights, save_pretrained
@@ -25,6 +25,11 @@ def ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral", "qwen3_moe"])
 def test_cut_models_with_divided_experts_are_whole(ranks: Ranks, kind: str, name: str) -> None:
     assert ranks.run(cut_models, 2, kind, name) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["all-to-all", "tokens"])
+def test_our_model_with_divided_experts_is_whole(ranks: Ranks, name: str) -> None:
+    assert ranks.run(own_models, 2, name) == [[], []]
 
 
 def divided(rank: int, count: int) -> CausalLM:

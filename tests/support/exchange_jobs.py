@@ -13,11 +13,14 @@ import stretto
 from causal_lms import LM, exact
 from moe_jobs import CONFIG
 from stretto.execute.team import Team
-from stretto.model import transformers_loss
+from stretto.model import CausalLM, causal_lm_loss, transformers_loss
 from stretto.model.blocks import Activations, MoeBlock
 from stretto.moe import AllToAll, Exchange, ExpertRanks, Experts, RoutedExperts
+from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.pytree import Tree, entering, take_apart
 from stretto.pipeline.segments import Segment, run_segment
+from stretto.pipeline.split_backward import Deferral
+from stretto.pipeline.weight_gradients import WeightGradient, add_grouped, add_together
 from token_exchange import TokenExchange
 
 WIDTH, HIDDEN = 6, 4
@@ -211,7 +214,21 @@ def _loss(out: Activations, grad: Tensor, sequences: int) -> Tensor:
 
 
 def _in_segments(block: MoeBlock, value: Activations, grad: Tensor, sequences: int) -> Tensor:
-    """Run and differentiate each phase by itself, as a stage does; phases without a backward run without a graph."""
+    """Run and differentiate each phase by itself, as a stage does; phases without a backward run without a graph.
+
+    Weight gradients come last.
+    """
+    deferral, deferred = Deferral(block, gradients := Gradients()), list[WeightGradient]()
+    with deferral.overrides, deferral.into(deferred):
+        out = _through_phases(block, value, grad, sequences)
+    assert sum(one.add is add_grouped for one in deferred) == 2
+    with torch.no_grad():
+        add_together([deferred])
+    gradients.give_out()
+    return out
+
+
+def _through_phases(block: MoeBlock, value: Activations, grad: Tensor, sequences: int) -> Tensor:
     anchor = torch.zeros((), requires_grad=True)
     tree, inputs = entering(value)
     tree = tree if inputs else take_apart(value)
@@ -241,40 +258,62 @@ def _in_segments(block: MoeBlock, value: Activations, grad: Tensor, sequences: i
 
 def cut_models(mesh: DeviceMesh, kind: str, name: str) -> list[str]:
     """What differs on this rank from whole cut models that run every rank's sequences, one rank's after another's."""
-    rank, lm = mesh.get_local_rank(), LM(kind, padding="right")
+    lm = LM(kind, padding="right")
     batch, labels = lm.batch(sequences=2 * mesh.size())
     own = [
         ({key: tensor.chunk(mesh.size())[k] for key, tensor in batch.items()}, labels.chunk(mesh.size())[k])
         for k in range(mesh.size())
     ]
-    with exact(kind), joined(mesh) as ranks:
-        expected = [_cut_grads(stretto.cut(lm.model()), *part) for part in own]
+    with exact(kind):
         model = lm.model()
-        layers = stretto.cut(model)
-        divided = [module for layer in layers for module in layer.modules() if isinstance(module, RoutedExperts)]
-        for experts in divided:
-            experts.shard(rank, mesh.size())
-            experts.exchange = exchanges(name)(ranks)
-        loss, grads = _cut_grads(layers, *own[rank])
-    wrong = [] if divided and alike(loss, expected[rank][0]) else [f"the loss is {loss}, not {expected[rank][0]}"]
-    for key, grad in grads.items():
-        other = expected[rank][1][key]
-        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            other = torch.stack([one[key] for _, one in expected]).sum(0).chunk(mesh.size())[rank]
-        if (grad - other).abs().max() > 1e-10 * other.abs().max():
-            wrong.append(f"the gradient of {key} differs")
-    if any(len(experts.down_proj) == 4 for experts in divided) or model.num_parameters() != lm.model().num_parameters():
-        wrong.append("the experts are not divided, or those of the user's model are")
+        wrong = _models(mesh, stretto.cut(lm.model()), stretto.cut(model), own, transformers_loss, name)
+    if model.num_parameters() != lm.model().num_parameters():
+        wrong.append("the experts of the user's model are divided")
     return wrong
 
 
-def _cut_grads(layers: list[nn.Module], batch: Any, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def own_models(mesh: DeviceMesh, name: str) -> list[str]:
+    """The same of our own model, with multi-token prediction and the auxiliary loss."""
+    torch.manual_seed(1)
+    whole, part = (CausalLM(CONFIG, mtp=True, balance=True).double() for _ in range(2))
+    part.load_state_dict(whole.state_dict())
+    tokens = torch.randint(0, CONFIG.vocab_size, (mesh.size(), 2, 6))
+    own = [(rows[:, :-1], rows[:, 1:]) for rows in tokens]
+    return _models(mesh, whole.layers(), part.layers(), own, causal_lm_loss, name)
+
+
+def _models(
+    mesh: DeviceMesh, whole: list[nn.Module], layers: list[nn.Module], own: list[Any], loss_of: Any, name: str
+) -> list[str]:
+    rank = mesh.get_local_rank()
+    with joined(mesh) as ranks:
+        expected = [_loss_and_grads(whole, *part, loss_of) for part in own]
+        divided = [module for layer in layers for module in layer.modules() if isinstance(module, Experts)]
+        for experts in divided:
+            experts.shard(rank, mesh.size())
+            experts.exchange = exchanges(name)(ranks)
+        loss, grads = _loss_and_grads(layers, *own[rank], loss_of)
+    wrong = [] if divided and alike(loss, expected[rank][0]) else [f"the loss is {loss}, not {expected[rank][0]}"]
+    for key, grad in grads.items():
+        other = expected[rank][1][key]
+        if key.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj")):
+            other = torch.stack([one[key] for _, one in expected]).sum(0).chunk(mesh.size())[rank]
+        if grad.shape != other.shape or (grad - other).abs().max() > 1e-10 * other.abs().max():
+            wrong.append(f"the gradient of {key} differs")
+    return wrong
+
+
+def _loss_and_grads(
+    layers: list[nn.Module], batch: Any, labels: Tensor, loss_of: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     value = batch
     for layer in layers:
+        layer.zero_grad()
+    for layer in layers:
         value = layer(value)
-    loss, _ = transformers_loss(value, labels)
+    loss, _ = loss_of(value, labels)
     loss.backward()
-    return loss, {name: _grad(value) for layer in layers for name, value in layer.named_parameters()}
+    return loss.detach(), {name: _grad(value).clone() for layer in layers for name, value in layer.named_parameters()}
 
 
 def refused(mesh: DeviceMesh, what: str) -> str:
