@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
-from exchange_jobs import Case, blocks, in_fp8, in_half, refused, routed, without_gradients
-from moe_jobs import CONFIG
+from exchange_jobs import Case, blocks, in_fp8, in_half, on_streams, refused, routed, without_gradients
+from moe_jobs import CONFIG, DEVICE
 from ranks import Ranks
 from stretto.ir.errors import PipelineError
 from stretto.layers import EXPERT_PARALLEL_MOE, MOE
@@ -23,7 +23,7 @@ from stretto.moe.fp8 import pack, unpack
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(4)
+    started = Ranks(4, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
     yield started
     started.stop()
 
@@ -79,6 +79,12 @@ def test_a_block_of_divided_experts_is_the_whole_block(
 
 def test_forwards_in_bfloat16_are_equal_to_the_bit(ranks: Ranks) -> None:
     assert ranks.run(in_half, 4) == [[]] * 4
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: STRETTO_TEST_DEVICE=cuda")
+@pytest.mark.parametrize("fp8", [False, True])
+def test_only_sizes_make_the_host_wait_and_streams_change_nothing(ranks: Ranks, fp8: bool) -> None:
+    assert ranks.run(on_streams, 2, fp8) == [[], []]
 
 
 def test_only_tokens_travel_in_fp8(ranks: Ranks) -> None:

@@ -16,6 +16,7 @@ from stretto.execute.team import Team
 from stretto.model import CausalLM, causal_lm_loss, transformers_loss
 from stretto.model.blocks import Activations, MoeBlock
 from stretto.moe import AllToAll, Exchange, ExpertRanks, Experts, RoutedExperts
+from stretto.moe.grouped_linear import grouped_linear
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.pytree import Tree, entering, take_apart
 from stretto.pipeline.segments import Segment, run_segment
@@ -60,10 +61,13 @@ def exchanges(name: str) -> Make:
 
 @contextmanager
 def joined(mesh: DeviceMesh) -> Iterator[ExpertRanks]:
-    team = Team(mesh.get_group(), torch.device("cpu"), timeout=60)
+    """The ranks of a mesh as holders of experts. Tensors are made on their device."""
+    device = torch.device(mesh.device_type)
+    team = Team(mesh.get_group(), device, timeout=60)
     assert team.everybody is not None
     try:
-        yield ExpertRanks(team, team.everybody)
+        with device:
+            yield ExpertRanks(team, team.everybody)
     finally:
         team.close()
 
@@ -137,7 +141,7 @@ def in_half(mesh: DeviceMesh) -> list[str]:
                     experts.shard(rank, mesh.size())
                     experts.exchange = AllToAll(ranks)
                     x, indices, weights = (case.own(every, rank) for every in (x, indices, weights))
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                with torch.autocast(mesh.device_type, torch.bfloat16, enabled=autocast):
                     out = experts(x, indices, weights)
                 outs.append(out if is_part else case.own(out, rank))
             if outs[0].dtype != dtype or not torch.equal(*outs):
@@ -163,37 +167,81 @@ def in_fp8(mesh: DeviceMesh) -> tuple[float, float]:
     return next(far), next(far)
 
 
+def on_streams(mesh: DeviceMesh, fp8: bool) -> list[str]:
+    """What differs on a GPU if communication has a stream of its own, and only `sizes` may make the host wait."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    with joined(mesh) as ranks:
+        torch.manual_seed(rank)
+        experts = RoutedExperts(4 * size, 64, 32).bfloat16()
+        experts.shard(rank, size)
+        exchange, found = AllToAll(ranks, fp8=fp8), []
+        x = torch.randn(500, 64, dtype=torch.bfloat16)
+        indices = torch.rand(500, 4 * size).topk(3).indices
+        weights, grad = torch.rand(500, 3), torch.randn_like(x)
+        for comm in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            experts.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                out = _on_streams(experts, exchange, comm, leaves, indices)
+                out.backward(grad)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+            found.append([out.detach(), *map(_grad, (*leaves, *experts.parameters()))])
+    return [
+        f"tensor {k} of run {run}"
+        for run, tensors in enumerate(found)
+        for k, (one, other) in enumerate(zip(tensors, found[0], strict=True))
+        if not torch.equal(one, other)
+    ]
+
+
+def _on_streams(experts: Experts, exchange: AllToAll, comm: Any, leaves: tuple[Tensor, Tensor], indices: Tensor) -> Any:
+    compute, (x, weights) = torch.cuda.current_stream(), leaves
+    comm.wait_stream(compute)
+    with torch.cuda.stream(comm):
+        counted = exchange.count(indices, experts.total)
+        sized = exchange.sizes(counted)
+        rows, counts, state = exchange.dispatch(x, weights, sized)
+    compute.wait_stream(comm)
+    experts.exchange = exchange
+    rows = experts.run_sorted(grouped_linear, rows, counts)
+    comm.wait_stream(compute)
+    with torch.cuda.stream(comm):
+        out = exchange.combine(rows, state, weights, dtype=x.dtype)
+    compute.wait_stream(comm)
+    return out
+
+
 def blocks(mesh: DeviceMesh, sequences: tuple[int, ...], name: str, apart: bool, frozen: bool) -> list[str]:
     """What differs on this rank from one block on all sequences. With `apart`, each phase is a segment of its own."""
     rank = mesh.get_local_rank()
-    torch.manual_seed(3)
-    whole, part = (MoeBlock(CONFIG).double() for _ in range(2))
-    part.load_state_dict(whole.state_dict())
-    x, grad = torch.randn(2, sum(sequences), 3, CONFIG.hidden_size, dtype=torch.float64)
-    x.requires_grad_(not frozen)
-    balance = torch.zeros((), dtype=torch.float64) if all(sequences) else None
-    expected = whole(Activations(x, balance=balance))
-    _loss(expected, grad, len(x)).backward()
     with joined(mesh) as ranks:
+        torch.manual_seed(3)
+        whole, part = (MoeBlock(CONFIG).double() for _ in range(2))
+        part.load_state_dict(whole.state_dict())
+        x, grad = torch.randn(2, sum(sequences), 3, CONFIG.hidden_size, dtype=torch.float64)
+        x.requires_grad_(not frozen)
+        balance = torch.zeros((), dtype=torch.float64) if all(sequences) else None
+        expected = whole(Activations(x, balance=balance))
+        _loss(expected, grad, len(x)).backward()
         part.mlp.experts.shard(rank, mesh.size())
         part.mlp.experts.exchange = exchanges(name)(ranks)
         mine = x.split(sequences)[rank].detach().requires_grad_(not frozen)
-        value = Activations(mine, balance=balance)
         run = _in_segments if apart else _at_once
-        out = run(part, value, grad.split(sequences)[rank], len(mine))
+        out = run(part, Activations(mine, balance=balance), grad.split(sequences)[rank], len(mine))
         wrong = [] if alike(out, expected.x_NTD.split(sequences)[rank]) else ["the output differs"]
         if not frozen and not alike(mine.grad, _grad(x).split(sequences)[rank]):
             wrong.append("the input's gradient differs")
         counts = part.mlp.gate.counts_E.clone()
         dist.all_reduce(counts)
         wrong += [] if torch.equal(counts, whole.mlp.gate.counts_E) else ["the router's counts differ"]
-        expected_grads = {key: parameter.grad for key, parameter in whole.named_parameters()}
         for key, parameter in part.named_parameters():
-            other = expected_grads[key]
-            assert other is not None
+            other = _grad(whole.get_parameter(key))
             if key in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
-                first, each = part.mlp.experts.first, len(part.mlp.experts.down_proj)
-                other, found = other[first : first + each], _grad(parameter)
+                other, found = other.chunk(mesh.size())[rank], _grad(parameter)
             else:
                 found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(found)
@@ -318,9 +366,9 @@ def _loss_and_grads(
 
 def refused(mesh: DeviceMesh, what: str) -> str:
     """What experts say that cannot run."""
-    experts: Experts = RoutedExperts(6, WIDTH, HIDDEN)
-    x, indices, weights = torch.randn(2, WIDTH), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
     with joined(mesh) as ranks:
+        experts: Experts = RoutedExperts(6, WIDTH, HIDDEN)
+        x, indices, weights = torch.randn(2, WIDTH), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
         try:
             match what:
                 case "uneven":
