@@ -51,6 +51,12 @@ def test_divided_experts_are_whole_experts(ranks: Ranks, count: int, name: str) 
     divided()
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_divided_experts_can_be_recomputed(ranks: Ranks, count: int) -> None:
+    several = [Case((3, 0, 2, 1)[:count], 2, 2, favourite, 0) for favourite in (False, True)]
+    assert ranks.run(routed, count, several, "all-to-all", True) == [[]] * count
+
+
 @pytest.mark.parametrize("tokens", [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 7), (5, 5, 5, 5)])
 def test_no_tokens_one_token_and_all_tokens_to_one_expert(ranks: Ranks, tokens: tuple[int, ...]) -> None:
     case = Case(tokens, each=2, top_k=1, favourite=True, seed=0)
@@ -134,6 +140,22 @@ def test_a_share_keeps_its_gradients() -> None:
     experts.shard(1, 2)
     assert experts.down_proj.grad is not None
     assert torch.equal(experts.down_proj.grad, expected)
+
+
+def test_a_share_loads_its_part_of_a_whole_state_and_its_own() -> None:
+    whole, part = Experts(6, 4, 3), Experts(6, 4, 3)
+    part.shard(2, 3)
+    part.load_state_dict(whole.state_dict())
+    assert torch.equal(part.down_proj, whole.down_proj[4:])
+    part.load_state_dict({name: value + 1 for name, value in part.state_dict().items()})
+    assert torch.equal(part.gate_up_proj, whole.gate_up_proj[4:] + 1)
+    with pytest.raises(RuntimeError, match="size mismatch for down_proj"):
+        part.load_state_dict(Experts(4, 4, 3).state_dict())
+
+
+def test_experts_need_a_count_for_each() -> None:
+    with pytest.raises(PipelineError, match=r"4 experts need as many counts of rows \(got 2\)"):
+        Experts(4, 2, 3)(torch.ones(3, 2), torch.tensor([1, 2]))
 
 
 class _Doubled(nn.Module):

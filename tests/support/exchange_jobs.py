@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import stretto
 from causal_lms import LM, exact
@@ -81,7 +82,7 @@ def experts_of(case: Case) -> tuple[RoutedExperts, Tensor, Tensor, Tensor, Tenso
     return experts, x, indices, torch.rand(indices.shape, dtype=torch.float64), grad
 
 
-def routed(mesh: DeviceMesh, cases: list[Case], name: str) -> list[str]:
+def routed(mesh: DeviceMesh, cases: list[Case], name: str, recomputed: bool = False) -> list[str]:
     """What differs on this rank from one process that has all tokens and all experts."""
     rank, wrong = mesh.get_local_rank(), []
     with joined(mesh) as ranks:
@@ -96,7 +97,8 @@ def routed(mesh: DeviceMesh, cases: list[Case], name: str) -> list[str]:
             part.shard(rank, len(case.tokens))
             part.exchange = exchange
             mine = [case.own(every, rank).requires_grad_() for every in (x, weights)]
-            out = part(mine[0], case.own(indices, rank), mine[1])
+            inputs = mine[0], case.own(indices, rank), mine[1]
+            out = checkpoint(part, *inputs, use_reentrant=False) if recomputed else part(*inputs)
             out.backward(case.own(grad, rank))
             local = slice(part.first, part.first + case.each)
             if name == "all-to-all" and not torch.equal(out, case.own(expected, rank)):
