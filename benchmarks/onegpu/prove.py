@@ -31,6 +31,7 @@ import stretto.onegpu
 from stretto.layers import cut_layers
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.losses import Losses
+from stretto.pipeline.microbatches import Microbatches
 from stretto.pipeline.pytree import Tree
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.stage import Stage
@@ -163,7 +164,7 @@ def bitwise(mesh: DeviceMesh) -> None:
             for index, share in enumerate(shares)
         ]
         gradients.begin({index: stage.parameters() for index, stage in enumerate(stages)})
-        losses = Losses(loss, list(targets.chunk(plan.microbatches)), plan.microbatches, device)
+        losses = Losses(loss, list(targets.chunk(plan.microbatches)), Microbatches.of(plan.placement, 0), device)
         with ExitStack() as running:
             for stage in stages:
                 running.enter_context(stage.running(RngKey(), training=True))

@@ -27,6 +27,7 @@ from stretto.pipeline.bind import StepBinding, list_of
 from stretto.pipeline.descriptions import describe
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.losses import Losses
+from stretto.pipeline.microbatches import Microbatches
 from stretto.pipeline.pytree import Tree, take_apart
 from stretto.pipeline.shape_cache import ShapeCache
 from stretto.pipeline.stage import Stage
@@ -97,9 +98,9 @@ def ours(plan: stretto.Plan, inputs: Tensor, targets: Tensor) -> tuple[Callable[
     for stage in range(plan.stages):  # what stages hand on is known: nobody is there to say it
         for link in (*links._sends.values(), *links._receives.values()):
             link.known[Kind.SEND_F, stage], link.known[Kind.SEND_B, stage] = value, grad
-    known = ShapeCache(Agreement(team, []), 1)  # from the second step on, what messages look like
+    known = ShapeCache(Agreement(team, []), 1, [0])  # from the second step on, what messages look like
     passes = StepBinding(
-        program, supervisor, stages, links, reduce=lambda _: None, shape_cache=known
+        program, supervisor, stages, links, reduce=lambda *_, **__: None, shape_cache=known
     )  # nothing is shared
     microbatches = list(inputs.chunk(plan.microbatches))
     wanted = list(targets.chunk(plan.microbatches))
@@ -107,7 +108,7 @@ def ours(plan: stretto.Plan, inputs: Tensor, targets: Tensor) -> tuple[Callable[
     def run() -> None:
         gradients.begin({number: stage.parameters() for number, stage in stages.items()})
         passes.begin(lambda: "like any other")
-        passes.run(microbatches, Losses(loss, wanted, plan.microbatches, device))
+        passes.run(microbatches, Losses(loss, wanted, Microbatches.of(plan.placement, 0), device))
         gradients.give_out()
 
     counted = [kind for kind in COMPUTE if kind is not Kind.WGRAD]

@@ -17,8 +17,8 @@ REFUSED = [
     "was given what was changed in place afterwards, so it cannot be checkpointed",
     "a tensor was changed in place before the weight gradient that it is needed for",
     "no loss of this step depends on a parameter that requires gradients",
-    "keeps running statistics, and its stage lives on two devices",
-    "changed in a forward, and its stage lives on two devices",
+    "keeps running statistics, and its stage lives on 2 devices",
+    "changed in a forward, and its stage lives on several devices",
 ]
 """What a pipeline may say of a model of the grammar that plain autograd takes. Everything else is a bug."""
 

@@ -81,7 +81,7 @@ def test_under_autocast_gradients_are_computed_in_the_types_of_the_forward(ranks
 def test_running_statistics_on_two_devices_are_refused_unless_they_rest(ranks: Ranks) -> None:
     for when in ("when it is made", "in a step"):
         for said in ranks.run(statistics_on_two_devices, 2, when):
-            assert "1.norm keeps running statistics, and its stage lives on two devices" in said
+            assert "1.norm keeps running statistics, and its stage lives on 2 devices" in said
     assert ranks.run(statistics_on_two_devices, 2, "never") == ["", ""]
 
 

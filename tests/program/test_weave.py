@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.program.weave import Passes, Step, Token, Weight, weave
+from stretto.program.passes import Passes, Step, Token, Weight
+from stretto.program.weave import weave
 
 times = st.integers(0, 8).map(float)
 

@@ -29,7 +29,11 @@ class _Tally:
     def __init__(self, program: Program, name: str, kinds: Collection[Kind], *, backward: bool = False) -> None:
         self.program, self.name = program, name
         work, anatomy = program.work, program.anatomy
-        rows = anatomy.weight_rows if set(kinds) <= set(WEIGHTS) else anatomy.pass_rows
+        rows = anatomy.backward_rows
+        if set(kinds) <= {*WEIGHTS}:
+            rows = anatomy.weight_rows
+        elif set(kinds) <= {*FORWARDS}:
+            rows = anatomy.forward_rows
         stage, microbatch = work.backward if backward else (work.stage, work.microbatch)
         self._rows, self._microbatches = rows, program.placement.microbatches
         task = np.flatnonzero(work.among(kinds))

@@ -23,15 +23,16 @@ def required(program: Program) -> Iterator[tuple[Ints, Ints]]:
     """Yield what training requires, in pairs of columns: tasks and what they need, −1 where there is none."""
     tables, anatomy = program.tables, program.anatomy
     forward, backward = tables.forward, tables.backward
-    starts, results = tables.first(forward)[:-1], tables.last(forward)[:-1]
-    back_starts, back_results = tables.first(backward)[:-1], tables.last(backward)[:-1]
+    starts, results = tables.starts[:-1], tables.results[:-1]
+    back_starts, back_results = tables.back_starts[:-1], tables.back_results[:-1]
     yield starts, tables.end(Kind.RECV_F)[:-1]
     yield starts[1:], results[:-1]
     yield back_starts, tables.end(Kind.RECV_B)[:-1]
     yield back_starts[:-1], back_results[1:]
     yield back_starts, results
-    for stage, (a, b) in enumerate(pairwise(anatomy.pass_rows.tolist())):
+    for a, b in pairwise(anatomy.forward_rows.tolist()):
         yield forward[a + 1 : b], forward[a : b - 1]
+    for stage, (a, b) in enumerate(pairwise(anatomy.backward_rows.tolist())):
         yield backward[a + 1 : b], backward[a : b - 1]
         weights = slice(anatomy.weight_rows[stage], anatomy.weight_rows[stage + 1])
         yield tables.weight[weights], backward[a:b][list(anatomy.weight_steps[stage])]
@@ -42,7 +43,7 @@ def required(program: Program) -> Iterator[tuple[Ints, Ints]]:
         yield onload, offload
         yield back_starts, onload
         yield backward[anatomy.first_compute_rows], onload
-        for stage, (a, b) in enumerate(pairwise(anatomy.pass_rows.tolist())):
+        for stage, (a, b) in enumerate(pairwise(anatomy.backward_rows.tolist())):
             for part in tables.recompute[a:b]:
                 yield part, results[stage]
                 yield part, onload[stage]

@@ -22,7 +22,7 @@ def lanes(program: Program) -> Iterator[Violation]:
 def placement(program: Program, judged: Bools) -> Iterator[Violation]:
     """Check actions, and the transfers in `judged`."""
     device, work = program.device, program.work
-    judged = judged | ~program.joint
+    judged = judged | ~(program.moving | (work.kind == Kind.REDUCE))
     home, home_b = home_devices(program, work.stage, work.microbatch), home_devices(program, *work.backward)
     for index in np.flatnonzero(judged & ((device != home) | (device != home_b))).tolist():
         task = program.task(index)
@@ -68,7 +68,7 @@ def settled(program: Program, *, gradient: bool) -> Bools:
     The first and last rows stand for stages that do not exist; nothing waits for them, so they count as settled.
     """
     tables = program.tables
-    task = tables.first(tables.backward if gradient else tables.forward)[:-1]
+    task = (tables.back_starts if gradient else tables.starts)[:-1]
     stage, microbatch = np.indices(task.shape)
     home = home_devices(program, stage.ravel(), microbatch.ravel()).reshape(task.shape)
     return np.pad((task >= 0) & (program.device[task] == home), ((1, 1), (0, 0)), constant_values=True)

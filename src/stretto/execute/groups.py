@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from stretto.execute.members import Members
 from stretto.ir.errors import StrettoError
 
 _LONG = 1800.0  # seconds of a group's timeout at least; supervisors detect failures sooner
@@ -18,7 +19,7 @@ _UNUSED = 1 << 20  # a tag that no message has
 
 
 class Groups:
-    """Makes groups from the ranks of one user group; only the members of a group take part in making it.
+    """Makes groups from the ranks of one team; only the members of a group take part in making it.
 
     `torch.distributed.new_group` involves all processes of the world, and names a group after the number of groups that
     the process made before: if one process fails in between, the names no longer agree. These groups have unique names.
@@ -26,7 +27,7 @@ class Groups:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        members: Members,
         device: torch.device,
         store: c10d.Store,
         *,
@@ -34,10 +35,9 @@ class Groups:
         blocking: Callable[[Callable[[], Any]], Any],
     ) -> None:
         """Only these ranks use `store`, and only this time; `blocking` runs a call that cannot be interrupted."""
-        self._rank, self._size, self._store, self._blocking = group.rank(), group.size(), store, blocking
+        self._rank, self._size, self._store, self._blocking = members.rank, len(members.ranks), store, blocking
         self._timeout = timedelta(seconds=max(_LONG, 2 * timeout))
-        backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-        self._backend = backends.get(device.type, "")
+        self._backend = members.backends.get(device.type, "")
         self._groups: list[tuple[str, Any]] = []  # with their backends
         self._count = 0
         every = range(self._size)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.program.graph import leaders
 from stretto.program.program import Program
-from stretto.program.sums import reduces
 from stretto.program.task import RECEIVES
 from stretto.program.wgrads import joined_ends
 from stretto.timeline import Timeline
@@ -101,13 +101,16 @@ class Recorder:
 
 
 def _timeline(program: Program, times: Floats) -> Timeline:
-    """Make a timeline in which a receive begins no earlier than its send, and a reduction with its last end."""
+    """Make a timeline in which a receive begins no earlier than its send, and a collective with its last end."""
     start, end, issued = times - times[0].min()
     receive = np.flatnonzero(program.work.among(RECEIVES) & (program.counterpart >= 0))
     begin = start.copy()
     begin[receive] = np.maximum(start[receive], start[program.counterpart[receive]])
-    for task in reduces(program.work).tolist():
-        begin[task] = start[program.ends(task)].max()
+    joint = np.flatnonzero((program.counterpart >= 0) & (program.on_lane("reduce") | program.on_lane("comm")))
+    if len(joint):
+        ring, latest = leaders(program)[joint], np.full(len(program), -np.inf)
+        np.maximum.at(latest, ring, start[joint])
+        begin[joint] = latest[ring]
     _split_joined(program, begin, end)
     return Timeline(program, np.minimum(begin, end), end, issued=issued)
 

@@ -11,6 +11,7 @@ import msgspec
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from stretto.execute.members import Members
 from stretto.ir.errors import PeerError, StrettoError
 
 _SHORTEST, _LONGEST = 0.002, 0.2  # seconds between two polls of the store
@@ -19,18 +20,16 @@ _Entry = tuple[str, list[str], int]
 
 
 class Rendezvous:
-    """The ranks of a group; each may have come before to a rendezvous that did not take place."""
+    """The ranks of a team; each may have come before to a rendezvous that did not take place."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, *, timeout: float, failure: Callable[[str], StrettoError] = PeerError
-    ) -> None:
+    def __init__(self, members: Members, *, timeout: float, failure: Callable[[str], StrettoError] = PeerError) -> None:
         """Wait for all ranks; `failure` makes the error, from its text, that is raised if they do not come."""
         self.failure = failure
-        self.rank, self.size, self._timeout = group.rank(), group.size(), timeout
+        self.rank, self.size, self._timeout = members.rank, len(members.ranks), timeout
         self._gathers = 0
         self.check: Callable[[], None] = lambda: None
         """Raises if there is no more reason to wait."""
-        ranks = " ".join(map(str, dist.get_process_group_ranks(group)))
+        ranks = " ".join(map(str, members.ranks))
         digest = hashlib.blake2b(ranks.encode(), digest_size=8).hexdigest()
         self._store = PrefixStore(f"stretto/{digest}", _client())
         self._name = self._agree_on_name()

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.execute.device_lanes import Reached, StreamFuture
-from stretto.execute.groups import Groups, all_gather, all_reduce, broadcast
+from stretto.execute.groups import Groups, all_gather, all_reduce, all_to_all, broadcast
 from stretto.execute.host_lanes import Awaited, HostLane
+from stretto.execute.members import Members
 from stretto.execute.rendezvous import Rendezvous, raise_first_error
 from stretto.execute.ring import make_supervisor
 from stretto.execute.uncaught import print_peer_errors_as_one_line
@@ -23,11 +24,11 @@ _LONG, _USUAL, _LONGEST = 3600.0, 300.0, 1e9  # seconds
 
 
 class Team:
-    """All ranks of a user's group, which is only used to learn its members; or this process alone."""
+    """Ranks that work together, by the members they have; or this process alone."""
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        members: Members | None,
         device: torch.device,
         *,
         timeout: float,
@@ -46,9 +47,9 @@ class Team:
             timeout = _USUAL
         self.device, self._error, self._failure = device, error, failure
         self._patience: float | None = None
-        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+        self.rank, self.size = (0, 1) if members is None else (members.rank, len(members.ranks))
         print_peer_errors_as_one_line()
-        self.rendezvous = None if group is None else Rendezvous(group, timeout=timeout, failure=failure)
+        self.rendezvous = None if members is None else Rendezvous(members, timeout=timeout, failure=failure)
         if self.rendezvous is not None:
             self.rendezvous.raise_on_all(wrong)
         elif wrong is not None:
@@ -57,10 +58,10 @@ class Team:
         weakref.finalize(self, self.supervisor.leave).atexit = False  # if it is garbage-collected without close()
         self._lane = HostLane("collectives")
         self.groups: Groups | None = None
-        if self.rendezvous is not None and group is not None:
+        if self.rendezvous is not None and members is not None:
             self.rendezvous.check = self.supervisor.check
             with self.closing_if_it_fails():
-                self.groups = Groups(group, device, self.rendezvous.store(), timeout=timeout, blocking=self._blocking)
+                self.groups = Groups(members, device, self.rendezvous.store(), timeout=timeout, blocking=self._blocking)
 
     @property
     def everybody(self) -> dist.ProcessGroup | None:
@@ -127,6 +128,12 @@ class Team:
     def broadcast(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
         """Broadcast a tensor over a group of this team; `source` is a rank of that group."""
         self.settle(self.start(lambda: broadcast(group, tensor, source)), tensor)
+
+    def all_to_all(
+        self, taken: Tensor, sent: Tensor, taken_sizes: list[int], sent_sizes: list[int], group: dist.ProcessGroup
+    ) -> None:
+        """Exchange rows within a group of this team; without sizes, each rank gets as many as any other."""
+        self.settle(self.start(lambda: all_to_all(group, taken, sent, taken_sizes, sent_sizes)), taken)
 
     def start(self, begin: Callable[[], T]) -> T:
         """Begin a joint operation; if that fails, raise an error that explains why."""

@@ -166,3 +166,13 @@ def validate_shares(experts: Experts, rank: int, ranks: int) -> None:
             raise PipelineError(
                 f"{name} of these experts has hooks, which would not run on a rank's share of it; remove them"
             )
+
+
+def experts_of(module: nn.Module) -> list[Experts]:
+    """Return all experts in a module."""
+    return [experts for experts in module.modules() if isinstance(experts, Experts)]
+
+
+def sharded_experts(module: nn.Module) -> list[Experts]:
+    """Return the experts in a module of which other ranks hold others."""
+    return [experts for experts in experts_of(module) if experts.ranks > 1]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Hashable
 from contextlib import ExitStack
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -18,6 +18,7 @@ from stretto.pipeline.arrivals import Arrival, Channel
 from stretto.pipeline.descriptions import Description
 from stretto.pipeline.losses import Losses
 from stretto.pipeline.measures import Measures
+from stretto.pipeline.microbatches import Microbatches
 from stretto.pipeline.pytree import LEAF, Tree, Value, entering, validate_unchanged
 from stretto.pipeline.recv_buffers import RecvBuffer, RecvBuffers, share_recv_buffers
 from stretto.pipeline.rng import RngKey
@@ -26,8 +27,14 @@ from stretto.pipeline.shape_cache import Messages, ShapeCache
 from stretto.pipeline.stage import Stage
 from stretto.pipeline.transfers import Transfers
 from stretto.program.program import Program
-from stretto.program.task import WEIGHTS, Kind, Task
+from stretto.program.task import EXPERT_SUM, WEIGHTS, Kind, Task
 from stretto.program.wgrads import joined_ends
+
+
+class Reduce(Protocol):
+    """Starts to sum the gradients of stages over ranks: those of experts, or of all else."""
+
+    def __call__(self, stages: tuple[int, ...], *, experts: bool) -> Work | None: ...
 
 
 class StepBinding:
@@ -43,7 +50,7 @@ class StepBinding:
         stages: dict[int, Stage],
         transfers: Transfers,
         *,
-        reduce: Callable[[tuple[int, ...]], Work | None] | None = None,
+        reduce: Reduce | None = None,
         shape_cache: ShapeCache | None = None,
     ) -> None:
         """Bind every task of the program.
@@ -58,6 +65,7 @@ class StepBinding:
         self._training, self._reduce = reduce is not None, reduce
         self._program, self._stages, self._transfers = program, stages, transfers
         self._last = program.placement.stages - 1
+        self._first = Microbatches.of(program.placement, supervisor.rank).first
         self._inputs: list[Value] | None = None
         self._rows = 0  # of the whole batch of inputs, 0 if unknown
         self._losses: Losses | None = None  # of a training step
@@ -86,13 +94,19 @@ class StepBinding:
         )
         self._executor.bind(lanes, self._bound)
 
-    def begin(self, begin: Callable[[], Hashable | None]) -> None:
+    def begin(self, begin: Callable[[], Hashable | None], rows: int = 0) -> None:
         """Tell the other ranks how this step begins.
 
-        Steps for which `begin` returns equal keys on every rank exchange messages of the same shapes.
+        Steps for which `begin` returns equal keys on every rank exchange messages of the same shapes. `rows` is the
+        batch size of targets passed as one batch, else 0.
         """
         if self._shape_cache is not None:
-            self._shape_cache.begin(begin())
+            self._shape_cache.begin(begin(), rows)
+
+    @property
+    def rows_by_rank(self) -> dict[int, int]:
+        """The batch sizes of targets, of the ranks that were given any, once the step has run."""
+        return {} if self._shape_cache is None else self._shape_cache.rows
 
     def run(
         self,
@@ -165,7 +179,7 @@ class StepBinding:
                 return lambda: owner.weight(microbatch, part, joins=joins)
             case Kind.REDUCE:
                 assert self._reduce is not None
-                return partial(self._reduce, self._program.anatomy.summed(stage, part))
+                return partial(self._reduce, self._program.anatomy.summed(stage, part), experts=part == EXPERT_SUM)
             case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
                 assert task.lane.peer is not None
                 return self._transfer(task, task.lane.peer)
@@ -192,7 +206,7 @@ class StepBinding:
                         validate_unchanged(value, self._versions.pop(key))
             else:
                 assert self._inputs is not None
-                value, leaves = entering(self._inputs[microbatch])
+                value, leaves = entering(self._inputs[microbatch - self._first])
                 if leaves and self._training:
                     self._differentiated[microbatch] = leaves
             if ends and stage == self._last:
@@ -224,7 +238,7 @@ class StepBinding:
 
     def _backward(self, stage: int, microbatch: int, part: int) -> Act:
         owner, key = self._stages[stage], (stage, microbatch)
-        ends = part == len(self._program.anatomy.forward[stage]) - 1
+        ends = part == len(self._program.anatomy.backward[stage]) - 1
 
         def backward() -> None:
             stored, buffer = self._grads.pop(key), None

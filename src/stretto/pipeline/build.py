@@ -1,7 +1,7 @@
 """Builds the parts of a pipeline on each rank, in an order of collectives that is the same everywhere."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,13 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from stretto.execute.host_lanes import Work
+from stretto.execute.members import Members
 from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError, peer_failure
+from stretto.ir.mesh import MeshShape
 from stretto.ir.placement import Placement
 from stretto.layers import Layer, cut_layers
+from stretto.moe.all_to_all import AllToAll
+from stretto.moe.exchange import Exchange
+from stretto.moe.expert_ranks import ExpertRanks
+from stretto.moe.experts import experts_of, sharded_experts
 from stretto.pipeline.agreement import Agreement
-from stretto.pipeline.bind import StepBinding
+from stretto.pipeline.bind import Reduce, StepBinding
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.layers import (
     Layers,
@@ -28,11 +33,12 @@ from stretto.pipeline.layers import (
     unfit,
     validate_own_statistics,
 )
+from stretto.pipeline.mesh import shape_of
 from stretto.pipeline.named_layer import NamedLayer
 from stretto.pipeline.names import Names, clash_of, prefix_of
-from stretto.pipeline.options import Options, validate_mesh, wrong_option
+from stretto.pipeline.options import Options, wrong_option
 from stretto.pipeline.phases import anatomy_of, bypassed, is_phased
-from stretto.pipeline.programs import digest_of, program_for, wrong_program
+from stretto.pipeline.programs import digest_of, on_mesh, program_for, wrong_program
 from stretto.pipeline.replicas import Replicas
 from stretto.pipeline.shape_cache import ShapeCache
 from stretto.pipeline.shared_parameters import find_shared
@@ -67,6 +73,7 @@ class Parts:
     layers: dict[int, nn.Module]
     layer_count: int
     """The number of layers of the whole model."""
+    shape: MeshShape
     module: nn.ModuleDict
     names: Names
     replicas: Replicas
@@ -103,35 +110,39 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
 
     Nearly every step below is collective (see its docstring), so no rank may skip one, and their order is fixed.
     """
-    validate_mesh(mesh)
+    shape = shape_of(mesh)
     device = torch.device(mesh.device_type)
-    team = _form_team(loss, mesh, device, options)
+    team = _form_team(loss, mesh, device, shape, options)
     with team.closing_if_it_fails():
+        options = replace(options, plan=on_mesh(options.plan, shape))
         placement = (options.program if options.program is not None else options.plan).placement  # type: ignore[union-attr]
-        placed = _place_layers(team, mesh, device, placement, layers, options)
+        placed = _place_layers(team, shape, device, placement, layers, options)
+        experts = _gather_experts(team, placed, shape)
         phases = _gather_phases(team, placed)
         names, tied = _gather_names(team, placed, options.tied)
         together = names.together = _gather_ties(team, placed, names, tied)
-        program = _make_program(team, placed, phases, together, options)
+        program = _make_program(team, placed, phases, together, experts, options)
         _validate_same_options(team, placed, program, together, options)
         recomputed = _find_recomputed(team, placed, names, options.recompute, in_phases=not program.anatomy.is_whole)
         _tie_parameters(team, placed, names)
         sparse = _find_sparse(placed)
-        replicas = _share_parameters(team, device, placement, placed, names, sparse)
+        replicas = _share_parameters(team, device, placement, placed, names, sparse, shape)
         gradients = _make_gradients(placed, names, replicas, sparse, options)
-        stages = _make_stages(device, placement, placed, names, program, gradients, recomputed, options)
+        exchange = _make_exchange(team, shape, gradients, options)
+        stages = _make_stages(device, placement, placed, names, program, gradients, recomputed, exchange, options)
         transfers = Transfers(team, program, device)
         _warm_up_autograd(device)
         agreement = Agreement(team, [tuple(range(team.size))])
-        starts = None if options.dynamic_shapes else agreement
+        starts = None if options.dynamic_shapes and exchange is None else agreement
         reduce = partial(replicas.sum_stages, gradients=gradients)
-        binding = bind(program, team, stages, transfers, starts, reduce=reduce)
+        binding = bind(program, team, stages, transfers, starts, reduce=reduce, dynamic_shapes=options.dynamic_shapes)
     return Parts(
         team=team,
         placement=placement,
         program=program,
         layers=placed.layers,
         layer_count=sum(map(len, placed.shares)),
+        shape=shape,
         module=placed.module,
         names=names,
         replicas=replicas,
@@ -144,18 +155,17 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
     )
 
 
-def _form_team(loss: Any, mesh: DeviceMesh, device: torch.device, options: Options) -> Team:
+def _form_team(loss: Any, mesh: DeviceMesh, device: torch.device, shape: MeshShape, options: Options) -> Team:
     """Validate the arguments and connect the ranks (collective): if one rank's arguments are wrong, all raise."""
-    wrong = wrong_program(options.plan, options.program, options.costs, options.wgrad_microbatches, mesh.size())
+    wrong = wrong_program(options.plan, options.program, options.costs, options.wgrad_microbatches, shape)
     wrong = wrong or wrong_option(loss, options)
-    return Team(
-        mesh.get_group(), device, timeout=options.timeout, wrong=wrong, error=PipelineError, failure=peer_failure
-    )
+    members = Members.of_mesh(mesh)
+    return Team(members, device, timeout=options.timeout, wrong=wrong, error=PipelineError, failure=peer_failure)
 
 
 def _place_layers(
     team: Team,
-    mesh: DeviceMesh,
+    shape: MeshShape,
     device: torch.device,
     placement: Placement,
     layers: Layers | Callable[[int], nn.Module],
@@ -171,8 +181,14 @@ def _place_layers(
         if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
             validate_own_statistics(layers, shares)
             modules = layers
-        stages = sorted({stage for home, stage in placement.homes if home == mesh.get_local_rank()})
-        own = {number: build(number).to(device) for stage in stages for number in shares[stage]}
+        stages = sorted({stage for home, stage in placement.homes if home == team.rank})
+        ep_rank = shape.ep_rank(shape.place(team.rank)[1])
+        own = {}
+        for number in (number for stage in stages for number in shares[stage]):
+            layer = build(number)
+            for experts in experts_of(layer) if shape.ep > 1 else ():
+                experts.shard(ep_rank, shape.ep)  # before the layer moves, so that only these move
+            own[number] = layer.to(device)
         module = nn.ModuleDict({str(number): layer for number, layer in own.items()})
         every = enumerate(modules) if modules else own.items()
         if (wrong := unfit(own) or clash_of(every)) is not None:
@@ -182,16 +198,31 @@ def _place_layers(
     return team.all_or_none(place)
 
 
-def _gather_phases(team: Team, placed: _Placed) -> list[list[Layer]] | None:
-    """Return the phases of all stages, None if no rank's layers have any (collective).
-
-    If any have, build the other ranks' layers too, to read their phases.
-    """
-    if not any(team.gather(any(is_phased(layer) for layer in placed.layers.values()), bool)):
-        return None
-    return [
-        anatomy_of([placed.layers.get(number) or placed.build(number) for number in share]) for share in placed.shares
+def _gather_experts(team: Team, placed: _Placed, shape: MeshShape) -> list[int]:
+    """Return the stages that have experts of which each rank holds some (collective)."""
+    own = [
+        stage
+        for stage in placed.stages
+        if any(sharded_experts(placed.layers[number]) for number in placed.shares[stage])
     ]
+    stages = sorted({stage for from_rank in team.gather(own, list[int]) for stage in from_rank})
+    if shape.ep > 1 and not stages:
+        raise PipelineError(
+            f"the mesh has ep={shape.ep}, but no layer has experts (stretto.moe.Experts) to share out; use dp instead"
+        )
+    return stages
+
+
+def _gather_phases(team: Team, placed: _Placed) -> list[list[Layer]] | None:
+    """Return the phases of all stages, None if no rank's layers have any (collective)."""
+    has_phases = any(team.gather(any(is_phased(layer) for layer in placed.layers.values()), bool))
+    own = team.all_or_none(lambda: {number: anatomy_of(layer) for number, layer in placed.layers.items()})
+    every = [layers for from_rank in team.gather(own, dict[int, Layer]) for layers in from_rank.items()]
+    anatomies = dict(every)
+    for number, anatomy in every:
+        if anatomy != anatomies[number]:
+            raise PipelineError(f"layer {number} has other phases on one rank than on another")
+    return [[anatomies[number] for number in share] for share in placed.shares] if has_phases else None
 
 
 def _gather_names(team: Team, placed: _Placed, tied: Sequence[Sequence[str]]) -> tuple[Names, list[list[str]]]:
@@ -224,12 +255,19 @@ def _gather_ties(team: Team, placed: _Placed, names: Names, tied: Sequence[Seque
 
 
 def _make_program(
-    team: Team, placed: _Placed, phases: list[list[Layer]] | None, together: Together, options: Options
+    team: Team,
+    placed: _Placed,
+    phases: list[list[Layer]] | None,
+    together: Together,
+    experts: list[int],
+    options: Options,
 ) -> Program:
     """Lower the plan, or validate the program that was passed (collective: if a rank fails, all raise)."""
     ties = tied_stages(together, placed.shares)
     return team.all_or_none(
-        lambda: program_for(options.plan, options.program, phases, ties, options.costs, options.wgrad_microbatches)
+        lambda: program_for(
+            options.plan, options.program, phases, ties, experts, options.costs, options.wgrad_microbatches
+        )
     )
 
 
@@ -296,10 +334,16 @@ def _find_sparse(placed: _Placed) -> set[int]:
 
 
 def _share_parameters(
-    team: Team, device: torch.device, placement: Placement, placed: _Placed, names: Names, sparse: set[int]
+    team: Team,
+    device: torch.device,
+    placement: Placement,
+    placed: _Placed,
+    names: Names,
+    sparse: set[int],
+    shape: MeshShape,
 ) -> Replicas:
     """Find what several ranks hold, connect these ranks, and broadcast the values they start with (collective)."""
-    replicas = find_shared(placed.module, placement.homes, placed.shares, names, team, sparse=sparse)
+    replicas = find_shared(placed.module, placement.homes, placed.shares, names, team, sparse=sparse, mesh=shape)
     _raise_on_all(team, replicas.wrong(device))
     replicas.start_equal(device)
     return replicas
@@ -322,6 +366,21 @@ def _make_gradients(placed: _Placed, names: Names, replicas: Replicas, sparse: s
     )
 
 
+def _make_exchange(team: Team, shape: MeshShape, gradients: Gradients, options: Options) -> Exchange | None:
+    """Connect the ranks that hold each other's experts (collective), by an exchange for this rank's."""
+    if shape.ep == 1:
+        return None
+    every = {
+        tuple(shape.device(pp=pp, replica=other) for other in shape.ep_replicas(replica))
+        for pp in range(shape.pp)
+        for replica in range(shape.replicas)
+    }
+    (group,) = (group for ranks in sorted(every) if (group := team.make(ranks)) is not None)
+    make, expert_ranks = AllToAll if options.exchange is None else options.exchange, ExpertRanks(team, group)
+    gradients.ignore(expert_ranks.anchor)
+    return team.all_or_none(lambda: make(expert_ranks))
+
+
 def _make_stages(
     device: torch.device,
     placement: Placement,
@@ -330,6 +389,7 @@ def _make_stages(
     program: Program,
     gradients: Gradients,
     recomputed: Mapping[str, nn.Module],
+    exchange: Exchange | None,
     options: Options,
 ) -> dict[int, Stage]:
     shares = placed.shares
@@ -343,6 +403,7 @@ def _make_stages(
             checkpointed=options.checkpoint,
             elsewhere=partial(_name_elsewhere, layers=placed.modules),
             replicated=sum(stage == other for _, other in placement.homes) > 1,
+            exchange=exchange,
             recomputed={
                 names.seen(name): module for name, module in recomputed.items() if layer_of(name) in shares[stage]
             },
@@ -364,10 +425,16 @@ def bind(
     transfers: Transfers,
     starts: Agreement | None,
     *,
-    reduce: Callable[[tuple[int, ...]], Work | None] | None = None,
+    reduce: Reduce | None = None,
+    dynamic_shapes: bool = False,
 ) -> StepBinding:
-    """Bind a program's tasks: a training step with `reduce`, otherwise an evaluation step."""
-    shape_cache = None if starts is None else ShapeCache(starts, team.size)
+    """Bind a program's tasks: a training step with `reduce`, otherwise an evaluation step.
+
+    With `dynamic_shapes`, or without `starts`, every message is described.
+    """
+    mesh, rank = program.placement.mesh, team.rank
+    pipeline = [device for device in range(team.size) if mesh is None or mesh.place(device)[1] == mesh.place(rank)[1]]
+    shape_cache = None if starts is None else ShapeCache(starts, team.size, pipeline, remembers=not dynamic_shapes)
     return StepBinding(program, team.supervisor, stages, transfers, reduce=reduce, shape_cache=shape_cache)
 
 

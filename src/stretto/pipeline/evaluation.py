@@ -14,7 +14,7 @@ from stretto.pipeline.bind import StepBinding
 from stretto.pipeline.build import bind
 from stretto.pipeline.losses import Loss, Losses
 from stretto.pipeline.measures import Measures
-from stretto.pipeline.microbatches import cut, needed, rows_of, validate_cuts
+from stretto.pipeline.microbatches import Microbatches, cut, needed, rows_of, validate_cuts
 from stretto.pipeline.programs import evaluation_of
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.shape_cache import begin_of
@@ -108,7 +108,9 @@ class Evaluator:
             sorted(metrics),
             outputs,
         )
-        count, has_targets = agree(self._team.gather(given, Given), self._program.placement.microbatches)
+        every = Microbatches.of(self._program.placement, self._team.rank)
+        count, has_targets = agree(self._team.gather(given, Given), every.count)
+        numbers = every.fewer(count)
         microbatches, rows = (None, 0) if given.inputs is None else cut(inputs, count, "inputs")
         cut_targets, target_rows = (
             (None, 0) if given.targets is None or not has_targets else cut(targets, count, "targets")
@@ -116,9 +118,9 @@ class Evaluator:
         device = self._team.device
         functions = [("", self._loss), *((name, metrics[name]) for name in given.metrics)] if has_targets else []
         losses = [
-            Losses(function, cut_targets, count, device, target_rows, metric=name) for name, function in functions
+            Losses(function, cut_targets, numbers, device, target_rows, metric=name) for name, function in functions
         ]
-        measures = Measures(losses, count, device, keeps_outputs=outputs)
+        measures = Measures(losses, numbers, device, keeps_outputs=outputs)
         binding = self._binding(count)
         binding.begin(partial(begin_of, (microbatches, cut_targets, rows), self._module, self._loss, device))
         binding.run(microbatches, measures, key=key, rows=rows)

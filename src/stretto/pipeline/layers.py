@@ -20,10 +20,13 @@ Layers: TypeAlias = Sequence[nn.Module] | nn.ModuleList | nn.Sequential
 
 
 def even_costs(stages: Sequence[Sequence[Layer]]) -> Costs:
-    """Return default costs by which pairs are woven: compute phases take 1, communication phases 0.9."""
+    """Return default costs by which pairs are woven: compute phases take 1, communication phases 0.9.
+
+    Phases without a backward take no time: they move a few numbers.
+    """
     phases = {phase for stage in stages for layer in stage for phase in layer.phases}
     times = {"compute": PhaseTimes(1, 1, 1), "comm": PhaseTimes(0.9, 0.9)}
-    return Costs(phases={phase.name: times[phase.lane] for phase in phases})
+    return Costs(phases={phase.name: times[phase.lane] if phase.backward else PhaseTimes() for phase in phases})
 
 
 def builder(layers: Layers | Callable[[int], nn.Module], count: int | None) -> tuple[Callable[[int], nn.Module], int]:
@@ -72,7 +75,7 @@ def unfit(layers: Mapping[int, nn.Module]) -> str | None:
                 if isinstance(module, kind) or (kind is DistributedDataParallel and "replicate" in registry):
                     return (
                         f"{name} {how}, which reduces gradients by itself, in the middle of a step; give the plain "
-                        "module, and sum gradients over data-parallel ranks after the step, as docs/training.md shows"
+                        'module, and a mesh with a dimension "dp", as docs/training.md shows'
                     )
         for name, parameter in layer.named_parameters(prefix=prefix_of(number, layer)):
             if parameter.requires_grad and parameter.dtype == torch.float16:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stretto.ir.errors import PipelineError, named
-from stretto.pipeline.microbatches import row_counts, validate_cuts
+from stretto.pipeline.microbatches import Microbatches, row_counts, validate_cuts
 from stretto.pipeline.pytree import Value, entering
 from stretto.pipeline.totals import mixed
 
@@ -25,19 +25,22 @@ class Losses:
         self,
         function: Callable[[Value, Value], Any],
         targets: list[Value] | None,
-        microbatches: int,
+        microbatches: Microbatches,
         device: torch.device,
         rows: int = 0,
         *,
         metric: str = "",
     ) -> None:
-        """`rows` is the batch size of targets passed as one batch, else 0; `metric` is the name of a metric."""
+        """`targets` are those of this replica's microbatches, and `rows` is their batch size if they were passed as one
+        batch, else 0. `metric` is the name of a metric.
+        """
         self._function, self.targets, self._microbatches = function, targets, microbatches
         self.name = f"the metric {metric!r:.60}" if metric else "the loss"
         """What errors call it."""
         self._is_metric = bool(metric)
-        self._rows = rows
-        self._row_counts = row_counts(rows, microbatches) if rows % microbatches else None
+        self.rows = rows
+        """The batch size of targets passed as one batch, else 0."""
+        self._row_counts = row_counts(rows, microbatches.count) if rows % microbatches.count else None
         self._device = device
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
@@ -48,8 +51,8 @@ class Losses:
     def __call__(self, output: Value, microbatch: int, rows: int = 0) -> Tensor:
         """Compute the loss of a microbatch. `rows` is the number of rows of its input batch, 0 if unknown."""
         assert self.targets is not None
-        validate_cuts(rows, self._rows, self._microbatches)
-        result = self._call(output, self._cut_off(self.targets[microbatch]))
+        validate_cuts(rows, self.rows, self._microbatches.count)
+        result = self._call(output, self._cut_off(self.targets[microbatch - self._microbatches.first]))
         loss, count = (result, None) if not isinstance(result, tuple) else result if len(result) == 2 else (None, None)
         if self._is_metric and isinstance(loss, int | float):
             loss = torch.tensor(float(loss), dtype=torch.float64, device=self._device)
@@ -121,8 +124,14 @@ class Losses:
         """Return the gradient with which a microbatch's backward begins."""
         if self.counted:
             return torch.ones_like(loss)
-        share = 1 / self._microbatches if self._row_counts is None else self._row_counts[microbatch] / self._rows
-        return torch.full_like(loss, share)
+        if self._row_counts is None:
+            return torch.full_like(loss, 1 / self._microbatches.total)
+        share = self._rows_in(microbatch) / self.rows
+        return torch.full_like(loss, share / self._microbatches.replicas)
+
+    def _rows_in(self, microbatch: int) -> int:
+        assert self._row_counts is not None
+        return self._row_counts[microbatch - self._microbatches.first]
 
     def table(self) -> Tensor:
         """Return the rows of a table (see `totals`) for all microbatches.
@@ -130,15 +139,15 @@ class Losses:
         Microbatches of other ranks are zero, so that the sum of all ranks' tables is complete.
         """
         if not self._losses:
-            return torch.zeros((3, self._microbatches), dtype=torch.float64, device=self._device)
+            return torch.zeros((3, self._microbatches.total), dtype=torch.float64, device=self._device)
         ones = dict.fromkeys(self._losses, torch.ones((), device=self._device))
         rows = (self._losses, self._counts or ones, ones if self._counts else {})
         if self._row_counts is not None and not self._counts:
-            sizes = {microbatch: self._full(self._row_counts[microbatch]) for microbatch in self._losses}
+            sizes = {microbatch: self._full(self._rows_in(microbatch)) for microbatch in self._losses}
             sums = {
                 microbatch: loss.to(sizes[microbatch]) * sizes[microbatch] for microbatch, loss in self._losses.items()
             }
-            rows = sums, sizes, dict.fromkeys(self._losses, self._full(-self._rows))
+            rows = sums, sizes, dict.fromkeys(self._losses, self._full(-self.rows))
         return torch.stack([self._row(row) for row in rows])
 
     def _full(self, number: int) -> Tensor:
@@ -151,7 +160,7 @@ class Losses:
             numbers = {microbatch: number.to(zero) for microbatch, number in numbers.items()}
         else:
             zero = torch.zeros_like(next(iter(numbers.values())).reshape(()))
-        row = [numbers.get(microbatch, zero).reshape(()) for microbatch in range(self._microbatches)]
+        row = [numbers.get(microbatch, zero).reshape(()) for microbatch in range(self._microbatches.total)]
         return torch.stack(row).to(self._device, torch.float64)
 
 

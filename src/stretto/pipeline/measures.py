@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stretto.ir.errors import PipelineError
 from stretto.pipeline.losses import Losses
+from stretto.pipeline.microbatches import Microbatches
 from stretto.pipeline.pytree import Tree, Value
 from stretto.pipeline.recv_buffers import RecvBuffer
 
@@ -15,10 +16,13 @@ from stretto.pipeline.recv_buffers import RecvBuffer
 class Measures:
     """The loss, metrics and outputs of an evaluation's microbatches on this rank."""
 
-    def __init__(self, losses: Sequence[Losses], count: int, device: torch.device, *, keeps_outputs: bool) -> None:
-        """`losses` are the loss and the metrics, none if there are no targets; `count` is that of microbatches."""
+    def __init__(
+        self, losses: Sequence[Losses], microbatches: Microbatches, device: torch.device, *, keeps_outputs: bool
+    ) -> None:
+        """`losses` are the loss and the metrics, none if there are no targets."""
         self._losses, self._device, self._keeps = losses, device, keeps_outputs
-        self._outputs: list[tuple[Tree, list[int]] | None] = [None] * count
+        self._outputs: list[tuple[Tree, list[int]] | None] = [None] * microbatches.count
+        self._first = microbatches.first
 
     @property
     def has_targets(self) -> bool:
@@ -43,7 +47,7 @@ class Measures:
         if not self._keeps:
             return
         kept = output.copied(lambda tensor: not _is_plain(tensor) or (buffer is not None and buffer.holds(tensor)))
-        self._outputs[microbatch] = kept, kept.versions()
+        self._outputs[microbatch - self._first] = kept, kept.versions()
 
     def tables(self) -> list[tuple[str, Tensor]]:
         """Return the table of the loss and of each metric, with its name. Without targets, it is one empty table."""
@@ -52,10 +56,10 @@ class Measures:
         return [(losses.name, losses.table()) for losses in self._losses]
 
     def outputs(self) -> list[Value] | None:
-        """Return the outputs of all microbatches, if kept; None for microbatches that this rank has not run."""
+        """Return the outputs of this replica's microbatches, if kept; None for those that this rank has not run."""
         if not self._keeps:
             return None
-        for microbatch, kept in enumerate(self._outputs):
+        for microbatch, kept in enumerate(self._outputs, self._first):
             if kept is not None and kept[0].versions() != kept[1]:
                 raise PipelineError(
                     f"the output of microbatch {microbatch} was changed in place after the last layer had returned it; "

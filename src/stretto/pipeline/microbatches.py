@@ -1,6 +1,7 @@
 """Cuts a batch into microbatches."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 
 import numpy as np
@@ -8,7 +9,36 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from stretto.ir.errors import PipelineError
+from stretto.ir.placement import Placement
 from stretto.pipeline.pytree import Value, tensors_of, version_of
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """The numbers of this rank's microbatches among those of all replicas.
+
+    >>> Microbatches.of(Placement(((0,), (1,)), 8, MeshShape.of({"dp": 2})), device=1)
+    Microbatches(first=4, count=4, replicas=2)
+    """
+
+    first: int
+    count: int
+    """The number of microbatches of each replica."""
+    replicas: int
+
+    @staticmethod
+    def of(placement: Placement, device: int) -> "Microbatches":
+        count = placement.microbatches // placement.replicas
+        return Microbatches(count * placement.replica(device), count, placement.replicas)
+
+    @property
+    def total(self) -> int:
+        """The number of microbatches of all replicas."""
+        return self.count * self.replicas
+
+    def fewer(self, count: int) -> "Microbatches":
+        """Return the numbers with so many microbatches in each replica."""
+        return Microbatches(self.first // self.count * count, count, self.replicas)
 
 
 def rows_of(batch: Value | Iterable[Value], name: str) -> int:

@@ -1,14 +1,14 @@
 """The arguments of a pipeline, and their validation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.costs import Costs
 from stretto.ir.errors import PipelineError, StrettoError
 from stretto.ir.plan import Plan
+from stretto.moe.exchange import Exchange
+from stretto.moe.expert_ranks import ExpertRanks
 from stretto.pipeline.gradients import KINDS, Kind
 from stretto.program.program import Program
 
@@ -32,18 +32,7 @@ class Options:
     dynamic_shapes: bool
     seed: int
     timeout: float
-
-
-def validate_mesh(mesh: Any) -> None:
-    """Raise PipelineError unless this is a one-dimensional mesh with ranks in ascending order."""
-    if not isinstance(mesh, DeviceMesh):
-        raise PipelineError(f"mesh is a DeviceMesh, as init_device_mesh makes it (got {mesh!r:.60})")
-    if mesh.ndim != 1:
-        names = ", ".join(mesh.mesh_dim_names or ()) or "no names"
-        raise PipelineError(f'mesh has {mesh.ndim} dimensions ({names}); give one of them, such as mesh["pp"]')
-    ranks = mesh.mesh.tolist()
-    if ranks != sorted(ranks):
-        raise PipelineError(f"mesh lists its ranks as {ranks}; give them in ascending order")
+    exchange: Callable[[ExpertRanks], Exchange] | None
 
 
 def wrong_option(loss: Any, options: Options) -> StrettoError | None:
@@ -60,6 +49,11 @@ def wrong_option(loss: Any, options: Options) -> StrettoError | None:
             return PipelineError(f"{name} is a list, such as {_EXAMPLES[name]} (got {value!r:.40})")
     if not isinstance(dynamic_shapes, bool):
         return PipelineError(f"dynamic_shapes is True or False (got {dynamic_shapes!r:.60})")
+    if options.exchange is not None and not callable(options.exchange):
+        return PipelineError(
+            f"exchange is a function that makes an exchange for experts, such as stretto.moe.AllToAll (got "
+            f"{options.exchange!r:.60})"
+        )
     if options.checkpoint and options.recompute:
         return PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
     return None

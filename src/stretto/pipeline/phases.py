@@ -1,11 +1,14 @@
 """Layers that offer phases, and what does not run when they run in phases."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeGuard, runtime_checkable
 
 from torch import nn
 
+from stretto.ir.errors import PipelineError
 from stretto.layers import Layer, Phase
+from stretto.moe.experts import sharded_experts
 from stretto.pipeline.named_layer import NamedLayer
 from stretto.pipeline.pytree import Value
 
@@ -29,14 +32,18 @@ def bypassed(number: int, layer: nn.Module) -> dict[str, nn.Module]:
     return modules if is_phased(layer) else {}
 
 
-def anatomy_of(layers: Sequence[nn.Module]) -> list[Layer]:
-    """Return the phases of each layer; a layer without phases counts as one phase."""
-    return [
-        Layer(type(layer).__name__, tuple(phase for phase, _ in layer.phases()))
-        if is_phased(layer)
-        else Layer(type(layer).__name__, (Phase(type(layer).__name__.lower()),))
-        for layer in layers
-    ]
+def anatomy_of(layer: nn.Module) -> Layer:
+    """Return the phases of a layer; without any, it counts as one.
+
+    If the layer has experts on several ranks, and no phase in which these exchange tokens, they may do so in all.
+    """
+    name = type(layer).__name__
+    phases = tuple(phase for phase, _ in layer.phases()) if is_phased(layer) else (Phase(name.lower()),)
+    if not phases[-1].backward:
+        raise PipelineError(f"the last phase of a layer has a backward, and {phases[-1].name!r} of {name} has none")
+    if sharded_experts(layer) and not any(phase.is_joint for phase in phases):
+        phases = tuple(replace(phase, joint=True) for phase in phases)
+    return Layer(name, phases)
 
 
 def has_hooks(module: nn.Module) -> bool:

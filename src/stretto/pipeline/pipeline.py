@@ -13,10 +13,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.costs import Costs
-from stretto.execute.groups import place_among
 from stretto.execute.recorder import Recorder
 from stretto.ir.errors import PipelineError
 from stretto.ir.plan import Plan
+from stretto.moe.exchange import Exchange
+from stretto.moe.expert_ranks import ExpertRanks
 from stretto.pipeline.build import build
 from stretto.pipeline.clipping import Clipper
 from stretto.pipeline.evaluation import Evaluator
@@ -24,7 +25,8 @@ from stretto.pipeline.gradients import Kind
 from stretto.pipeline.layer_sums import LayerSums
 from stretto.pipeline.layers import Layers
 from stretto.pipeline.losses import Loss, Losses
-from stretto.pipeline.microbatches import cut, needed
+from stretto.pipeline.mesh import parallel_index
+from stretto.pipeline.microbatches import Microbatches, cut, needed
 from stretto.pipeline.modes import evaluating
 from stretto.pipeline.names import named_modules
 from stretto.pipeline.options import Options
@@ -33,6 +35,7 @@ from stretto.pipeline.results import StepResult
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.segments import leaves_of
 from stretto.pipeline.shape_cache import begin_of
+from stretto.pipeline.states import States
 from stretto.pipeline.totals import Total, sum_tables
 from stretto.pipeline.turns import Turns
 from stretto.program.program import Program
@@ -41,6 +44,10 @@ from stretto.timeline import Timeline
 
 class Pipeline:
     """Trains layers that are cut into stages and placed on the ranks of a mesh, by a plan or a program.
+
+    `mesh` has a dimension "pp", whose ranks are the plan's devices, and may have "dp" and "ep". Along "dp" each
+    pipeline trains on microbatches of its own, and gradients are summed; along "ep" likewise, and each rank holds only
+    some of the experts (`stretto.moe.Experts`), to which the others send tokens.
 
     `layers` are modules that run in order, each on the output of the previous one, as in `nn.Sequential`. They can also
     be a function that builds the layer of a given number; then pass `layer_count`, and no rank holds all layers. A
@@ -65,6 +72,8 @@ class Pipeline:
     `wgrad_microbatches` is the number of microbatches whose weight gradients a linear layer computes at once. More
     means larger products and fewer reads and writes of the sums, but memory is held longer.
 
+    `exchange` makes what moves tokens between the ranks of "ep": `stretto.moe.AllToAll` unless given.
+
     A pipeline runs only programs that `check` has proved sound, and all ranks must pass the same arguments.
     """
 
@@ -87,6 +96,7 @@ class Pipeline:
         dynamic_shapes: bool = False,
         seed: int = 0,
         timeout: float = 300.0,
+        exchange: Callable[[ExpertRanks], Exchange] | None = None,
     ) -> None:
         options = Options(
             plan=plan,
@@ -102,13 +112,15 @@ class Pipeline:
             dynamic_shapes=dynamic_shapes,
             seed=seed,
             timeout=timeout,
+            exchange=exchange,
         )
         parts = build(layers, loss, mesh, options)
-        self.rank = mesh.get_local_rank()
-        """This rank's number among those of the pipeline."""
+        self.rank = parts.team.rank
+        """This rank's number among those of the mesh."""
         self._device = torch.device(mesh.device_type)
         self._loss, self._gradient_kind = loss, gradients
-        self._team, self._placement = parts.team, parts.placement
+        self._team, self._placement, self._shape = parts.team, parts.placement, parts.shape
+        self._microbatches = Microbatches.of(parts.placement, self.rank)
         self.program = parts.program
         """The program that runs."""
         self._layers, self._module, self._names = parts.layers, parts.module, parts.names
@@ -122,11 +134,12 @@ class Pipeline:
             self.program, self._team, self._stages, self._transfers, parts.starts, self._module, loss
         )
         self._evaluations = 0
+        self._states = States(parts.module, parts.layers, parts.names, mesh, self.rank)
         self._clipper = Clipper(self._team, self._turns, parts.agreement, self._replicas)
         self._layer_sums = LayerSums(self._team, self._turns, parts.agreement, parts.layers, parts.layer_count)
         self._total_of_last: Total | None = None  # of the last step, whose loss may not have been read yet
         self._counted: bool | None = None  # whether the loss returns a sum and a count; known after the first step
-        self._key = RngKey(seed=seed, replica=place_among(mesh.mesh.tolist()))
+        self._key = RngKey(seed=seed, replica=parallel_index(mesh))
         self._team.supervisor.ready()
 
     def step(
@@ -163,8 +176,11 @@ class Pipeline:
                 if changed:
                     self._layout = self._gradients.layout
                 batch = microbatches, losses.targets, rows
-                self._binding.begin(partial(begin_of, batch, self._module, self._loss, self._device, self._layout))
+                begin = partial(begin_of, batch, self._module, self._loss, self._device, self._layout)
+                self._binding.begin(begin, losses.rows)
                 self._replicas.begin(self._gradients, partial(self._leaves_behind, microbatches, losses))
+                if self._shape.ep > 1:
+                    self._replicas.validate_begin()
                 recorder = Recorder(len(self._binding.tasks)) if record else None
                 self._binding.run(microbatches, losses, recorder, key=self._key, rows=rows)
                 self._turns.catch_up(recorder is not None)
@@ -329,21 +345,26 @@ class Pipeline:
         stages = ", ".join(map(str, sorted(self._stages)))
         layers = repr(self._module).partition("\n")[2]
         ranks, of = self._placement.devices, self._placement.stages
-        return f"Pipeline(  # rank {self.rank} of {ranks}, stages {stages} of {of}\n{layers}"
+        mesh = f" ({self._shape})" if self._shape.replicas > 1 else ""
+        return f"Pipeline(  # rank {self.rank} of {ranks}{mesh}, stages {stages} of {of}\n{layers}"
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of this rank's layers, by the names of `named_parameters`."""
-        return dict(self._names.all_seen(self._module.state_dict().items()))
+        """Return the state of this rank's layers, by the names of `named_parameters`.
+
+        Experts of which this rank holds some ("ep") are DTensors, which `torch.distributed.checkpoint` saves as one.
+        """
+        return self._states.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load this rank's layers from a state dict, which may contain other layers too."""
-        try:
-            self._module.load_state_dict(self._names.own(state, self._layers))
-        except RuntimeError as error:
-            if type(error) is not RuntimeError or not str(error).startswith("Error(s) in loading"):
-                raise  # raised by a layer's own code
-            text = self._names.in_text(str(error))
-            raise RuntimeError(text.replace("ModuleDict", f"the layers of rank {self.rank}")) from None
+        """Load this rank's layers from a state dict, which may contain other layers too, and all experts."""
+        self._states.load_state_dict(state)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        """Return an optimizer's state of this rank's parameters, by name, for `torch.distributed.checkpoint`.
+
+        The tensors are the optimizer's own, so that loading a checkpoint into them restores it.
+        """
+        return self._states.optimizer_state_dict(optimizer)
 
     def split_report(self) -> dict[str, bool]:
         """Return for each of this rank's parameters whether the split backward defers its gradient."""
@@ -368,14 +389,14 @@ class Pipeline:
         """Return the step's losses, the input microbatches, and the rows of an input that came as one batch, else 0."""
         target_microbatches, target_rows = self._cut(targets, "targets", self._placement.stages - 1)
         microbatches, rows = self._cut(inputs, "inputs", 0)
-        losses = Losses(self._loss, target_microbatches, self._placement.microbatches, self._device, target_rows)
+        losses = Losses(self._loss, target_microbatches, self._microbatches, self._device, target_rows)
         return losses, microbatches, rows
 
     def _cut(self, batch: Any, name: str, stage: int) -> tuple[list[Value] | None, int]:
         """Cut a batch into microbatches, if this rank runs the stage that takes it; raise if it is missing."""
         if stage not in self._stages:
             return None, 0
-        return cut(needed(batch, name, self.rank, stage), self._placement.microbatches, name)
+        return cut(needed(batch, name, self.rank, stage), self._microbatches.count, name)
 
     def _count(self, losses: Losses, total: Total, *, wait: bool) -> Tensor | None:
         """Return the count by which gradients must be divided, or None. Only the first step must wait to know."""
@@ -385,7 +406,18 @@ class Pipeline:
             self._counted = counted
         elif counted != self._counted:
             raise PipelineError("the loss gives a sum and a count in some steps only; it must in all or none")
+        if not counted:
+            self._validate_equal_batches()
         return total.count() if counted else None
+
+    def _validate_equal_batches(self) -> None:
+        """Raise PipelineError if pipelines were given batches of different sizes, of which only means are known."""
+        rows = sorted(set(self._binding.rows_by_rank.values()))
+        if len(rows) > 1:
+            raise PipelineError(
+                f"ranks that run the last stage were given targets of {rows[0]} and of {rows[-1]} rows, and the loss "
+                "is a mean, so rows would not weigh alike; give all as many, or let the loss return a sum and a count"
+            )
 
     def _run_behind(self, losses: Losses, microbatches: Any, batch: Any, count: Tensor | None) -> None:
         """Run the backward of the graphs behind inputs and targets, from their gradients, in one call."""

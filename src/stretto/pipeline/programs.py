@@ -7,6 +7,7 @@ from typing import Any
 from stretto.check import validate_sound
 from stretto.costs import Costs
 from stretto.ir.errors import PipelineError, PlanError, ProgramError, StrettoError
+from stretto.ir.mesh import MeshShape
 from stretto.ir.plan import Plan
 from stretto.layers import Layer
 from stretto.pipeline.layers import even_costs
@@ -18,7 +19,7 @@ from stretto.program.sums import Sums, reduces
 from stretto.program.task import COPIES, Kind
 
 
-def wrong_program(plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, ranks: int) -> StrettoError | None:
+def wrong_program(plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, mesh: MeshShape) -> StrettoError | None:
     """Return the error in a pipeline's plan or program arguments, or None."""
     if type(wgrad_microbatches) is not int or wgrad_microbatches < 1:
         return PipelineError(f"wgrad_microbatches is a whole number of at least 1 (got {wgrad_microbatches!r:.60})")
@@ -43,11 +44,22 @@ def wrong_program(plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, 
             return PipelineError("costs are what a plan is woven by; a program is woven already")
         if wgrad_microbatches != 1:
             return PipelineError("wgrad_microbatches goes with a plan; a program has it from lower()")
-    schedule = plan if program is None else program
-    if schedule.devices != ranks:
-        what = "plan" if program is None else "program"
-        return PlanError(f"the {what} is for {schedule.devices} devices, but the mesh has {ranks} ranks")
+    schedule, what = (plan, "plan") if program is None else (program, "program")
+    given = schedule.placement.mesh
+    if given is not None and given != mesh:
+        return PlanError(f"the {what} is for a mesh of {given}, but the mesh is {mesh}")
+    devices = mesh.pp if given is None and program is None else mesh.devices
+    if schedule.devices != devices:
+        ranks = f"{mesh.devices} ranks" if mesh.replicas == 1 else f"pp={mesh.pp} ({mesh})"
+        return PlanError(f"the {what} is for {schedule.devices} devices, but the mesh has {ranks}")
+    if program is not None and given is None and mesh.replicas > 1:
+        return PlanError(f"the program is for one pipeline, but the mesh is {mesh}; lower plan.on_mesh(...)")
     return None
+
+
+def on_mesh(plan: Plan | None, mesh: MeshShape) -> Plan | None:
+    """Return the plan of the whole mesh, if it has several pipelines."""
+    return plan if plan is None or plan.placement.mesh is not None or mesh.replicas == 1 else plan.on_mesh(mesh)
 
 
 def program_for(
@@ -55,21 +67,30 @@ def program_for(
     program: Program | None,
     phases: Sequence[Sequence[Layer]] | None,
     ties: Sequence[Sequence[int]],
+    experts: Sequence[int],
     costs: Costs | None,
     wgrad_microbatches: int,
 ) -> Program:
-    """Lower the plan for layers with these phases and ties, or validate the given program against them."""
+    """Lower the plan for layers with these phases and ties, or validate the given program against them.
+
+    `experts` are the stages with experts of which each rank holds some.
+    """
     if program is not None:
-        _validate_fits(program, phases, ties)
+        _validate_fits(program, phases, ties, experts)
         return program
     assert plan is not None
     costs = costs if costs is not None or phases is None else even_costs(phases)
-    program = lower(plan, layers=phases, ties=ties, costs=costs, wgrad_microbatches=wgrad_microbatches)
+    program = lower(plan, layers=phases, ties=ties, experts=experts, costs=costs, wgrad_microbatches=wgrad_microbatches)
     validate_sound(program, "plan")
     return program
 
 
-def _validate_fits(program: Program, phases: Sequence[Sequence[Layer]] | None, ties: Sequence[Sequence[int]]) -> None:
+def _validate_fits(
+    program: Program,
+    phases: Sequence[Sequence[Layer]] | None,
+    ties: Sequence[Sequence[int]],
+    experts: Sequence[int],
+) -> None:
     """Raise ProgramError if a program does not fit these layers, or is not sound."""
     validate_sound(program)
     anatomy = program.anatomy
@@ -88,6 +109,11 @@ def _validate_fits(program: Program, phases: Sequence[Sequence[Layer]] | None, t
             f"the program is for stages that share weights as {list(anatomy.ties)} says, but these layers do as "
             f"{list(layer_ties)}; give that to lower as ties"
         )
+    if tuple(experts) != program.anatomy.experts:
+        raise ProgramError(
+            f"the program is for experts in the stages {list(program.anatomy.experts)}, but these layers have them in "
+            f"{list(experts)}; give that to lower as experts"
+        )
     sums = Sums(program.placement, anatomy)
     if sums and not len(reduces(program.work)):
         raise ProgramError(
@@ -97,10 +123,11 @@ def _validate_fits(program: Program, phases: Sequence[Sequence[Layer]] | None, t
 
 
 def evaluation_of(program: Program, count: int) -> Program:
-    """Return a program of only the forwards of the first `count` microbatches, in the same order."""
+    """Return a program of only the forwards of each replica's first `count` microbatches, in the same order."""
     layers = None if program.anatomy.is_whole else program.anatomy.layers
     plan = forwards_of(program)
-    evaluation = lower(plan if count == plan.microbatches else first_forwards(plan, count), layers=layers)
+    all_ = plan.microbatches == count * plan.placement.replicas
+    evaluation = lower(plan if all_ else first_forwards(plan, count), layers=layers, experts=program.anatomy.experts)
     validate_sound(evaluation)
     return evaluation
 

@@ -38,6 +38,8 @@ class Held:
     """The rank whose values all others start with."""
     stages: tuple[int, ...]
     """The stages that hold it. Gradients of the same stages are summed in one all-reduce."""
+    experts: bool = False
+    """Whether it belongs to experts of which other ranks hold others. Those have a sum of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,11 @@ class Replicas:
                 own_buffers = {name: buffers[name] for name in names if name in buffers}
                 own_places = {name: places[name] for name in own_parameters}
                 self._shared.append(_Shared(ranks, group, own_parameters, own_places, own_buffers, maybe_sparse))
-        self._of_stages = {
-            held[name].stages: shared for shared in self._shared for name in shared.parameters if name in held
+        self._sums = {
+            (held[name].stages, held[name].experts): shared
+            for shared in self._shared
+            for name in shared.parameters
+            if name in held
         }
 
     def validate(self, parameters: Iterable[Tensor]) -> None:
@@ -181,7 +186,7 @@ class Replicas:
     def unsupported(self) -> str | None:
         """Return why forwards would make the ranks' copies differ, or None.
 
-        Running statistics, for example: each copy of a stage sees only half of the microbatches.
+        Running statistics, for example: each copy of a stage sees only some of the microbatches.
         """
         for shared in self._shared:
             for name, parameter in shared.parameters.items():
@@ -194,8 +199,8 @@ class Replicas:
                 if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                     layer = self._seen(name).rpartition(".")[0]
                     return (
-                        f"{layer} keeps running statistics, and its stage lives on two devices, each of which would "
-                        "count half of the microbatches; use a plan with one copy (dualpipev), or put it in eval mode"
+                        f"{layer} keeps running statistics, and its stage lives on {len(shared.ranks)} devices, each "
+                        f"of which would count its own microbatches only; put it in eval mode, {_ONE_COPY}"
                     )
         return None
 
@@ -224,8 +229,8 @@ class Replicas:
                 changed = module._buffers.get(key) is not buffer or buffer._version != version
                 if changed or (copy is not None and not torch.equal(copy, buffer)):  # changed without a new version
                     raise PipelineError(
-                        f"the buffer {self._seen(name)} changed in a forward, and its stage lives on two devices, "
-                        "whose copies would drift apart; use a plan that keeps one copy (dualpipev)"
+                        f"the buffer {self._seen(name)} changed in a forward, and its stage lives on several devices, "
+                        f"whose copies would drift apart; make it non-persistent if it is a cache, {_ONE_COPY}"
                     )
 
         return check
@@ -244,22 +249,38 @@ class Replicas:
                 self._sent[shared.ranks] = 2 * gradients.digest(shared.ranks) + waits
             self._agreement.send(self._sent)
 
-    def sum_stages(self, stages: tuple[int, ...], gradients: Gradients) -> Work | None:
-        """Start to sum the gradients that these stages share with other ranks. Return the work, if any was started."""
-        shared = self._of_stages.get(stages)
+    def sum_stages(self, stages: tuple[int, ...], *, experts: bool, gradients: Gradients) -> Work | None:
+        """Start to sum the gradients that these stages share with other ranks, of experts or of all else.
+
+        Return the work, if any was started.
+        """
+        shared = self._sums.get((stages, experts))
         if shared is None:  # the stages have no parameters
             return None
         message = (shared.ranks, stages)
+        others = self._others(shared)
+        if any(number & 1 for number in (self._sent[shared.ranks], *others.values())):
+            self._late.append((shared, message))
+            return None
+        return self._begin(shared, message, gradients)
+
+    def validate_begin(self) -> None:
+        """Raise PipelineError if ranks that share parameters do not train the same. Wait for what they sent.
+
+        `sum_stages` does this too; but if ranks exchange tokens, a difference would make one wait for another.
+        """
+        for shared in self._shared:
+            self._others(shared)
+
+    def _others(self, shared: _Shared) -> dict[int, int]:
+        """Return what the other ranks of a set have sent, once it is known that they train the same."""
         others = self._agreement.others(shared.ranks)
         if any(number >> 1 != self._sent[shared.ranks] >> 1 for number in others.values()):
             raise PipelineError(
                 f"ranks {', '.join(map(str, shared.ranks))} hold the same parameters, but not the same of them are "
                 "trained, or not in the same shapes and strides; change parameters alike on all ranks"
             )
-        if any(number & 1 for number in (self._sent[shared.ranks], *others.values())):
-            self._late.append((shared, message))
-            return None
-        return self._begin(shared, message, gradients)
+        return others
 
     def _begin(self, shared: _Shared, message: Message, gradients: Gradients) -> "_Sums | None":
         begun: list[tuple[dist.Work, Tensor]] = []
@@ -311,6 +332,7 @@ class _Sums:
             work.wait()
 
 
+_ONE_COPY = "or use a plan and a mesh that keep one copy (dualpipev instead of dualpipe, neither dp nor ep)"
 _REPLACED = "the parameter {} was replaced after the pipeline was made, and others hold it too; make the pipeline anew"
 
 

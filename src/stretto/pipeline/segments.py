@@ -53,16 +53,23 @@ class Segment:
     Outputs are stored as graph edges. So a segment keeps no tensor alive that its operations did not save.
     """
 
-    __slots__ = ("_arrived", "_edges")
+    __slots__ = ("_arrived", "_edges", "zeros")
 
     def __init__(self, arrived: _Arrived, edges: list[GradientEdge | None]) -> None:
         self._arrived, self._edges = arrived, edges
+        self.zeros: list[Callable[[], Tensor]] | None = None
+        """If set, functions that make the gradients of outputs for which none comes, so that all of the graph runs."""
 
     def backward(self, grads: Grads, *, keep: bool = False) -> list[Tensor | None]:
         """Run the backward, once: return the gradients of the inputs' leaves, and accumulate those of parameters.
 
         With `keep`, saved tensors live as long as the segment.
         """
+        if self.zeros is not None:
+            grads = [
+                zero() if grad is None and edge is not None else grad
+                for edge, grad, zero in zip(self._edges, grads, self.zeros, strict=True)
+            ]
         pairs = [
             (edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if edge is not None and grad is not None
         ]
@@ -93,6 +100,33 @@ def leaves_of(roots: Iterable[Node], ends: Collection[Node]) -> list[Tensor]:
             leaves.append(node.variable)
         open_ += [following for following, _ in node.next_functions if following is not None]
     return leaves
+
+
+def depending(result: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Return a result whose backward runs through all of these tensors, with zeros for those it does not depend on."""
+    nodes = {tensor.grad_fn: tensor for tensor in tensors if tensor.grad_fn is not None}
+    seen, open_ = set[Node](), [] if result.grad_fn is None else [result.grad_fn]
+    while open_:
+        node = open_.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in nodes:
+            open_ += [following for following, _ in node.next_functions if following is not None]
+    missing = [tensor for node, tensor in nodes.items() if node not in seen]
+    return _Depending.apply(result, *missing) if missing else result  # type: ignore[no-untyped-call]
+
+
+class _Depending(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *missing: Tensor) -> Tensor:
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in missing]
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return (grad, *zeros)
 
 
 def run_segment(

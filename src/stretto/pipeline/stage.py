@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from stretto.ir.errors import PipelineError
+from stretto.moe.exchange import Exchange
+from stretto.moe.experts import Experts
 from stretto.pipeline.checkpointed import CheckpointedRun
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.losses import OneLoss
@@ -19,7 +22,7 @@ from stretto.pipeline.phases import bypassed, has_hooks, is_phased
 from stretto.pipeline.pytree import Tree, Value, take_apart, tensors_of
 from stretto.pipeline.recompute import Sites, Table
 from stretto.pipeline.rng import Generators, RngKey
-from stretto.pipeline.segments import Grads, Segment, call, leaves_of, run_segment, settled
+from stretto.pipeline.segments import Grads, Segment, call, depending, leaves_of, run_segment, settled
 from stretto.pipeline.split_backward import Deferral
 from stretto.pipeline.weight_gradients import WeightGradient, add_together
 from stretto.program.anatomy import Anatomy
@@ -38,6 +41,9 @@ class _Pass:
     """The deferred weight gradients of each part."""
     sites: Table
     """Runs of recompute sites in the current forward or backward, by their outputs."""
+    passed: dict[int, tuple[list[int | None], int]]
+    """For each forward-only part, which leaf of its inputs each leaf of its outputs is, or None if it is a new one;
+    and the number of leaves of its inputs."""
 
 
 class Stage:
@@ -55,9 +61,10 @@ class Stage:
         recomputed: Mapping[str, nn.Module] | None = None,
         elsewhere: Callable[[Tensor], str | None] = lambda _: None,
         replicated: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
         """`elsewhere` returns the name of a tensor that is a parameter of another rank, else None. `replicated` tells
-        whether the stage lives on several devices.
+        whether the stage lives on several devices. `exchange` connects its experts with those of other ranks.
         """
         self.index = index
         self.layers = dict(layers)
@@ -75,6 +82,10 @@ class Stage:
         self._in_phases = not anatomy.is_whole
         self._functions = self._parts(anatomy)
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
+        self._forward_of = anatomy.forward_steps[index]
+        self._joint = [anatomy.is_joint(index, part) for part in anatomy.forward[index]]
+        self._experts = [module for module in self._module.modules() if isinstance(module, Experts)]
+        self._exchange = exchange
         self._passes: dict[int, _Pass] = {}
         self._joining: list[list[list[WeightGradient]]] = [
             [] for _ in self._weight_of
@@ -85,7 +96,7 @@ class Stage:
         self._trained: list[bool] = []
         self._searching = True  # whether to search every graph for unregistered leaves
         self._searched_microbatch = 0  # the microbatch whose graph is searched in every step
-        self._microbatches = 0  # how many there are
+        self._microbatches: list[int] = []  # those that this stage has run in the current step
         self._others: list[weakref.ref[Tensor]] = []  # leaves that are not parameters
         self._elsewhere, self._replicated = elsewhere, replicated
         gradients.ignore(self.anchor)
@@ -110,7 +121,7 @@ class Stage:
                         "modules within it"
                     )
         if not training:
-            with self._generators.kept():
+            with self._generators.kept(), self._connected():
                 yield
             return
         before, self._parameters = self._parameters, self.parameters()
@@ -121,12 +132,13 @@ class Stage:
             if leaf is not None and leaf.requires_grad and not self._gradients.knows(leaf):
                 self._gradients.adopt(leaf)
         sites = nullcontext() if self._sites is None else self._sites.overrides
-        with self._generators.kept(), self.deferral.overrides, sites:
+        self._microbatches = []
+        with self._generators.kept(), self.deferral.overrides, sites, self._connected():
             try:
                 yield
                 self._gradients.collect(self._parameters)  # gradients left by a layer's own backward()
                 self._searching = False
-                self._searched_microbatch = key.step % max(1, self._microbatches)
+                self._searched_microbatch = self._microbatches[key.step % len(self._microbatches)]
             finally:
                 self._passes.clear()
                 for deferred in self._joining:
@@ -138,15 +150,19 @@ class Stage:
         With `loss`, which only the last part of the last stage gets, return the loss instead.
         """
         if part == 0:
-            self._microbatches = max(self._microbatches, microbatch + 1)
+            self._microbatches.append(microbatch)
             deferred: list[list[WeightGradient]] = [[] for _ in self._weight_of]
-            self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, {})
+            self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, {}, {})
         state = self._passes[microbatch]
+        if part not in self._forward_of:
+            return self._look(state, microbatch, part, inputs)
         with self._discarding(state):
             out, segment = run_segment(
                 self._function(part, microbatch, loss), inputs, self.anchor, self._last_layers[part]
             )
         state.segments[part] = segment
+        if self._joint[part]:  # other ranks wait for this one in the backward
+            segment.zeros = [_zeros_like(leaf) for leaf in out.leaves]
         if self._searching or microbatch == self._searched_microbatch:
             self._find_others(segment.leaves(), self._last_layers[part], loss)
         if part == len(self._functions) - 1:
@@ -178,7 +194,9 @@ class Stage:
         for leaves without one.
         """
         state = self._passes[microbatch]
-        at = len(self._functions) - 1 - part
+        at = self._forward_of[part]
+        if part == 0:
+            grads = _passed_back(state, grads, len(self._functions) - 1)
         segment = state.segments[at]
         assert segment is not None, "this backward has run already"
         state.segments[at] = None
@@ -189,7 +207,38 @@ class Stage:
         if self.used is not None:
             self.used.append(segment)
         self._gradients.collect(self._parameters)
+        return list(_passed_back(state, out, at - 1))
+
+    def _look(self, state: _Pass, microbatch: int, part: int, inputs: Tree) -> Tree:
+        """Run a forward-only part: it returns the tensors that it got, and what it has learned from them."""
+        with torch.no_grad():
+            value = self._functions[part](inputs.value(), microbatch)
+        out = take_apart(value, self._last_layers[part], inputs)
+        places: dict[int, int] = {}
+        for place, leaf in enumerate(inputs.leaves):
+            if isinstance(leaf, Tensor):
+                places.setdefault(id(leaf), place)
+        passed = [places.get(id(leaf)) for leaf in out.leaves]
+        out.needs = [place is not None and inputs.needs[place] for place in passed]
+        state.passed[part] = passed, len(inputs.leaves)
+        kept = set(map(id, out.leaves))
+        if any(needs and id(leaf) not in kept for leaf, needs in zip(inputs.leaves, inputs.needs, strict=True)):
+            raise PipelineError(
+                f"{self._last_layers[part]} has a phase without a backward that does not pass on a tensor that needs "
+                "gradients; let it return what it gets"
+            )
         return out
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Connect the stage's experts with those of other ranks while a step runs."""
+        for experts in self._experts if self._exchange is not None else ():
+            experts.exchange = self._exchange
+        try:
+            yield
+        finally:
+            for experts in self._experts if self._exchange is not None else ():
+                experts.exchange = None
 
     def weight(self, microbatch: int, part: int, *, joins: bool = False) -> None:
         """Add the weight gradients that a part of the backward deferred; with `joins`, leave them for the next call."""
@@ -235,7 +284,7 @@ class Stage:
             if self._replicated and id(leaf) not in own:
                 raise PipelineError(
                     f"inputs or targets depend on a tensor of shape {tuple(leaf.shape)}, and the stage that takes them "
-                    "lives on two devices, each of which would see half of its gradient; use it in a layer"
+                    "lives on several devices, each of which would see a part of its gradient; use it in a layer"
                 )
             self._gradients.adopt(leaf)
 
@@ -261,7 +310,8 @@ class Stage:
             if self._replicated:
                 raise PipelineError(
                     f"the loss trains a tensor of its own, of shape {tuple(leaf.shape)}, and the last stage lives on "
-                    "two devices, each of which would see half of its gradient; make it a parameter of the last layer"
+                    "several devices, each of which would see a part of its gradient; make it a parameter of the last "
+                    "layer"
                 )
             self._gradients.adopt(leaf)
 
@@ -298,7 +348,7 @@ class Stage:
             result = loss(out)
             if result.grad_fn is not None:
                 self._adopt(result, tensors_of(out), loss)
-            return result
+            return depending(result, tensors_of(out)) if self._joint[part] else result
 
         return with_loss
 
@@ -335,6 +385,26 @@ class Stage:
             return function(value)
 
         return run
+
+
+def _passed_back(state: _Pass, grads: Grads, part: int) -> Grads:
+    """Return the gradients of what a forward-only part got, and those before it, from those of what it passed on."""
+    while part in state.passed:
+        passed, count = state.passed.pop(part)
+        before: list[Tensor | None] = [None] * count
+        for place, grad in zip(passed, grads, strict=True):
+            if place is not None and grad is not None:
+                other = before[place]
+                before[place] = grad if other is None else other + grad
+        grads, part = before, part - 1
+    return grads
+
+
+def _zeros_like(leaf: Any) -> Callable[[], Tensor]:
+    """Return a function that makes zeros of a leaf's shape, and does not keep the leaf."""
+    if not isinstance(leaf, Tensor):
+        return lambda: torch.zeros(())
+    return partial(torch.zeros, leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
 
 _BEFORE = "do that before the step"

@@ -20,6 +20,9 @@ from stretto.pipeline.recv_buffers import RecvBuffer
 from stretto.program.program import Program
 from stretto.program.task import Lane
 
+_CALLERS = ("compute", "comm", "host")
+"""The lanes whose tasks the caller's thread runs."""
+
 
 class Transfers:
     """This rank's ends of all links that a program uses.
@@ -51,7 +54,7 @@ class Transfers:
             elif pair is not None:
                 self._receives[source] = LinkEnd(pair, incoming.get(source), int(source > target))
         if device.type != "cuda":
-            lanes = [lane for lane in program.lanes if lane.device == rank and lane.name not in ("compute", "comm")]
+            lanes = [lane for lane in program.lanes if lane.device == rank and lane.name not in _CALLERS]
             self.lanes = {lane: HostLane(str(lane)) for lane in lanes}
         self._warm_up(directed, team)
 

@@ -40,7 +40,7 @@ def _emptying(tables: TaskIndex, device: Ints, fills: Ints) -> Ints:
         by_bucket(work, device, kind)[device[fills], microbatch] for kind in (Kind.BROADCAST, Kind.RELOAD)
     )
     offload = tables.end(Kind.OFFLOAD)[stage, microbatch]
-    backward = tables.last(tables.backward)[stage, microbatch]
+    backward = tables.back_results[stage, microbatch]
     update = np.where((kind == Kind.H2D) & (broadcast >= 0), broadcast, reload)
     training = np.where((kind != Kind.ONLOAD) & (offload >= 0), offload, backward)
     return np.where((kind == Kind.H2D) | (kind == Kind.BROADCAST), update, training)

@@ -110,3 +110,11 @@ def last_before(chosen: Bools, device: Ints) -> Ints:
     latest = np.empty_like(order)
     latest[order] = np.where(last >= 0, order[last], -1)
     return np.where((latest >= 0) & (device[latest] == device), latest, -1)
+
+
+def queue_edges(queue: Ints) -> tuple[Ints, Ints]:
+    """Return the edges between neighbours in each queue; `queue` holds each task's queue, −1 for none."""
+    order = stable_order(queue, int(queue.max()) + 1)
+    before, after = order[:-1], order[1:]
+    same = (queue[before] == queue[after]) & (queue[before] >= 0)
+    return before[same], after[same]

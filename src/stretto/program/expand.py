@@ -7,11 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from stretto.costs import Costs
-from stretto.program.anatomy import Anatomy
+from stretto.program.anatomy import Anatomy, Part
 from stretto.program.columns import Bools, Ints, TaskColumns, grouped
-from stretto.program.task import BACKWARDS, Kind
+from stretto.program.passes import Passes, Step, Token, Weight
+from stretto.program.task import BACKWARDS, PHASE_LANES, Kind
 from stretto.program.timing import Times, part_times
-from stretto.program.weave import Passes, Step, Token, Weight, weave
+from stretto.program.weave import weave
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +23,8 @@ class Expansion:
     action: Ints
     place: Ints
     """Counted from 1; 0 is reserved for copies."""
-    comm: Bools
+    lane: Ints
+    """As an index into `PHASE_LANES`."""
     late: Bools
     """Whether the task is issued right before the device's next action, after this action's sends."""
 
@@ -32,7 +34,8 @@ class _Piece(NamedTuple):
     backward: bool
     """Whether the piece belongs to a pair's backward."""
     part: int
-    comm: bool = False
+    lane: int = 0
+    """As an index into `PHASE_LANES`."""
     late: bool = False
 
 
@@ -55,7 +58,7 @@ def _whole(actions: TaskColumns, *, recompute: bool) -> Expansion:
     work = TaskColumns.joined((recomputes, actions, wgrads), np.arange(len(action)))
     late = np.arange(len(action)) >= len(action) - len(split)
     place = np.where(np.arange(len(action)) < len(recomputed), 1, 2)
-    return Expansion(work, action, place, np.zeros_like(late), late)
+    return Expansion(work, action, place, np.zeros_like(action), late)
 
 
 def _phases(actions: TaskColumns, anatomy: Anatomy, costs: Costs, *, recompute: bool) -> Expansion:
@@ -65,12 +68,12 @@ def _phases(actions: TaskColumns, anatomy: Anatomy, costs: Costs, *, recompute: 
     alike, group = np.unique(code, return_inverse=True)
     order, start = grouped(group, len(alike))
     cutter = _Cutter(anatomy, part_times(anatomy, costs), recompute=recompute)
-    columns: list[list[Ints]] = [[] for _ in range(10)]
+    columns: list[list[Ints]] = [[] for _ in range(11)]
     for a, b in pairwise(start.tolist()):
         action = order[a:b]
         kind, stage, stage_b = (int(column[action[0]]) for column in (actions.kind, actions.stage, actions.stage_b))
         pieces = cutter.pieces(Kind(kind), stage, stage_b)
-        kinds, backward, part, comm, late = (np.array(column)[:, None] for column in zip(*pieces, strict=True))
+        kinds, backward, part, lane, late = (np.array(column)[:, None] for column in zip(*pieces, strict=True))
         shape = (len(pieces), len(action))
         none = np.full(shape, -1)
         filled = (
@@ -83,12 +86,13 @@ def _phases(actions: TaskColumns, anatomy: Anatomy, costs: Costs, *, recompute: 
             np.where((kinds == Kind.F) & (part == 0), actions.slot[action], -1),
             np.broadcast_to(action, shape),
             np.broadcast_to(np.arange(len(pieces))[:, None] + 1, shape),
-            np.broadcast_to(comm + 2 * late, shape),
+            np.broadcast_to(lane, shape),
+            np.broadcast_to(late, shape),
         )
         for column, values in zip(columns, filled, strict=True):
             column.append(values.ravel())
-    *work, action, place, flags = (np.concatenate(column) for column in columns)
-    return Expansion(TaskColumns(*work), action, place, flags % 2 == 1, flags >= 2)
+    *work, action, place, lane, late = (np.concatenate(column) for column in columns)
+    return Expansion(TaskColumns(*work), action, place, lane, late.astype(np.bool_))
 
 
 class _Cutter:
@@ -101,24 +105,24 @@ class _Cutter:
     def pieces(self, kind: Kind, stage: int, stage_b: int) -> list[_Piece]:
         if kind is Kind.PAIR:
             return self._weave(stage, stage_b)
-        comm = [part.phase.lane == "comm" for part in self._anatomy.forward[stage]]
         weights = range(len(self._anatomy.weight_steps[stage]))
         match kind:
             case Kind.F:
-                return [_Piece(kind, False, part, is_comm) for part, is_comm in enumerate(comm)]
+                return [_Piece(kind, False, k, _lane(part)) for k, part in enumerate(self._anatomy.forward[stage])]
             case Kind.W:
                 return [_Piece(kind, False, part) for part in weights]
             case _:
-                pieces = [piece for part in range(len(comm)) for piece in self._backward(kind, stage, part, False)]
+                parts = range(len(self._anatomy.backward[stage]))
+                pieces = [piece for part in parts for piece in self._backward(kind, stage, part, False)]
                 if kind is Kind.B:
                     pieces += [_Piece(Kind.WGRAD, False, part, late=True) for part in weights]
                 return pieces
 
     def _backward(self, kind: Kind, stage: int, part: int, paired: bool) -> list[_Piece]:
         """Return a backward part, preceded by the recomputation of what it uses."""
-        comm = self._anatomy.backward[stage][part].phase.lane == "comm"
-        recomputation = [] if comm or not self._recompute else [_Piece(Kind.RECOMPUTE, paired, part)]
-        return [*recomputation, _Piece(kind, paired, part, comm)]
+        lane = _lane(self._anatomy.backward[stage][part])
+        recomputation = [] if lane or not self._recompute else [_Piece(Kind.RECOMPUTE, paired, part)]
+        return [*recomputation, _Piece(kind, paired, part, lane)]
 
     def _weave(self, stage: int, stage_b: int) -> list[_Piece]:
         times = self._times
@@ -126,7 +130,9 @@ class _Cutter:
         steps = self._anatomy.weight_steps[stage_b]
         recompute = times[Kind.RECOMPUTE][stage_b] if self._recompute else [0.0] * len(backward)
         passes = Passes(
-            tuple(Step(part.phase.lane, times[Kind.F][stage][k]) for k, part in enumerate(forward)),
+            tuple(
+                Step(part.phase.lane, times[Kind.F][stage][k], part.phase.backward) for k, part in enumerate(forward)
+            ),
             tuple(Step(part.phase.lane, recompute[k] + times[Kind.B][stage_b][k]) for k, part in enumerate(backward)),
             tuple(Weight(step, times[Kind.WGRAD][stage_b][k]) for k, step in enumerate(steps)),
         )
@@ -137,9 +143,13 @@ class _Cutter:
         pieces = []
         for place, (of, number) in enumerate(order):
             if of == "F":
-                pieces.append(_Piece(Kind.F, False, number, forward[number].phase.lane == "comm"))
+                pieces.append(_Piece(Kind.F, False, number, _lane(forward[number])))
             elif of == "B":
                 pieces += self._backward(Kind.B, stage_b, number, True)
             else:
                 pieces.append(_Piece(Kind.WGRAD, True, number, late=place > last_result))
         return pieces
+
+
+def _lane(part: Part) -> int:
+    return PHASE_LANES.index(part.phase.lane)

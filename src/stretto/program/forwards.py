@@ -24,9 +24,9 @@ def forwards_of(program: Program) -> Plan:
 
 
 def first_forwards(plan: Plan, count: int) -> Plan:
-    """Return a plan of forwards for the first `count` microbatches only.
+    """Return a plan of forwards for the first `count` microbatches only, of each replica on a mesh.
 
-    If microbatches take several routes, all of them take the first one, since their number may be odd.
+    If a replica's microbatches take several routes, all of them take the first one, since their number may be odd.
 
     >>> from stretto.program.lower import lower
     >>> from stretto.schedules.dualpipe import dualpipe
@@ -34,12 +34,20 @@ def first_forwards(plan: Plan, count: int) -> Plan:
     0F0,0F1,0F2
     1F0,1F1,1F2
     """
-    routes = plan.placement.routes
-    if len(routes) == 1:
-        rows = [[cell for cell in row if isinstance(cell, Action) and cell.microbatch < count] for row in plan.rows]
+    placement = plan.placement
+    replicas = placement.replicas
+    ways, each = len(placement.routes) // replicas, plan.microbatches // replicas
+    routes = placement.routes[::ways]
+    rows: list[list[Action]] = [[] for _ in plan.rows]
+    if ways == 1:
+        for row, cells in zip(rows, plan.rows, strict=True):
+            for cell in cells:
+                if isinstance(cell, Action) and cell.microbatch % each < count:
+                    microbatch = cell.microbatch // each * count + cell.microbatch % each
+                    row.append(Action(cell.stage, Op.F, microbatch))
     else:
-        rows = [[] for _ in plan.rows]
-        for microbatch in range(count):
-            for stage, device in enumerate(routes[0]):
-                rows[device].append(Action(stage, Op.F, microbatch))
-    return Plan(tuple(map(tuple, rows)), Placement(routes[:1], count))
+        for replica, route in enumerate(routes):
+            for microbatch in range(replica * count, (replica + 1) * count):
+                for stage, device in enumerate(route):
+                    rows[device].append(Action(stage, Op.F, microbatch))
+    return Plan(tuple(map(tuple, rows)), Placement(routes, count * replicas, placement.mesh))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stretto.ir.errors import ProgramError
-from stretto.program.columns import Ints, grouped, stable_order
+from stretto.program.columns import Ints, grouped, queue_edges
 from stretto.program.program import Program
 
 
@@ -76,14 +76,6 @@ def need_edges(program: Program) -> tuple[Ints, Ints]:
     need, task = program.need, program.needing
     across = (program.lane[need] != program.lane[task]) | (need >= task)
     return need[across], task[across]
-
-
-def queue_edges(queue: Ints) -> tuple[Ints, Ints]:
-    """Return the edges between neighbours in each queue; `queue` holds each task's queue, −1 for none."""
-    order = stable_order(queue, int(queue.max()) + 1)
-    before, after = order[:-1], order[1:]
-    same = (queue[before] == queue[after]) & (queue[before] >= 0)
-    return before[same], after[same]
 
 
 def lane_graph(program: Program) -> Graph:

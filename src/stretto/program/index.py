@@ -16,7 +16,8 @@ class TaskIndex:
 
     `forward`, `backward`, `weight` and `recompute` have a row for each part of each stage's pass; the parts of
     `recompute` are those of the backward. The other tables have a row per stage and an empty row at the end, so that
-    stage −1 and the stage after the last can be looked up.
+    stage −1 and the stage after the last can be looked up: of `starts` and `back_starts`, the first parts of each
+    forward and backward, and of `results` and `back_results`, the last parts, which produce what is handed on.
     """
 
     def __init__(self, work: TaskColumns, anatomy: Anatomy, placement: Placement) -> None:
@@ -24,11 +25,11 @@ class TaskIndex:
 
     @cached_property
     def forward(self) -> Ints:
-        return self._table(FORWARDS, self.anatomy.pass_rows, self.work.stage, self.work.microbatch)
+        return self._table(FORWARDS, self.anatomy.forward_rows, self.work.stage, self.work.microbatch)
 
     @cached_property
     def backward(self) -> Ints:
-        return self._table(BACKWARDS, self.anatomy.pass_rows, *self.work.backward)
+        return self._table(BACKWARDS, self.anatomy.backward_rows, *self.work.backward)
 
     @cached_property
     def weight(self) -> Ints:
@@ -36,31 +37,39 @@ class TaskIndex:
 
     @cached_property
     def recompute(self) -> Ints:
-        return self._table((Kind.RECOMPUTE,), self.anatomy.pass_rows, self.work.stage, self.work.microbatch)
+        return self._table((Kind.RECOMPUTE,), self.anatomy.backward_rows, self.work.stage, self.work.microbatch)
 
-    def first(self, table: Ints) -> Ints:
-        """Return the first part of each stage's pass."""
-        return np.concatenate((table[self.anatomy.pass_rows[:-1]], self._spare()))
+    @cached_property
+    def starts(self) -> Ints:
+        return self._with_spare(self.forward[self.anatomy.forward_rows[:-1]])
 
-    def last(self, table: Ints) -> Ints:
-        """Return the last part of each stage's pass, which produces its result."""
-        return np.concatenate((table[self.anatomy.pass_rows[1:] - 1], self._spare()))
+    @cached_property
+    def results(self) -> Ints:
+        return self._with_spare(self.forward[self.anatomy.forward_rows[1:] - 1])
+
+    @cached_property
+    def back_starts(self) -> Ints:
+        return self._with_spare(self.backward[self.anatomy.backward_rows[:-1]])
+
+    @cached_property
+    def back_results(self) -> Ints:
+        return self._with_spare(self.backward[self.anatomy.backward_rows[1:] - 1])
 
     def first_compute(self, table: Ints) -> Ints:
         """Return the first part of each stage's backward, or of its recomputation, on the compute lane."""
-        return np.concatenate((table[self.anatomy.first_compute_rows], self._spare()))
+        return self._with_spare(table[self.anatomy.first_compute_rows])
 
     def per_part(self, table: Ints) -> Ints:
-        """Repeat each stage's row of a table for every part of the stage's pass."""
-        return np.repeat(table[: self.placement.stages], np.diff(self.anatomy.pass_rows), axis=0)
+        """Repeat each stage's row of a table for every part of the stage's backward."""
+        return np.repeat(table[: self.placement.stages], np.diff(self.anatomy.backward_rows), axis=0)
 
     def end(self, kind: Kind) -> Ints:
         """Return the sends, receives or copies of this kind."""
         rows = np.arange(self.placement.stages + 1)
-        return np.concatenate((self._table((kind,), rows, self.work.stage, self.work.microbatch), self._spare()))
+        return self._with_spare(self._table((kind,), rows, self.work.stage, self.work.microbatch))
 
-    def _spare(self) -> Ints:
-        return np.full((1, self.placement.microbatches), -1, dtype=np.int64)
+    def _with_spare(self, table: Ints) -> Ints:
+        return np.concatenate((table, np.full((1, self.placement.microbatches), -1, dtype=np.int64)))
 
     def _table(self, kinds: Collection[Kind], rows: Ints, stage: Ints, microbatch: Ints) -> Ints:
         table = np.full((int(rows[-1]), self.placement.microbatches), -1, dtype=np.int64)

@@ -14,18 +14,18 @@ from stretto.ir.errors import PlanError
 from stretto.ir.plan import Cell, Plan
 from stretto.layers import Layer
 from stretto.program.anatomy import Anatomy
-from stretto.program.columns import Bools, Ints, TaskColumns
+from stretto.program.columns import Ints, TaskColumns
 from stretto.program.expand import Expansion, expand
 from stretto.program.index import TaskIndex
 from stretto.program.memory import Copies, no_copies, plan_copies
-from stretto.program.needs import link
+from stretto.program.needs import join_rings, link
 from stretto.program.order import FREE, RESULT, start_ticks
 from stretto.program.program import Program
-from stretto.program.sums import Sums, sum_rings
-from stretto.program.task import GRADIENTS, Kind, Lane
+from stretto.program.sums import Sums
+from stretto.program.task import GRADIENTS, PHASE_LANES, Kind, Lane
 from stretto.program.wgrads import apart, side_by_side
 
-_OWN_LANES = ("compute", "comm", "d2h", "h2d", "reduce")
+_OWN_LANES = (*PHASE_LANES, "d2h", "h2d", "reduce")
 """A device's own lanes. Its link lanes are numbered after them: one to each device, then one from each."""
 _KIND = {op: int(Kind[op.name]) for op in Op}
 
@@ -88,7 +88,7 @@ class _Tasks:
 
     columns: TaskColumns
     device: Ints
-    lane: Ints | Bools | int
+    lane: Ints | int
     """Each lane's number within its device."""
     key: Ints
 
@@ -106,6 +106,7 @@ def lower(
     *,
     layers: Sequence[Sequence[Layer]] | None = None,
     ties: Sequence[Sequence[int]] = (),
+    experts: Sequence[int] | None = None,
     costs: Costs | None = None,
     offload: int = 0,
     recompute: bool = False,
@@ -121,6 +122,11 @@ def lower(
 
     The gradients of a stage that lives on several devices are summed over them on a `reduce` lane, as soon as the
     stage's last weight gradients are ready. So are the gradients of stages that share weights, listed in `ties`.
+
+    On a mesh with several expert-parallel ranks, `experts` lists the stages whose experts are shared out among them;
+    unless given, every stage whose layers have phases on the comm lane. These ranks run such phases together, or the
+    stage's whole passes if it is not cut into phases, each rank with its own microbatch of the same number. The
+    experts' gradients are summed over the devices that hold the same experts, all others over all devices.
 
     With `offload`, what a forward saved is copied to host memory and back before its backward, on separate lanes. Each
     copy may take as long as `offload` actions; 1 is Kimi K2's rule. With `recompute`, what a forward discarded is
@@ -138,7 +144,7 @@ def lower(
     _validate(plan, layers, offload, wgrad_microbatches)
     joined = min(wgrad_microbatches, plan.microbatches)
     make = partial(Anatomy.whole, plan.stages) if layers is None else partial(Anatomy, layers)
-    anatomy = make(ties=ties, wgrad_microbatches=joined)
+    anatomy = make(ties=ties, experts=_experts(plan, layers, experts), wgrad_microbatches=joined)
     actions = _actions(plan)
     count = len(actions.columns)
     copies = (
@@ -184,12 +190,25 @@ def _validate(plan: Plan, layers: Sequence[Sequence[Layer]] | None, offload: int
         raise PlanError(f"wgrad_microbatches is a whole number of at least 1 (got {wgrad_microbatches!r:.40})")
 
 
+def _experts(plan: Plan, layers: Sequence[Sequence[Layer]] | None, experts: Sequence[int] | None) -> Sequence[int]:
+    """Return the stages whose experts are shared out among several ranks."""
+    if plan.placement.mesh is None or plan.placement.mesh.ep == 1:
+        return ()
+    if experts is not None:
+        return experts
+    return [
+        stage
+        for stage, own in enumerate(layers or ())
+        if any(phase.is_joint for layer in own for phase in layer.phases)
+    ]
+
+
 def _actions(plan: Plan) -> _Actions:
     """Read a plan's actions, and compute when each would start."""
     device, columns = _columns(plan)
     columns.validate(plan.placement)
     index = TaskIndex(columns, Anatomy.whole(plan.stages), plan.placement)
-    forward, backward = index.first(index.forward), index.first(index.backward)
+    forward, backward = index.starts, index.back_starts
     return _Actions(columns, device, start_ticks(device, columns, forward, backward), forward, backward)
 
 
@@ -217,11 +236,11 @@ def _columns(plan: Plan) -> tuple[Ints, TaskColumns]:
 
 
 def _computed(actions: _Actions, parts: Expansion, key: _SortKey) -> _Tasks:
-    """Return the tasks that the actions expand to, on the compute and comm lanes. A late task, such as a WGRAD, comes
+    """Return the tasks that the actions expand to, on the lanes of phases. A late task, such as a WGRAD, comes
     right before the device's next action.
     """
     late, beside = key.late(parts.action, parts.place), key.beside(parts.action, parts.place)
-    return _Tasks(parts.work, actions.device[parts.action], parts.comm, np.where(parts.late, late, beside))
+    return _Tasks(parts.work, actions.device[parts.action], parts.lane, np.where(parts.late, late, beside))
 
 
 class _HandOvers(NamedTuple):
@@ -277,7 +296,7 @@ def _copied(actions: _Actions, copies: Copies, key: _SortKey) -> tuple[_Tasks, _
 
 
 def _linked(groups: Sequence[_Tasks], order: Ints, plan: Plan, anatomy: Anatomy) -> Program:
-    """Put all tasks in order, join the ends of transfers and sums, and give each task its needs."""
+    """Put all tasks in order, join the ends of transfers and collectives, and give each task its needs."""
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     first = len(groups[0])
@@ -288,7 +307,7 @@ def _linked(groups: Sequence[_Tasks], order: Ints, plan: Plan, anatomy: Anatomy)
     lane = np.concatenate([group.device * possible + group.lane for group in groups])
     lanes, at = _used_lanes(lane[order], plan.devices)
     columns = TaskColumns.joined([group.columns for group in groups], order)
-    sum_rings(columns, counterpart)
+    join_rings(lanes, at, columns, counterpart, plan.placement, anatomy)
     return link(lanes, at, columns, counterpart, plan.placement, anatomy)
 
 

@@ -1,4 +1,4 @@
-"""Gives tasks their needs and joins the two ends of each transfer."""
+"""Gives tasks their needs and joins the ends of each transfer and collective."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -7,7 +7,8 @@ import numpy as np
 from stretto.ir.placement import Placement
 from stretto.program.anatomy import Anatomy
 from stretto.program.buffers import refills
-from stretto.program.columns import Ints, TaskColumns, last_before
+from stretto.program.columns import Ints, TaskColumns, last_before, queue_edges
+from stretto.program.experts import expert_rings
 from stretto.program.index import TaskIndex
 from stretto.program.program import Program
 from stretto.program.sums import sum_needs, sum_rings
@@ -21,8 +22,22 @@ def link_tasks(tasks: Iterable[Task], placement: Placement, anatomy: Anatomy | N
     work = TaskColumns.of_tasks(tasks)
     anatomy = anatomy or Anatomy.whole(placement.stages)
     counterpart = _counterparts(lanes, lane, work)
-    sum_rings(work, counterpart)
+    join_rings(lanes, lane, work, counterpart, placement, anatomy)
     return link(lanes, lane, work, counterpart, placement, anatomy)
+
+
+def join_rings(
+    lanes: tuple[Lane, ...],
+    lane: Ints,
+    work: TaskColumns,
+    counterpart: Ints,
+    placement: Placement,
+    anatomy: Anatomy,
+) -> None:
+    """Join the ends of each sum, and of what expert-parallel ranks run together, in place."""
+    device = np.array([lane.device for lane in lanes])[lane]
+    sum_rings(work, device, placement, counterpart)
+    expert_rings(work, anatomy, placement, counterpart)
 
 
 def lanes_of(tasks: Sequence[Task]) -> tuple[tuple[Lane, ...], Ints]:
@@ -48,6 +63,7 @@ def link(
             *_needs(tables, device),
             *_memory_needs(tables, device),
             sum_needs(work, anatomy, lane, device),
+            _host_needs(lanes, lane, device),
         )
     )
     return Program.of(lanes, lane, work, needs, counterpart, placement, anatomy)
@@ -58,19 +74,22 @@ def _needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
     anatomy = tables.anatomy
     forward, backward = tables.forward, tables.backward
     # A pass starts from what the previous stage (backward: the next) hands over, by a transfer or on this device.
-    for table, receive, step in ((forward, Kind.RECV_F, 1), (backward, Kind.RECV_B, -1)):
-        first, arrival = tables.first(table), tables.end(receive)
+    for first, result, receive, step in (
+        (tables.starts, tables.results, Kind.RECV_F, 1),
+        (tables.back_starts, tables.back_results, Kind.RECV_B, -1),
+    ):
+        arrival = tables.end(receive)
         arrives = (arrival >= 0) & (device[arrival] == device[first])
-        yield first, np.where(arrives, arrival, np.roll(tables.last(table), step, axis=0))
-    yield tables.first(backward), tables.last(forward)
+        yield first, np.where(arrives, arrival, np.roll(result, step, axis=0))
+    yield tables.back_starts, tables.results
     # A pass's parts follow one another; a weight gradient follows its own part of the backward.
-    inside = np.ones(len(forward), dtype=np.bool_)
-    inside[anatomy.pass_rows[:-1]] = False
-    for table in (forward, backward):
+    for table, rows in ((forward, anatomy.forward_rows), (backward, anatomy.backward_rows)):
+        inside = np.ones(len(table), dtype=np.bool_)
+        inside[rows[:-1]] = False
         yield table[inside], table[np.flatnonzero(inside) - 1]
     yield tables.weight, backward[anatomy.weight_needs]
-    for send, table in ((Kind.SEND_F, forward), (Kind.SEND_B, backward)):
-        yield tables.end(send), tables.last(table)
+    yield tables.end(Kind.SEND_F), tables.results
+    yield tables.end(Kind.SEND_B), tables.back_results
 
 
 def _memory_needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
@@ -79,19 +98,33 @@ def _memory_needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]
     for fills, _, empties in refills(tables, device):
         yield fills, empties
     if work.among((Kind.RECOMPUTE,)).any():
-        yield tables.recompute, tables.per_part(tables.last(tables.forward))
+        yield tables.recompute, tables.per_part(tables.results)
         yield tables.backward, tables.recompute
     if not work.among(COPIES).any():
         return
     offload, onload = tables.end(Kind.OFFLOAD), tables.end(Kind.ONLOAD)
-    yield offload, tables.last(tables.forward)
+    yield offload, tables.results
     yield onload, offload
     # A backward may start with communication, and recomputation comes before it: each waits for the onload.
-    yield tables.first(tables.backward), onload
+    yield tables.back_starts, onload
     yield tables.first_compute(tables.backward), onload
     yield tables.recompute, tables.per_part(onload)
     onloads = np.flatnonzero(work.kind == Kind.ONLOAD)
     yield onloads, last_before(work.among(COMPUTE), device)[onloads]  # no earlier than the action it runs beside
+
+
+def _host_needs(lanes: tuple[Lane, ...], lane: Ints, device: Ints) -> tuple[Ints, Ints]:
+    """Return what waits because the host does: while it waits for numbers from the device, it issues nothing. Of the
+    tasks that it issues afterwards, the first on each lane are enough.
+    """
+    waits = np.array([lane.name == "host" for lane in lanes])[lane]
+    if not waits.any():
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    before, previous = last_before(waits, device), np.full(len(lane), -1)
+    earlier, later = queue_edges(lane)
+    previous[later] = earlier
+    task = np.flatnonzero((before >= 0) & ~waits & (previous < before))
+    return task, before[task]
 
 
 def _counterparts(lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns) -> Ints:

@@ -8,8 +8,9 @@ import numpy as np
 from stretto.ir.placement import Placement
 from stretto.program.anatomy import Anatomy
 from stretto.program.columns import Bools, Ints, TaskColumns, grouped
+from stretto.program.experts import joint_passes
 from stretto.program.index import TaskIndex
-from stretto.program.task import RECEIVES, SENDS, UPDATES, Kind, Lane, Task
+from stretto.program.task import COMPUTE, RECEIVES, SENDS, UPDATES, Kind, Lane, Task
 
 _KINDS = tuple(Kind)
 
@@ -72,14 +73,26 @@ class Program:
         return np.array([lane.name == name for lane in self.lanes])[self.lane]
 
     @property
+    def exchange(self) -> Bools:
+        """Which tasks send tokens to experts and back, or wait for the sizes of that."""
+        return self.on_lane("comm") | (self.on_lane("host") & self.work.among(COMPUTE))
+
+    @property
     def moving(self) -> Bools:
         """Which tasks are ends of a transfer."""
         return self.work.among((*SENDS, *RECEIVES))
 
     @property
     def joint(self) -> Bools:
-        """Which tasks of a training step are ends of a transfer or of a sum over devices."""
-        return self.work.among((*SENDS, *RECEIVES, Kind.REDUCE))
+        """Which tasks of a training step devices do together: ends of a transfer, of a sum over devices, or of what
+        expert-parallel ranks exchange.
+        """
+        return self.work.among((*SENDS, *RECEIVES, Kind.REDUCE)) | self.exchanging
+
+    @property
+    def exchanging(self) -> Bools:
+        """Which tasks expert-parallel ranks run together."""
+        return joint_passes(self.work, self.anatomy)
 
     @property
     def is_update(self) -> bool:
@@ -149,7 +162,9 @@ class Program:
         return ends
 
     def __str__(self) -> str:
-        """Return a line per device, in issue order: PyTorch's CSV with transfers, if of whole actions without ties."""
+        """Return a line per device, in issue order: PyTorch's CSV with transfers, if of whole actions without sums of
+        ties or experts.
+        """
         rows: list[list[str]] = [[] for _ in range(self.devices)]
         for task in self.tasks():
             if task.phase or task.kind is not Kind.WGRAD:

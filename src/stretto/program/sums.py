@@ -1,18 +1,20 @@
 """Sums of gradients over devices: which sums a step has, and which tasks each one waits for."""
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 import numpy as np
 
 from stretto.ir.placement import Placement
 from stretto.program.anatomy import Anatomy
 from stretto.program.columns import Ints, TaskColumns, grouped
-from stretto.program.task import GRADIENTS, Kind
+from stretto.program.task import EXPERT_SUM, GRADIENTS, Kind
 
 
 class Sums:
     """All sums of a step: one for each stage that lives on several devices, and for weights that stages share.
+
+    Of a stage whose experts are shared out among expert-parallel ranks, the first sum is of all other weights. The
+    experts have sums of their own, over the devices that hold the same experts.
 
     All columns have an entry for each end of a sum, one per device; the ends of a sum are adjacent.
     """
@@ -23,10 +25,11 @@ class Sums:
             homes[stage].add(device)
         every: list[tuple[int, int, tuple[int, ...]]] = [(stage, 0, (stage,)) for stage in range(placement.stages)]
         every += [(tie[0], part, tie) for part, tie in enumerate(anatomy.ties, 1)]
+        every += [(stage, EXPERT_SUM, (stage,)) for stage in anatomy.experts]
         ends = [
             (stage, part, stages, device)
             for stage, part, stages in every
-            for devices in [sorted(set().union(*(homes[member] for member in stages)))]
+            for devices in _shares(set().union(*(homes[member] for member in stages)), part, placement)
             if len(devices) > 1
             for device in devices
         ]
@@ -53,6 +56,21 @@ class Sums:
         known = stage < len(of_stage)
         np.maximum.at(of_stage, stage[known], key[adds][known])
         return np.array([max(of_stage[member] for member in stages) for stages in self.stages])
+
+
+def _shares(devices: set[int], part: int, placement: Placement) -> list[list[int]]:
+    """Divide the devices that hold a stage into those that sum this part of its gradients together."""
+    shares: dict[int, list[int]] = defaultdict(list)
+    for device in sorted(devices):
+        shares[sum_share(device, part, placement)].append(device)
+    return list(shares.values())
+
+
+def sum_share(device: int, part: int, placement: Placement) -> int:
+    """Return which of the sums of a stage's part a device takes part in: experts have one for each place along "ep"."""
+    if part != EXPERT_SUM or placement.mesh is None:
+        return 0
+    return placement.mesh.ep_rank(placement.replica(device))
 
 
 def reduces(work: TaskColumns) -> Ints:
@@ -86,15 +104,13 @@ def sum_needs(work: TaskColumns, anatomy: Anatomy, lane: Ints, device: Ints) -> 
     return needing, need
 
 
-def sum_rings(work: TaskColumns, counterpart: Ints) -> None:
+def sum_rings(work: TaskColumns, device: Ints, placement: Placement, counterpart: Ints) -> None:
     """Join the ends of each sum into a ring, in place."""
-    tasks = reduces(work)
-    for ends in _alike(tasks, zip(work.stage[tasks].tolist(), work.part[tasks].tolist(), strict=True)):
-        counterpart[ends] = np.roll(ends, -1)
-
-
-def _alike(tasks: Ints, names: Iterable[tuple[int, int]]) -> list[Ints]:
-    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for task, name in zip(tasks.tolist(), names, strict=True):
-        groups[name].append(task)
-    return [np.array(group) for group in groups.values() if len(group) > 1]
+    tasks, rings = reduces(work), defaultdict(list)
+    for task, stage, part, home in zip(
+        tasks.tolist(), *(column[tasks].tolist() for column in (work.stage, work.part, device)), strict=True
+    ):
+        rings[stage, part, sum_share(home, part, placement)].append(task)
+    for ends in rings.values():
+        if len(ends) > 1:
+            counterpart[ends] = np.roll(ends, -1)

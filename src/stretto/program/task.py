@@ -43,10 +43,14 @@ UPDATES = (Kind.H2D, Kind.BROADCAST, Kind.RELOAD)
 """The steps of a weight update."""
 GRADIENTS = (*BACKWARDS, *WEIGHTS)
 """Kinds that add to the gradients of a stage's weights."""
+EXPERT_SUM = -1
+"""The part of a sum of a stage's experts' gradients, over the devices that hold the same experts."""
+PHASE_LANES = ("compute", "comm", "host")
+"""The lanes that phases run on."""
 
 
 LANES: dict[Kind, tuple[str, ...]] = {
-    **dict.fromkeys(COMPUTE, ("compute", "comm")),
+    **dict.fromkeys(COMPUTE, PHASE_LANES),
     **dict.fromkeys(SENDS, ("send",)),
     **dict.fromkeys(RECEIVES, ("recv",)),
     Kind.OFFLOAD: ("d2h",),
@@ -61,8 +65,9 @@ LANES: dict[Kind, tuple[str, ...]] = {
 class Lane:
     """An in-order queue of a device.
 
-    In training: "compute", "comm" (expert dispatch and combine), "d2h" and "h2d" (copies to and from host
-    memory), "reduce" (sums of gradients over devices), and one end of each directed link to or from a peer.
+    In training: "compute", "comm" (expert dispatch and combine), "host" (the host waits for numbers from the device),
+    "d2h" and "h2d" (copies to and from host memory), "reduce" (sums of gradients over devices), and one end of each
+    directed link to or from a peer.
     In a weight update: "h2d", "broadcast" and "reload". In a user-defined program: any name.
     """
 
@@ -85,7 +90,7 @@ class Task:
     """One thing to do on one lane. A pair's `stage` and `microbatch` are its forward's.
 
     In a weight update, `microbatch` is the bucket and `stage` is the device it comes from. A sum of gradients covers
-    all microbatches; its `part` is 0, or the number (from 1) of the tie whose gradients it sums.
+    all microbatches; its `part` is 0, the number (from 1) of the tie whose gradients it sums, or `EXPERT_SUM`.
     """
 
     lane: Lane
@@ -116,7 +121,8 @@ class Task:
             case Kind.SEND_F | Kind.SEND_B:
                 return "what it sent to be taken"
             case Kind.REDUCE:
-                return f"the sum of stage {self.stage}'s gradients over ranks"
+                experts = " experts" if self.part == EXPERT_SUM else ""
+                return f"the sum of stage {self.stage}'s{experts} gradients over ranks"
             case _:
                 return str(self)
 

@@ -11,8 +11,9 @@ Times = dict[Kind, list[list[float]]]
 def part_times(anatomy: Anatomy, costs: Costs) -> Times:
     """Return times by kind, stage and part, for forwards, input parts of backwards, recomputation and weight gradients.
 
-    Without times for phases, a stage's compute phases share its F, I and W equally and communication takes no time. A
-    full backward's parts are those of its I and W, and a pair's are those of its passes, so B, FB and BW do not apply.
+    Without times for phases, a stage's compute phases share its F, I and W equally, and communication and waits of the
+    host take no time. With times for phases, a phase without a backward takes none unless it is listed. A full
+    backward's parts are those of its I and W, and a pair's are those of its passes, so B, FB and BW do not apply.
     """
     if costs.phases and costs.R is not None:
         raise CostError("R is a time of whole passes; with times of phases, give each phase its own R")
@@ -25,10 +26,11 @@ def part_times(anatomy: Anatomy, costs: Costs) -> Times:
     whole = {name: costs.per_stage(name, stages=stages).tolist() for name in names}
     times: Times = {Kind.F: [], Kind.B: [], Kind.RECOMPUTE: [], Kind.WGRAD: []}
     for stage, parts in enumerate(anatomy.forward):
-        shares = sum(part.phase.lane == "compute" for part in parts)
-        share = PhaseTimes(*(whole[name][stage] / shares for name in names))
-        of = {part: _times(part, costs, share) for part in parts}
         backward = anatomy.backward[stage]
+        shares = sum(part.phase.lane == "compute" for part in parts)
+        shared = {name: shares if name == "F" else len(anatomy.weight_steps[stage]) for name in names}
+        share = PhaseTimes(*(whole[name][stage] / shared[name] for name in names))
+        of = {part: _times(part, costs, share) for part in parts}
         times[Kind.F].append([of[part].F for part in parts])
         times[Kind.B].append([of[part].I for part in backward])
         times[Kind.RECOMPUTE].append([of[part].recompute for part in backward])
@@ -42,4 +44,6 @@ def _times(part: Part, costs: Costs, share: PhaseTimes) -> PhaseTimes:
     for name in (f"{part.kind}.{part.phase.name}", part.phase.name):
         if name in costs.phases:
             return costs.phases[name]
+    if not part.phase.backward:
+        return PhaseTimes()
     raise CostError(f"no times for phase {part.phase.name} of {part.kind} layers; known are {', '.join(costs.phases)}")

@@ -1,115 +1,52 @@
 """Merges a pair's two passes into one order, so that each hides the other's communication."""
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
-Lane: TypeAlias = Literal["compute", "comm"]
-
-
-class Step(NamedTuple):
-    """One phase of a pass: where it runs and for how long."""
-
-    lane: Lane
-    time: float
-
-
-class Weight(NamedTuple):
-    """A weight gradient, on compute: which step of the backward it follows, and its time."""
-
-    after: int
-    time: float
-
-
-class Token(NamedTuple):
-    """A place in the woven order: the k-th step of the forward (F) or backward (B), or the k-th weight (W)."""
-
-    of: Literal["F", "B", "W"]
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """A forward and an independent backward. Each pass's steps follow one another."""
-
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    weights: tuple[Weight, ...] = ()
-
-    def length(self, order: Sequence[Token]) -> float:
-        """Return how long a pair takes in this order, each lane in order and each step after what it needs."""
-        return max(self.ends(order), default=0.0)
-
-    def ends(self, order: Sequence[Token]) -> list[float]:
-        """Return when each token of an order ends."""
-        run = _Run(self)
-        return [run.place(token) for token in order]
-
-
-class _Run:
-    """Passes under way: when each lane is free and each pass may go on."""
-
-    def __init__(self, passes: Passes) -> None:
-        self.passes = passes
-        self.free: dict[Lane, float] = {"compute": 0.0, "comm": 0.0}
-        self.forward = 0.0
-        self.backward: list[float] = []  # the end of each step so far
-
-    def place(self, token: Token) -> float:
-        step, start = self.step(token), self.start(token)
-        end = self.free[step.lane] = start + step.time
-        if token.of == "F":
-            self.forward = end
-        elif token.of == "B":
-            self.backward.append(end)
-        return end
-
-    def start(self, token: Token) -> float:
-        return max(self.free[self.step(token).lane], self._ready(token))
-
-    def step(self, token: Token) -> Step:
-        match token.of:
-            case "F":
-                return self.passes.forward[token.number]
-            case "B":
-                return self.passes.backward[token.number]
-            case "W":
-                return Step("compute", self.passes.weights[token.number].time)
-
-    def _ready(self, token: Token) -> float:
-        match token.of:
-            case "F":
-                return self.forward
-            case "B":
-                return self.backward[-1] if self.backward else 0.0
-            case "W":
-                after = self.passes.weights[token.number].after
-                return self.backward[after] if after < len(self.backward) else math.inf
+from stretto.program.host_waits import bare_waits, covered, late_waits
+from stretto.program.passes import Passes, Run, Step, Token
 
 
 def weave(passes: Passes) -> tuple[Token, ...]:
-    """Return the shortest merged order among the candidates; among equals, the one whose gradient leaves first.
+    """Return the shortest merged order among the candidates; among equals, the one in which the host waits least often
+    before it has issued compute of the other pass, and then the one whose gradient leaves first.
 
     The candidates are the best merges of the two passes (`_merges`), the passes in alternation, and one after the
     other. In each, weight gradients go last, into gaps of the compute lane, or right behind the step they belong to.
     Alternation with weight gradients last is Kimi K2's order, and with weight gradients right behind is DualPipe's, so
-    a pair is never longer than in either, nor than unwoven.
+    a pair is never longer than in either, nor than unwoven. Waits of the host are then moved to where they come as late
+    as they can without delaying anything.
     """
     forward, backward = list(_tokens("F", passes.forward)), list(_tokens("B", passes.backward))
-    turns = [token for both in zip_longest(backward, forward) for token in both if token is not None]
+    both = zip_longest(_turns("B", passes.backward), _turns("F", passes.forward), fillvalue=())
+    turns = [token for turn in both for tokens in turn for token in tokens]
     orders = [
         tuple(place(passes, order))
         for order in (*_merges(passes), turns, forward + backward, backward + forward)
         for place in (_weights_last, _weights_in_gaps, _weights_behind)
     ]
-    return min(orders, key=lambda order: (passes.length(order), _gradient_leaves(passes, order)))
+    if not any(step.lane == "host" for step in passes.forward + passes.backward):
+        return min(orders, key=lambda order: (passes.length(order), _gradient_leaves(passes, order)))
+    orders += [covered(passes, order) for order in orders]
+    best = min(orders, key=lambda o: (passes.length(o), len(bare_waits(passes, o)), _gradient_leaves(passes, o)))
+    return late_waits(passes, best)
 
 
 def _tokens(of: Literal["F", "B", "W"], steps: Sequence[object]) -> Iterator[Token]:
     return (Token(of, index) for index in range(len(steps)))
+
+
+def _turns(of: Literal["F", "B"], steps: Sequence[Step]) -> Iterator[list[Token]]:
+    """Yield a pass's steps; one that the other pass lacks comes with the next step."""
+    turn = []
+    for token, step in zip(_tokens(of, steps), steps, strict=True):
+        turn.append(token)
+        if step.backward:
+            yield turn
+            turn = []
+    yield turn
 
 
 def _gradient_leaves(passes: Passes, order: Sequence[Token]) -> float:
@@ -155,6 +92,10 @@ def _forwarded(state: _State, step: Step, index: int) -> _State:
     if step.lane == "compute":
         end = max(state.forward, state.compute) + step.time
         return _State(end, state.backward, end, state.comm, (state, Token("F", index)))
+    if step.lane == "host":
+        end = state.forward + step.time
+        _, backward, compute, comm = (max(end, time) for time in state[:4])
+        return _State(end, backward, compute, comm, (state, Token("F", index)))
     end = max(state.forward, state.comm) + step.time
     return _State(end, state.backward, state.compute, end, (state, Token("F", index)))
 
@@ -163,6 +104,10 @@ def _backwarded(state: _State, step: Step, index: int) -> _State:
     if step.lane == "compute":
         end = max(state.backward, state.compute) + step.time
         return _State(state.forward, end, end, state.comm, (state, Token("B", index)))
+    if step.lane == "host":
+        end = state.backward + step.time
+        forward, _, compute, comm = (max(end, time) for time in state[:4])
+        return _State(forward, end, compute, comm, (state, Token("B", index)))
     end = max(state.backward, state.comm) + step.time
     return _State(state.forward, end, state.compute, end, (state, Token("B", index)))
 
@@ -193,11 +138,13 @@ def _weights_behind(passes: Passes, order: Sequence[Token]) -> Iterator[Token]:
 
 def _weights_in_gaps(passes: Passes, order: Sequence[Token]) -> Iterator[Token]:
     """Weight gradients, oldest first, wherever the compute lane would idle long enough; the rest last."""
-    run = _Run(passes)
+    run = Run(passes)
     waiting = deque(_tokens("W", passes.weights))
     for token in order:
-        if run.step(token).lane == "compute":
-            while waiting and run.start(waiting[0]) + run.step(waiting[0]).time <= run.start(token):
+        step = run.step(token)
+        if step.lane != "comm":
+            idle = 0.0 if step.lane == "compute" else step.time  # compute idles while the host waits, too
+            while waiting and run.start(waiting[0]) + run.step(waiting[0]).time <= run.start(token) + idle:
                 run.place(waiting[0])
                 yield waiting.popleft()
         run.place(token)

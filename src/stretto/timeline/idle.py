@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stretto.program.columns import Bools, Ints
-from stretto.program.graph import leaders, queue_edges
+from stretto.program.columns import Bools, Ints, queue_edges
+from stretto.program.graph import leaders
 from stretto.program.program import Program
 from stretto.timeline.memory import Floats
 

@@ -95,10 +95,13 @@ class Changes:
             change=np.zeros(2 * count, dtype=np.bool_),
         )
         stage, back_stage, part = (column[task] for column in (work.stage, work.backward[0], work.part))
-        last, last_weight = (np.diff(rows) - 1 for rows in (program.anatomy.pass_rows, program.anatomy.weight_rows))
+        anatomy = program.anatomy
+        last, last_back, last_weight = (
+            np.diff(rows) - 1 for rows in (anatomy.forward_rows, anatomy.backward_rows, anatomy.weight_rows)
+        )
         forward, backward, weight = (work.among(kinds)[task] for kinds in (FORWARDS, BACKWARDS, WEIGHTS))
         takes = np.flatnonzero(forward & (part == 0))
-        gives = np.flatnonzero(backward & (part == last[back_stage]))
+        gives = np.flatnonzero(backward & (part == last_back[back_stage]))
         ends = gives if backward.any() else np.flatnonzero(forward & (part == last[stage]))
         settles = np.flatnonzero(weight & (part == last_weight[stage]))
         size, pending_size = (
@@ -174,7 +177,7 @@ class Changes:
             stage = program.work.backward[0][task]
             self.add(at[task] + end, size=(size / parts)[stage] * (-1 if end else 1))
         recomputed = tables.first_compute(tables.recompute) >= 0
-        given_up, taken_back = tables.last(tables.forward)[recomputed], tables.last(tables.backward)[recomputed]
+        given_up, taken_back = tables.results[recomputed], tables.back_results[recomputed]
         for task, sign in ((given_up[given_up >= 0], -1), (taken_back[taken_back >= 0], 1)):
             stage = program.work.stage[task] if sign < 0 else program.work.backward[0][task]
             self.add(at[task] + 1, size=sign * size[stage])
@@ -187,7 +190,7 @@ def _fused(program: Program, changes: Changes, instant: Bools) -> Bools:
     fused = np.zeros(len(changes.task), dtype=np.bool_)
     if program.anatomy.is_whole:
         whole = program.work.among((Kind.B, Kind.PAIR))
-        backward = program.tables.first(program.tables.backward)
+        backward = program.tables.back_starts
         weight = changes.task[~changes.is_end & instant & (program.work.kind[changes.task] == Kind.WGRAD)]
         before = backward[program.work.stage[weight], program.work.microbatch[weight]]
         by_lane, _ = grouped(program.lane, len(program.lanes))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from stretto.execute.members import Members
 from stretto.execute.recorder import Recorder
 from stretto.execute.team import Team
 from stretto.ir.errors import PeerError, WeightsError
@@ -81,12 +82,17 @@ class Sender:
                 raise WeightsError(f"{name} is a number of seconds above 0 (got {seconds})")
         if bucket_bytes is not None:
             validate_bucket_bytes(bucket_bytes)
-        group = mesh.get_group() if mesh is not None else dist.group.WORLD if dist.is_initialized() else None
+        members = None
+        if mesh is not None:
+            members = Members.of_mesh(mesh)
+        elif dist.is_initialized():
+            assert dist.group.WORLD is not None
+            members = Members.of_group(dist.group.WORLD)
         device_or_type = device if device is not None else mesh.device_type if mesh is not None else None
         self.device = resolved(device_or_type)
         patience = max(timeout, self._bucket_timeout)
         team_device = torch.device(self.device.type)
-        self._team = Team(group, team_device, timeout=patience, turns="push", error=WeightsError)
+        self._team = Team(members, team_device, timeout=patience, turns="push", error=WeightsError)
         self._operations = Operations(self._team)
         self._group = SenderGroup(self._team.rank, self._team.size, self._team.everybody, self._team.host)
         with self._team.closing_if_it_fails():
