@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_jobs import cut_models, refused, saved_and_loaded, trained, uneven, waits
+from mesh_jobs import beside, cut_models, refused, repeated, saved_and_loaded, trained, uneven, waits
 from moe_jobs import DEVICE
 from ranks import Ranks
 
@@ -105,3 +105,13 @@ def test_hosts_wait_for_the_sizes_of_exchanges_and_for_nothing_else(ranks: Ranks
     for waited, counted in ranks.run(waits, 4, {"pp": 2, "ep": 2}, schedule):
         assert counted > 0
         assert waited == ["the numbers of rows that other ranks send"] * counted
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_steps_are_recorded_and_programs_run_again(ranks: Ranks, sizes: dict[str, int]) -> None:
+    assert ranks.run(repeated, 4, sizes) == [[]] * 4
+
+
+def test_meshes_train_beside_each_other(ranks: Ranks) -> None:
+    losses = [loss for loss, _ in ranks.run(beside, 4)]
+    assert len(set(losses)) == 1

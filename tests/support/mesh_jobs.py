@@ -164,7 +164,7 @@ def saved_and_loaded(
     for k in (0, 1):
         for name, value in pipes[k].state_dict().items():
             found = value.full_tensor() if isinstance(value, DTensor) else value
-            if not torch.equal(found, plain["model"][name]):
+            if not torch.equal(found.cpu(), plain["model"][name]):
                 wrong.append(f"{name} of pipeline {k}")
     moments = [
         {
@@ -226,6 +226,43 @@ def refused(mesh: DeviceMesh, sizes: Sizes, what: str) -> str:
     except stretto.StrettoError as error:
         return str(error)
     return "nothing"
+
+
+def repeated(mesh: DeviceMesh, sizes: Sizes) -> list[str]:
+    """What is wrong with a recorded step, and with a pipeline that is given the program of another one."""
+    member = Member(mesh, sizes)
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4)
+    tokens, targets = (member.own(tensor) for tensor in batch(config, 2 * MICROBATCHES * member.shape.replicas))
+    wrong, losses, program, plan = [], [], None, member.plan("interleaved")
+    for _ in range(2):
+        torch.manual_seed(1)
+        layers = CausalLM(config).to(DEVICE, torch.float64).layers()
+        schedule: dict[str, Any] = {"plan": plan} if program is None else {"program": program}
+        pipe = stretto.Pipeline(layers, loss=causal_lm_loss, mesh=member.mesh, **schedule)
+        program = pipe.program
+        result = pipe.step(tokens, targets, record=True)
+        losses.append(result.loss)
+        if (result.timeline is not None) != (pipe.rank == 0):
+            wrong.append("the timeline is on another rank than the first")
+        if result.timeline is not None:
+            simulated = stretto.simulate(program, stretto.fit(result.timeline))
+            ends = [span for span in result.timeline.spans() if span.task.phase.startswith("dispatch")]
+            wrong += [] if simulated.makespan > 0 and ends else ["the timeline cannot be simulated"]
+        pipe.close()
+    return wrong + ([] if losses[0] == losses[1] else [f"the losses are {losses}"])
+
+
+def beside(mesh: DeviceMesh) -> tuple[float, float]:
+    """The losses of two meshes that train beside each other, each on a part of a larger mesh; only one is closed."""
+    whole = init_device_mesh(mesh.device_type, (2, 1, 2), mesh_dim_names=("replicate", "pp", "ep"))
+    config = dataclasses.replace(CONFIG, num_hidden_layers=2)
+    torch.manual_seed(1)
+    plan = SCHEDULES["gpipe"].make(devices=1, microbatches=MICROBATCHES)
+    pipe = stretto.Pipeline(
+        CausalLM(config).to(DEVICE).layers(), plan=plan, loss=causal_lm_loss, mesh=whole["pp", "ep"]
+    )
+    loss = pipe.step(*batch(config)).loss
+    return loss, float(pipe.rank)
 
 
 class Crowd(nn.Module):

@@ -24,15 +24,31 @@ times the microbatch's rows, and the count is these rows.
 class Total:
     """The sum of all ranks' tables, and of extra numbers (`more`), once `wait` has returned."""
 
-    def __init__(self, table: Tensor, more: Tensor, wait: Callable[[], None], what: str = "the loss") -> None:
-        self._table, self._more, self._wait, self._what = table, more, wait, what
-        self._arrived = False
+    def __init__(
+        self,
+        table: Tensor,
+        more: Tensor,
+        settle: Callable[[], None],
+        then: Callable[[], None],
+        what: str = "the loss",
+    ) -> None:
+        """`settle` makes the current stream wait for sums on a device, and the host for others; `then` makes the host
+        wait for the device.
+        """
+        self._table, self._more, self._settle, self._then, self._what = table, more, settle, then, what
+        self._settled = self._arrived = False
 
     def wait(self) -> None:
         """Wait until the sums have arrived."""
         if not self._arrived:
-            self._wait()
+            self._wait_on_stream()
+            self._then()
             self._arrived = True
+
+    def _wait_on_stream(self) -> None:
+        if not self._settled:
+            self._settle()
+            self._settled = True
 
     def more(self) -> list[float]:
         """Return the sums of the extra numbers."""
@@ -49,8 +65,8 @@ class Total:
         return kinds == [1]
 
     def count(self) -> Tensor:
-        """Return the total count of the step."""
-        self.wait()
+        """Return the total count of the step; on a device, the host does not wait for it."""
+        self._wait_on_stream()
         return self._table[COUNT].sum()
 
     @cached_property
@@ -94,7 +110,7 @@ def sum_tables(
 ) -> list[Total]:
     """Start to sum each table over all ranks, and with them the number of ranks that refuse the step.
 
-    A table's name is what errors call its function. `then` runs when the host has waited for the sums.
+    A table's name is what errors call its function. `then` makes the host wait for a device.
     """
     names, tables = zip(*named_tables, strict=True)
     refusing = torch.full((1,), float(refuses), dtype=torch.float64, device=team.device)
@@ -103,11 +119,9 @@ def sum_tables(
     assert everybody is not None
     work = team.start(lambda: all_reduce(everybody, whole, dist.ReduceOp.SUM))
 
-    def wait() -> None:
+    def settle() -> None:
         team.settle(work, whole)
-        then()
 
     *parts, more = torch.split(whole, [*(table.numel() for table in tables), 1])
-    return [
-        Total(part.view_as(table), more, wait, name) for part, table, name in zip(parts, tables, names, strict=True)
-    ]
+    every = zip(parts, tables, names, strict=True)
+    return [Total(part.view_as(table), more, settle, then, name) for part, table, name in every]
