@@ -11,6 +11,7 @@ from stretto.costs.parts import BYTES as BYTES
 from stretto.costs.parts import LANES as LANES
 from stretto.costs.parts import BucketTimes as BucketTimes
 from stretto.costs.parts import Link as Link
+from stretto.costs.parts import Loads as Loads
 from stretto.costs.parts import PerStage as PerStage
 from stretto.costs.parts import PhaseTimes as PhaseTimes
 from stretto.costs.parts import SharedResource as SharedResource
