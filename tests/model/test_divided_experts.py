@@ -8,15 +8,17 @@ import pytest
 import torch
 
 from exchange_jobs import cut_models, own_models
+from mesh_jobs import trained
 from moe_jobs import CONFIG
 from ranks import Ranks
 from stretto.model import CausalLM, ModelError, load_weights, save_pretrained
 from stretto.moe import Experts
+from token_exchange import TokenExchange
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(2)
+    started = Ranks(4)
     yield started
     started.stop()
 
@@ -30,6 +32,12 @@ def test_cut_models_with_divided_experts_are_whole(ranks: Ranks, kind: str, name
 @pytest.mark.parametrize("name", ["all-to-all", "tokens"])
 def test_our_model_with_divided_experts_is_whole(ranks: Ranks, name: str) -> None:
     assert ranks.run(own_models, 2, name) == [[], []]
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"ep": 4}], ids=str)
+def test_a_pipeline_trains_with_an_exchange_of_the_users(ranks: Ranks, sizes: dict[str, int]) -> None:
+    schedule = "interleaved" if "pp" in sizes else "one_f_one_b"
+    assert ranks.run(trained, 4, sizes, schedule, {"mtp": True}, {"exchange": TokenExchange}) == [[]] * 4
 
 
 def divided(rank: int, count: int) -> CausalLM:

@@ -32,7 +32,11 @@ def test_so_it_is_on_four_ranks_with_tied_embeddings(ranks: Ranks, schedule: str
 
 
 def test_ranks_load_tied_parameters_that_a_checkpoint_has_once(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(loaded, 2, str(tmp_path)) == [[], []]
+    assert ranks.run(loaded, 2, str(tmp_path), {"pp": 2}) == [[], []]
+
+
+def test_ranks_load_the_experts_that_they_hold(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(loaded, 4, str(tmp_path), {"pp": 2, "ep": 2}) == [[]] * 4
 
 
 def test_a_pipeline_without_routers_says_so_and_can_go_on(ranks: Ranks) -> None:

@@ -142,17 +142,6 @@ def test_a_share_keeps_its_gradients() -> None:
     assert torch.equal(experts.down_proj.grad, expected)
 
 
-def test_a_share_loads_its_part_of_a_whole_state_and_its_own() -> None:
-    whole, part = Experts(6, 4, 3), Experts(6, 4, 3)
-    part.shard(2, 3)
-    part.load_state_dict(whole.state_dict())
-    assert torch.equal(part.down_proj, whole.down_proj[4:])
-    part.load_state_dict({name: value + 1 for name, value in part.state_dict().items()})
-    assert torch.equal(part.gate_up_proj, whole.gate_up_proj[4:] + 1)
-    with pytest.raises(RuntimeError, match="size mismatch for down_proj"):
-        part.load_state_dict(Experts(4, 4, 3).state_dict())
-
-
 def test_experts_need_a_count_for_each() -> None:
     with pytest.raises(PipelineError, match=r"4 experts need as many counts of rows \(got 2\)"):
         Experts(4, 2, 3)(torch.ones(3, 2), torch.tensor([1, 2]))

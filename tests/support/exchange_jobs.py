@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import stretto
 from causal_lms import LM, exact
 from moe_jobs import CONFIG
+from stretto.execute.members import Members
 from stretto.execute.team import Team
 from stretto.model import CausalLM, causal_lm_loss, transformers_loss
 from stretto.model.blocks import Activations, MoeBlock
@@ -64,7 +65,7 @@ def exchanges(name: str) -> Make:
 def joined(mesh: DeviceMesh) -> Iterator[ExpertRanks]:
     """The ranks of a mesh as holders of experts. Tensors are made on their device."""
     device = torch.device(mesh.device_type)
-    team = Team(mesh.get_group(), device, timeout=60)
+    team = Team(Members.of_mesh(mesh), device, timeout=60)
     assert team.everybody is not None
     try:
         with device:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import stretto
 from strategies import SCHEDULES
@@ -77,8 +78,8 @@ def trained(
     return wrong
 
 
-def loaded(mesh: DeviceMesh, folder: str) -> list[str]:
-    """What differs on this rank from a checkpoint that has tied parameters once, and what the rest says."""
+def loaded(mesh: DeviceMesh, folder: str, sizes: dict[str, int]) -> list[str]:
+    """What differs on this rank of a mesh from a checkpoint that has tied parameters once."""
     config = dataclasses.replace(CONFIG, tie_word_embeddings=True)
     torch.manual_seed(1)
     model = CausalLM(config, mtp=True)
@@ -86,13 +87,19 @@ def loaded(mesh: DeviceMesh, folder: str) -> list[str]:
         save_pretrained(model, folder)
     dist.barrier()
     torch.manual_seed(2)
-    plan = SCHEDULES["one_f_one_b"].make(devices=mesh.size(), microbatches=MICROBATCHES)
-    pipe = stretto.Pipeline(layers(config, mtp=True), plan=plan, loss=causal_lm_loss, mesh=mesh)
+    plan = SCHEDULES["one_f_one_b"].make(devices=sizes["pp"], microbatches=MICROBATCHES)
+    whole = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    pipe = stretto.Pipeline(layers(config, mtp=True), plan=plan, loss=causal_lm_loss, mesh=whole)
     load_weights(pipe, folder)
     expected = model.state_dict()
-    wrong = [name for name, value in pipe.state_dict().items() if not torch.equal(value.cpu(), expected[name])]
+    state = {name: _whole(value) for name, value in pipe.state_dict().items()}
+    wrong = [name for name, value in state.items() if not torch.equal(value.cpu(), expected[name])]
     pipe.close()
     return wrong
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def without_routers(mesh: DeviceMesh) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stretto.ir.errors import one_line
 from stretto.ir.files import read_text, write_text
@@ -56,7 +57,7 @@ def load_weights(target: HasState, folder: str | Path) -> None:
     Experts are stored one by one and stacked here, those that this rank holds; weights stored in FP8 with scales are
     multiplied out.
     """
-    tensors = dict(target.state_dict())
+    tensors = {name: _local(tensor) for name, tensor in target.state_dict().items()}
     if any(tensor.is_meta for tensor in tensors.values()):
         raise ModelError("the model is on the meta device; give it memory first, with to_empty(device=...)")
     is_tied = ModelConfig.load(folder).tie_word_embeddings
@@ -85,8 +86,13 @@ def _stored_as(name: str, *, head: bool) -> str:
     return "model.embed_tokens.weight" if tied else name
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """Return the memory of this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _divided(target: HasState) -> list[Experts]:
-    """Return the experts of which other ranks hold the rest."""
+    """Return the experts of which other ranks hold others."""
     return [module for module in target.modules() if isinstance(module, Experts) and module.ranks > 1]
 
 

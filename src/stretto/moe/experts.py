@@ -68,7 +68,8 @@ class Experts(nn.Module):
     def shard(self, rank: int, ranks: int) -> None:
         """Keep only this rank's experts: the given one of so many equal shares, in order.
 
-        The parameters become new ones, which share memory with the old ones as long as they stay on their device.
+        The parameters become new ones, which share memory with the old ones as long as they stay on their device. The
+        memory of the others is only free once these have moved.
         """
         if (self.rank, self.ranks) == (rank, ranks):
             return
@@ -112,16 +113,6 @@ class Experts(nn.Module):
         experts, features, hidden = self.down_proj.shape
         shared = f" of {self.total}" if self.ranks > 1 else ""
         return f"experts={experts}{shared}, features={features}, hidden={hidden}"
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        """Load this rank's share, or its part of the state of all experts."""
-        if self.ranks > 1:
-            share = slice(self.first, self.first + len(self.down_proj))
-            state_dict = state_dict.copy()
-            for name in (prefix + own for own in self._parameters):
-                if name in state_dict and state_dict[name].shape[:1] == (self.total,):
-                    state_dict[name] = state_dict[name][share]
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "exchange"}
