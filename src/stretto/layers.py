@@ -80,13 +80,15 @@ MTP = Layer("mtp", (*MOE.phases, _LOSS))
 LOSS = Layer("loss", (_LOSS,))
 
 
-def parse_layers(text: str) -> list[Layer]:
-    """Read a model's layers in order.
+def parse_layers(text: str, *, ep: int = 1) -> list[Layer]:
+    """Read a model's layers in order. With several expert-parallel ranks (`ep`), moe is `EXPERT_PARALLEL_MOE`.
 
     >>> [layer.name for layer in parse_layers("embedding, dense, moe*2, loss")]
     ['embedding', 'dense', 'moe', 'moe', 'loss']
     """
-    known = {layer.name: layer for layer in (EMBEDDING, DENSE, MOE, MTP, LOSS)}
+    moe = MOE if ep == 1 else EXPERT_PARALLEL_MOE
+    mtp = Layer(MTP.name, (*moe.phases, _LOSS))
+    known = {layer.name: layer for layer in (EMBEDDING, DENSE, moe, mtp, LOSS)}
     layers: list[Layer] = []
     for word in text.split(","):
         name, times, count = (side.strip() for side in word.partition("*"))

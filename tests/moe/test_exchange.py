@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
-from exchange_jobs import Case, blocks, in_fp8, in_half, refused, routed, without_gradients
-from moe_jobs import CONFIG
+from exchange_jobs import Case, blocks, in_fp8, in_half, on_streams, refused, routed, without_gradients
+from moe_jobs import CONFIG, DEVICE
 from ranks import Ranks
 from stretto.ir.errors import PipelineError
 from stretto.layers import EXPERT_PARALLEL_MOE, MOE
@@ -23,7 +23,7 @@ from stretto.moe.fp8 import pack, unpack
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(4)
+    started = Ranks(4, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
     yield started
     started.stop()
 
@@ -49,6 +49,12 @@ def test_divided_experts_are_whole_experts(ranks: Ranks, count: int, name: str) 
         assert ranks.run(routed, count, several, name) == [[]] * count
 
     divided()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_divided_experts_can_be_recomputed(ranks: Ranks, count: int) -> None:
+    several = [Case((3, 0, 2, 1)[:count], 2, 2, favourite, 0) for favourite in (False, True)]
+    assert ranks.run(routed, count, several, "all-to-all", True) == [[]] * count
 
 
 @pytest.mark.parametrize("tokens", [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 7), (5, 5, 5, 5)])
@@ -79,6 +85,12 @@ def test_a_block_of_divided_experts_is_the_whole_block(
 
 def test_forwards_in_bfloat16_are_equal_to_the_bit(ranks: Ranks) -> None:
     assert ranks.run(in_half, 4) == [[]] * 4
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: STRETTO_TEST_DEVICE=cuda")
+@pytest.mark.parametrize("fp8", [False, True])
+def test_only_sizes_make_the_host_wait_and_streams_change_nothing(ranks: Ranks, fp8: bool) -> None:
+    assert ranks.run(on_streams, 2, fp8) == [[], []]
 
 
 def test_only_tokens_travel_in_fp8(ranks: Ranks) -> None:
@@ -128,6 +140,22 @@ def test_a_share_keeps_its_gradients() -> None:
     experts.shard(1, 2)
     assert experts.down_proj.grad is not None
     assert torch.equal(experts.down_proj.grad, expected)
+
+
+def test_a_share_loads_its_part_of_a_whole_state_and_its_own() -> None:
+    whole, part = Experts(6, 4, 3), Experts(6, 4, 3)
+    part.shard(2, 3)
+    part.load_state_dict(whole.state_dict())
+    assert torch.equal(part.down_proj, whole.down_proj[4:])
+    part.load_state_dict({name: value + 1 for name, value in part.state_dict().items()})
+    assert torch.equal(part.gate_up_proj, whole.gate_up_proj[4:] + 1)
+    with pytest.raises(RuntimeError, match="size mismatch for down_proj"):
+        part.load_state_dict(Experts(4, 4, 3).state_dict())
+
+
+def test_experts_need_a_count_for_each() -> None:
+    with pytest.raises(PipelineError, match=r"4 experts need as many counts of rows \(got 2\)"):
+        Experts(4, 2, 3)(torch.ones(3, 2), torch.tensor([1, 2]))
 
 
 class _Doubled(nn.Module):

@@ -22,11 +22,12 @@ ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATHS, "O
 
 
 @contextmanager
-def ranks_of(folder: Path, count: int, victim: int, how: str) -> Iterator[list[Script]]:
-    """The ranks of a pipeline in which one fails."""
-    script, meeting = TESTS / "failing.py", folder / "meeting"
+def ranks_of(folder: Path, count: int, victim: int, how: str, mesh: str = "") -> Iterator[list[Script]]:
+    """The ranks of a pipeline, or of a mesh of pipelines, in which one fails."""
+    script, meeting, mesh = TESTS / "failing.py", folder / "meeting", mesh or f"pp={count}"
     scripts = [
-        Script(script, rank, count, meeting, victim, how, errors=folder / f"errors-{rank}") for rank in range(count)
+        Script(script, rank, count, meeting, victim, how, mesh, errors=folder / f"errors-{rank}")
+        for rank in range(count)
     ]
     try:
         yield scripts
@@ -38,7 +39,7 @@ def ranks_of(folder: Path, count: int, victim: int, how: str) -> Iterator[list[S
 def torchrun(how: str) -> str:
     """What four ranks have written, the third of which fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    script = [str(TESTS / "failing.py"), "2", how]
+    script = [str(TESTS / "failing.py"), "2", how, "pp=4"]
     return subprocess.run([*command, *script], env=ENVIRONMENT, capture_output=True, text=True, timeout=90).stderr
 
 
@@ -54,10 +55,21 @@ WORDS = {
 @pytest.mark.parametrize("how", sorted(WORDS))
 @pytest.mark.parametrize("victim", [0, 2])
 def test_every_other_rank_names_it(tmp_path: Path, how: str, victim: int) -> None:
-    with ranks_of(tmp_path, 4, victim, how) as scripts:
+    validate_named(tmp_path, how, victim)
+
+
+@pytest.mark.parametrize("how", ["dies", "raises", "stalls", "stops, found soon"])
+@pytest.mark.parametrize(("mesh", "victim"), [("pp=2,ep=2", 1), ("pp=2,dp=2", 2), ("dp=2,ep=2", 3)])
+def test_so_does_every_rank_of_another_pipeline(tmp_path: Path, how: str, mesh: str, victim: int) -> None:
+    validate_named(tmp_path, how, victim, mesh)
+
+
+def validate_named(tmp_path: Path, how: str, victim: int, mesh: str = "") -> None:
+    with ranks_of(tmp_path, 4, victim, how, mesh) as scripts:
         said = {rank: script.said(60) for rank, script in enumerate(scripts) if rank != victim}
     task = r"(\d+[FB]\d+(\.wgrad)?|\d+(SEND|RECV)_[FB]\d+)"
     expected = re.escape(WORDS[how]).replace(r"\{\}", str(victim), 1).replace(r"\{\}", task)
+    expected = expected.replace(r"step\ 2", r"step\ [12]") if mesh else expected
     for rank, text in said.items():
         line = next((line for line in text.splitlines() if line.startswith("PipelineError")), "")
         assert re.search(expected, line), (rank, text)

@@ -8,14 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import stretto
+from causal_lms import LM, exact
 from moe_jobs import CONFIG
 from stretto.execute.team import Team
+from stretto.model import CausalLM, causal_lm_loss, transformers_loss
 from stretto.model.blocks import Activations, MoeBlock
 from stretto.moe import AllToAll, Exchange, ExpertRanks, Experts, RoutedExperts
+from stretto.moe.grouped_linear import grouped_linear
+from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.pytree import Tree, entering, take_apart
 from stretto.pipeline.segments import Segment, run_segment
+from stretto.pipeline.split_backward import Deferral
+from stretto.pipeline.weight_gradients import WeightGradient, add_grouped, add_together
 from token_exchange import TokenExchange
 
 WIDTH, HIDDEN = 6, 4
@@ -55,10 +62,13 @@ def exchanges(name: str) -> Make:
 
 @contextmanager
 def joined(mesh: DeviceMesh) -> Iterator[ExpertRanks]:
-    team = Team(mesh.get_group(), torch.device("cpu"), timeout=60)
+    """The ranks of a mesh as holders of experts. Tensors are made on their device."""
+    device = torch.device(mesh.device_type)
+    team = Team(mesh.get_group(), device, timeout=60)
     assert team.everybody is not None
     try:
-        yield ExpertRanks(team, team.everybody)
+        with device:
+            yield ExpertRanks(team, team.everybody)
     finally:
         team.close()
 
@@ -72,7 +82,7 @@ def experts_of(case: Case) -> tuple[RoutedExperts, Tensor, Tensor, Tensor, Tenso
     return experts, x, indices, torch.rand(indices.shape, dtype=torch.float64), grad
 
 
-def routed(mesh: DeviceMesh, cases: list[Case], name: str) -> list[str]:
+def routed(mesh: DeviceMesh, cases: list[Case], name: str, recomputed: bool = False) -> list[str]:
     """What differs on this rank from one process that has all tokens and all experts."""
     rank, wrong = mesh.get_local_rank(), []
     with joined(mesh) as ranks:
@@ -87,7 +97,8 @@ def routed(mesh: DeviceMesh, cases: list[Case], name: str) -> list[str]:
             part.shard(rank, len(case.tokens))
             part.exchange = exchange
             mine = [case.own(every, rank).requires_grad_() for every in (x, weights)]
-            out = part(mine[0], case.own(indices, rank), mine[1])
+            inputs = mine[0], case.own(indices, rank), mine[1]
+            out = checkpoint(part, *inputs, use_reentrant=False) if recomputed else part(*inputs)
             out.backward(case.own(grad, rank))
             local = slice(part.first, part.first + case.each)
             if name == "all-to-all" and not torch.equal(out, case.own(expected, rank)):
@@ -132,7 +143,7 @@ def in_half(mesh: DeviceMesh) -> list[str]:
                     experts.shard(rank, mesh.size())
                     experts.exchange = AllToAll(ranks)
                     x, indices, weights = (case.own(every, rank) for every in (x, indices, weights))
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                with torch.autocast(mesh.device_type, torch.bfloat16, enabled=autocast):
                     out = experts(x, indices, weights)
                 outs.append(out if is_part else case.own(out, rank))
             if outs[0].dtype != dtype or not torch.equal(*outs):
@@ -158,37 +169,81 @@ def in_fp8(mesh: DeviceMesh) -> tuple[float, float]:
     return next(far), next(far)
 
 
+def on_streams(mesh: DeviceMesh, fp8: bool) -> list[str]:
+    """What differs on a GPU if communication has a stream of its own, and only `sizes` may make the host wait."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    with joined(mesh) as ranks:
+        torch.manual_seed(rank)
+        experts = RoutedExperts(4 * size, 64, 32).bfloat16()
+        experts.shard(rank, size)
+        exchange, found = AllToAll(ranks, fp8=fp8), []
+        x = torch.randn(500, 64, dtype=torch.bfloat16)
+        indices = torch.rand(500, 4 * size).topk(3).indices
+        weights, grad = torch.rand(500, 3), torch.randn_like(x)
+        for comm in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            experts.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                out = _on_streams(experts, exchange, comm, leaves, indices)
+                out.backward(grad)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+            found.append([out.detach(), *map(_grad, (*leaves, *experts.parameters()))])
+    return [
+        f"tensor {k} of run {run}"
+        for run, tensors in enumerate(found)
+        for k, (one, other) in enumerate(zip(tensors, found[0], strict=True))
+        if not torch.equal(one, other)
+    ]
+
+
+def _on_streams(experts: Experts, exchange: AllToAll, comm: Any, leaves: tuple[Tensor, Tensor], indices: Tensor) -> Any:
+    compute, (x, weights) = torch.cuda.current_stream(), leaves
+    comm.wait_stream(compute)
+    with torch.cuda.stream(comm):
+        counted = exchange.count(indices, experts.total)
+        sized = exchange.sizes(counted)
+        rows, counts, state = exchange.dispatch(x, weights, sized)
+    compute.wait_stream(comm)
+    experts.exchange = exchange
+    rows = experts.run_sorted(grouped_linear, rows, counts)
+    comm.wait_stream(compute)
+    with torch.cuda.stream(comm):
+        out = exchange.combine(rows, state, weights, dtype=x.dtype)
+    compute.wait_stream(comm)
+    return out
+
+
 def blocks(mesh: DeviceMesh, sequences: tuple[int, ...], name: str, apart: bool, frozen: bool) -> list[str]:
     """What differs on this rank from one block on all sequences. With `apart`, each phase is a segment of its own."""
     rank = mesh.get_local_rank()
-    torch.manual_seed(3)
-    whole, part = (MoeBlock(CONFIG).double() for _ in range(2))
-    part.load_state_dict(whole.state_dict())
-    x, grad = torch.randn(2, sum(sequences), 3, CONFIG.hidden_size, dtype=torch.float64)
-    x.requires_grad_(not frozen)
-    balance = torch.zeros((), dtype=torch.float64) if all(sequences) else None
-    expected = whole(Activations(x, balance=balance))
-    _loss(expected, grad, len(x)).backward()
     with joined(mesh) as ranks:
+        torch.manual_seed(3)
+        whole, part = (MoeBlock(CONFIG).double() for _ in range(2))
+        part.load_state_dict(whole.state_dict())
+        x, grad = torch.randn(2, sum(sequences), 3, CONFIG.hidden_size, dtype=torch.float64)
+        x.requires_grad_(not frozen)
+        balance = torch.zeros((), dtype=torch.float64) if all(sequences) else None
+        expected = whole(Activations(x, balance=balance))
+        _loss(expected, grad, len(x)).backward()
         part.mlp.experts.shard(rank, mesh.size())
         part.mlp.experts.exchange = exchanges(name)(ranks)
         mine = x.split(sequences)[rank].detach().requires_grad_(not frozen)
-        value = Activations(mine, balance=balance)
         run = _in_segments if apart else _at_once
-        out = run(part, value, grad.split(sequences)[rank], len(mine))
+        out = run(part, Activations(mine, balance=balance), grad.split(sequences)[rank], len(mine))
         wrong = [] if alike(out, expected.x_NTD.split(sequences)[rank]) else ["the output differs"]
         if not frozen and not alike(mine.grad, _grad(x).split(sequences)[rank]):
             wrong.append("the input's gradient differs")
         counts = part.mlp.gate.counts_E.clone()
         dist.all_reduce(counts)
         wrong += [] if torch.equal(counts, whole.mlp.gate.counts_E) else ["the router's counts differ"]
-        expected_grads = {key: parameter.grad for key, parameter in whole.named_parameters()}
         for key, parameter in part.named_parameters():
-            other = expected_grads[key]
-            assert other is not None
+            other = _grad(whole.get_parameter(key))
             if key in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
-                first, each = part.mlp.experts.first, len(part.mlp.experts.down_proj)
-                other, found = other[first : first + each], _grad(parameter)
+                other, found = other.chunk(mesh.size())[rank], _grad(parameter)
             else:
                 found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(found)
@@ -209,7 +264,21 @@ def _loss(out: Activations, grad: Tensor, sequences: int) -> Tensor:
 
 
 def _in_segments(block: MoeBlock, value: Activations, grad: Tensor, sequences: int) -> Tensor:
-    """Run and differentiate each phase by itself, as a stage does; phases without a backward run without a graph."""
+    """Run and differentiate each phase by itself, as a stage does; phases without a backward run without a graph.
+
+    Weight gradients come last.
+    """
+    deferral, deferred = Deferral(block, gradients := Gradients()), list[WeightGradient]()
+    with deferral.overrides, deferral.into(deferred):
+        out = _through_phases(block, value, grad, sequences)
+    assert sum(one.add is add_grouped for one in deferred) == 2
+    with torch.no_grad():
+        add_together([deferred])
+    gradients.give_out()
+    return out
+
+
+def _through_phases(block: MoeBlock, value: Activations, grad: Tensor, sequences: int) -> Tensor:
     anchor = torch.zeros((), requires_grad=True)
     tree, inputs = entering(value)
     tree = tree if inputs else take_apart(value)
@@ -237,11 +306,71 @@ def _in_segments(block: MoeBlock, value: Activations, grad: Tensor, sequences: i
     return out.x_NTD  # type: ignore[no-any-return]
 
 
+def cut_models(mesh: DeviceMesh, kind: str, name: str) -> list[str]:
+    """What differs on this rank from whole cut models that run every rank's sequences, one rank's after another's."""
+    lm = LM(kind, padding="right")
+    batch, labels = lm.batch(sequences=2 * mesh.size())
+    own = [
+        ({key: tensor.chunk(mesh.size())[k] for key, tensor in batch.items()}, labels.chunk(mesh.size())[k])
+        for k in range(mesh.size())
+    ]
+    with exact(kind):
+        model = lm.model()
+        wrong = _models(mesh, stretto.cut(lm.model()), stretto.cut(model), own, transformers_loss, name)
+    if model.num_parameters() != lm.model().num_parameters():
+        wrong.append("the experts of the user's model are divided")
+    return wrong
+
+
+def own_models(mesh: DeviceMesh, name: str) -> list[str]:
+    """The same of our own model, with multi-token prediction and the auxiliary loss."""
+    torch.manual_seed(1)
+    whole, part = (CausalLM(CONFIG, mtp=True, balance=True).double() for _ in range(2))
+    part.load_state_dict(whole.state_dict())
+    tokens = torch.randint(0, CONFIG.vocab_size, (mesh.size(), 2, 6))
+    own = [(rows[:, :-1], rows[:, 1:]) for rows in tokens]
+    return _models(mesh, whole.layers(), part.layers(), own, causal_lm_loss, name)
+
+
+def _models(
+    mesh: DeviceMesh, whole: list[nn.Module], layers: list[nn.Module], own: list[Any], loss_of: Any, name: str
+) -> list[str]:
+    rank = mesh.get_local_rank()
+    with joined(mesh) as ranks:
+        expected = [_loss_and_grads(whole, *part, loss_of) for part in own]
+        divided = [module for layer in layers for module in layer.modules() if isinstance(module, Experts)]
+        for experts in divided:
+            experts.shard(rank, mesh.size())
+            experts.exchange = exchanges(name)(ranks)
+        loss, grads = _loss_and_grads(layers, *own[rank], loss_of)
+    wrong = [] if divided and alike(loss, expected[rank][0]) else [f"the loss is {loss}, not {expected[rank][0]}"]
+    for key, grad in grads.items():
+        other = expected[rank][1][key]
+        if key.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj")):
+            other = torch.stack([one[key] for _, one in expected]).sum(0).chunk(mesh.size())[rank]
+        if grad.shape != other.shape or (grad - other).abs().max() > 1e-10 * other.abs().max():
+            wrong.append(f"the gradient of {key} differs")
+    return wrong
+
+
+def _loss_and_grads(
+    layers: list[nn.Module], batch: Any, labels: Tensor, loss_of: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    value = batch
+    for layer in layers:
+        layer.zero_grad()
+    for layer in layers:
+        value = layer(value)
+    loss, _ = loss_of(value, labels)
+    loss.backward()
+    return loss.detach(), {name: _grad(value).clone() for layer in layers for name, value in layer.named_parameters()}
+
+
 def refused(mesh: DeviceMesh, what: str) -> str:
     """What experts say that cannot run."""
-    experts: Experts = RoutedExperts(6, WIDTH, HIDDEN)
-    x, indices, weights = torch.randn(2, WIDTH), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
     with joined(mesh) as ranks:
+        experts: Experts = RoutedExperts(6, WIDTH, HIDDEN)
+        x, indices, weights = torch.randn(2, WIDTH), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
         try:
             match what:
                 case "uneven":

@@ -1,4 +1,7 @@
-"""A rank of a pipeline in which one fails: failing.py [RANK RANKS MEETING] VICTIM HOW; the first not under torchrun."""
+"""A rank of a pipeline in which one fails: failing.py [RANK RANKS MEETING] VICTIM HOW MESH.
+
+The first three are left out under torchrun. The mesh is as in "pp=2,ep=2"; experts are in it if it has ep.
+"""
 
 import os
 import signal
@@ -14,9 +17,10 @@ def main() -> None:
 
     import stretto
     from models import Block, Case
+    from stretto.moe import RoutedExperts
     from stretto.wire import timing
 
-    *world, victim, how = sys.argv[1:]
+    *world, victim, how, mesh_text = sys.argv[1:]
     if world:
         rank, ranks, meeting = world
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(ranks))
@@ -48,11 +52,31 @@ def main() -> None:
                         sys.exit(3)
             return super().forward(x)
 
-    case = Case("one_f_one_b", dist.get_world_size(), 4)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    layers = [case.modules()[0], *(Trap().double() for _ in range(dist.get_world_size() - 2)), case.modules()[-1]]
-    layers = [torch.nn.Sequential(layer, Trap().double()) if k == 0 else layer for k, layer in enumerate(layers)]
-    pipe = stretto.Pipeline(layers, plan=case.plan(), loss=case.loss, mesh=mesh, timeout=timeout)
+    class Crowd(torch.nn.Module):
+        """Experts that every rank sends tokens to."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = RoutedExperts(4, 8, 4).double()
+
+        def forward(self, x: Any) -> Any:
+            x_TD = x.reshape(-1, x.shape[-1])
+            weights_TK, indices_TK = x_TD[:, :4].sigmoid().topk(2)
+            return x + self.experts(x_TD, indices_TK, weights_TK).view_as(x)
+
+    sizes = {name: int(size) for name, size in (part.split("=") for part in mesh_text.split(","))}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    stages = sizes.get("pp", 1)
+    case = Case("one_f_one_b", 4, 4)
+    embedding, *_, head = case.modules()
+    crowd = [Crowd()] if "ep" in sizes else []
+    traps = [torch.nn.Sequential(Trap().double(), *crowd) for _ in range(max(1, stages - 1))]
+    if len(sizes) == 1:
+        layers = [torch.nn.Sequential(embedding, traps[0]), *traps[1:], head]
+    else:
+        layers = [embedding, *traps, Trap().double(), head]
+    plan = stretto.schedules.one_f_one_b(devices=stages, microbatches=4)
+    pipe = stretto.Pipeline(layers, plan=plan, loss=case.loss, mesh=mesh, timeout=timeout)
     try:
         for step in range(5):
             if step == 1 and dist.get_rank() == int(victim) and how == "ends":

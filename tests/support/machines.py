@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from stretto.ir.placement import Placement
-from stretto.program.task import Kind, Task
+from stretto.program.task import EXPERT_SUM, Kind, Task
 
 
 class Stuck(Exception):
@@ -14,11 +14,15 @@ class Machine:
     """Devices that compute in issue order and move one thing at a time, meeting at each transfer and at each sum.
 
     `serial` devices finish each task before they start the next; otherwise a transfer only has to
-    wait for the transfers and the compute issued before it.
+    wait for the transfers and the compute issued before it. Passes of `experts`, stages whose experts are shared out
+    among the expert-parallel ranks of a mesh, are met by all these ranks, as transfers are.
     """
 
-    def __init__(self, tasks: Sequence[Task], placement: Placement, *, serial: bool) -> None:
-        devices = 1 + max(max(placement.routes[0]), max(task.device for task in tasks))
+    def __init__(
+        self, tasks: Sequence[Task], placement: Placement, *, serial: bool, experts: Sequence[int] = ()
+    ) -> None:
+        self.experts = experts
+        devices = 1 + max(*map(max, placement.routes), max(task.device for task in tasks))
         self.queues = [[task for task in tasks if task.device == device] for device in range(devices)]
         self.last = placement.stages - 1
         self.placement = placement
@@ -53,8 +57,33 @@ class Machine:
         at = next((k for k, task in enumerate(queue) if task.lane.name == "compute"), None)
         if at is None or (self.serial and at) or not self._ready(device, queue[at]):
             return False
-        self.held[device] |= self._results(queue.pop(at))
+        met = self._met(device, queue[at])
+        if met is None:
+            return False
+        for other in met:
+            at = next(k for k, task in enumerate(self.queues[other]) if task.lane.name == "compute")
+            self.held[other] |= self._results(self.queues[other].pop(at))
         return True
+
+    def _met(self, device: int, task: Task) -> list[int] | None:
+        """The devices that run a pass together, if all have come to it; None if they have not."""
+        stages = [stage for kind, stage, _ in self._parts(task) if kind != "W"]
+        mesh = self.placement.mesh
+        if mesh is None or not any(stage in self.experts for stage in stages):
+            return [device]
+        pp, replica = mesh.place(device)
+        devices = [mesh.device(pp=pp, replica=other) for other in mesh.ep_replicas(replica)]
+        for other in devices:
+            head = next(iter(self.queues[other]), None)  # what was issued before has been moved
+            if head is None or self._alike(head) != self._alike(task) or not self._ready(other, head):
+                return None
+        return devices
+
+    def _alike(self, task: Task) -> list[tuple[str, int, int]]:
+        """What a task does for which microbatch of its replica."""
+        each = self.placement.microbatches // self.placement.replicas
+        parts = self._parts(task) if task.lane.name == "compute" else [(str(task), -1, -1)]
+        return [(kind, stage, microbatch % each) for kind, stage, microbatch in parts]
 
     def _ready(self, device: int, task: Task) -> bool:
         """Everything the task reads is on the device, and nothing it makes was made before."""
@@ -93,7 +122,7 @@ class Machine:
             if at is None:
                 continue
             send = self.queues[device][at]
-            if send.kind is Kind.REDUCE and self._sum(send.stage, heads):
+            if send.kind is Kind.REDUCE and self._sum(send, heads):
                 return True
             if send.lane.name != "send" or send.lane.peer is None or not send.lane.peer < len(heads):
                 continue
@@ -106,12 +135,19 @@ class Machine:
             return True
         return False
 
-    def _sum(self, stage: int, heads: list[int | None]) -> bool:
-        """All devices on which the stage lives have come to its sum."""
-        homes = {device for device, it in self.placement.homes if it == stage}
+    def _sum(self, task: Task, heads: list[int | None]) -> bool:
+        """All devices on which the stage lives, or all with the same experts of it, have come to its sum."""
+        homes = {device for device, stage in self.placement.homes if stage == task.stage}
+        mesh = self.placement.mesh
+        if task.part == EXPERT_SUM and mesh is not None:
+            rank = mesh.ep_rank(mesh.place(task.device)[1])
+            homes = {device for device in homes if mesh.ep_rank(mesh.place(device)[1]) == rank}
         for home in homes:
             at = heads[home]
-            if at is None or (self.queues[home][at].kind, self.queues[home][at].stage) != (Kind.REDUCE, stage):
+            if at is None:
+                return False
+            other = self.queues[home][at]
+            if (other.kind, other.stage, other.part) != (Kind.REDUCE, task.stage, task.part):
                 return False
         for home in homes:
             at = heads[home]
@@ -137,9 +173,11 @@ class Machine:
         )
 
 
-def completes(tasks: Sequence[Task], placement: Placement, *, serial: bool = False) -> bool:
+def completes(
+    tasks: Sequence[Task], placement: Placement, *, serial: bool = False, experts: Sequence[int] = ()
+) -> bool:
     try:
-        Machine(tasks, placement, serial=serial).run()
+        Machine(tasks, placement, serial=serial, experts=experts).run()
     except Stuck:
         return False
     return True

@@ -1,8 +1,9 @@
 """What ranks of a mesh do to find out whether they train what one process would."""
 
+import copy
 import dataclasses
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import stretto
+from causal_lms import LM, exact, uncut
 from moe_jobs import CONFIG, DEVICE, batch
 from strategies import SCHEDULES
+from stretto.execute.team import Team
 from stretto.ir.mesh import MeshShape
-from stretto.model import CausalLM, causal_lm_loss, update_router_biases
-from stretto.moe import Experts, Router
+from stretto.model import CausalLM, causal_lm_loss, transformers_loss, update_router_biases
+from stretto.moe import Experts, RoutedExperts, Router
 
 MICROBATCHES = 8  # of each pipeline
 Sizes = dict[str, int]
@@ -127,8 +130,11 @@ def trained(mesh: DeviceMesh, sizes: Sizes, schedule: str, options: dict[str, bo
 
 def saved_and_loaded(
     mesh: DeviceMesh, folder: str, first: Sizes, second: Sizes, schedules: tuple[str, str]
-) -> list[str]:
-    """What differs after a checkpoint of one mesh and plan was loaded into another, with the optimizer's state."""
+) -> tuple[list[str], int]:
+    """What differs after a checkpoint of one mesh and plan was loaded into another, with the optimizer's state.
+
+    Also return how many states of experts were compared.
+    """
     pipes, optimizers = [], []
     for seed, (sizes, schedule) in enumerate(zip((first, second), schedules, strict=True)):
         member = Member(mesh, sizes)
@@ -172,21 +178,21 @@ def saved_and_loaded(
     wrong += [name for name in both if not torch.equal(moments[0][name], moments[1][name])]
     for pipe in pipes:
         pipe.close()
-    return wrong + ([] if any("experts" in name for name in both) else ["no experts were compared"])
+    return wrong, sum("experts" in name for name in both)
 
 
-def refused(mesh: DeviceMesh, sizes: Sizes, what: str, folder: str = "") -> str:
+def refused(mesh: DeviceMesh, sizes: Sizes, what: str) -> str:
     """What a pipeline says of something that it does not do."""
     member = Member(mesh, sizes)
     config = dataclasses.replace(CONFIG, num_hidden_layers=4)
     torch.manual_seed(1)
+    layers: Any = CausalLM(config).layers()
     more: dict[str, Any] = {
         "plan": member.plan("one_f_one_b"),
         "mesh": member.mesh,
         "loss": causal_lm_loss,
         "timeout": 20,
     }
-    layers: Any = CausalLM(config).layers()
     rows = 2 * MICROBATCHES
     try:
         match what:
@@ -196,16 +202,22 @@ def refused(mesh: DeviceMesh, sizes: Sizes, what: str, folder: str = "") -> str:
                 more["plan"] = SCHEDULES["one_f_one_b"].make(devices=member.shape.pp + 1, microbatches=MICROBATCHES)
             case "another mesh":
                 more["plan"] = more["plan"].on_mesh({"pp": member.shape.pp, "dp": 5})
+            case "program of a pipeline":
+                more["program"] = stretto.lower(more.pop("plan"))
             case "names":
                 more["mesh"] = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("tp", "pp"))
             case "experts":
                 layers = CausalLM(dataclasses.replace(config, n_routed_experts=9, n_group=3, topk_group=2)).layers()
+            case "exchange":
+                more["exchange"] = "all-to-all"
             case "mean":
                 more["loss"] = lambda output, target: causal_lm_loss(output, target)[0]
                 rows = MICROBATCHES * (1 + dist.get_rank())
         pipe = stretto.Pipeline(layers, **more)
         if what == "frozen" and dist.get_rank() == 0:
             next(pipe.parameters()).requires_grad_(False)
+        if what == "shape":
+            pipe.load_state_dict({name: value[:1] for name, value in CausalLM(config).state_dict().items()})
         tokens, targets = batch(config, rows)
         if what == "calls" and dist.get_rank() == 1:
             pipe.eval_step(tokens, targets)
@@ -216,5 +228,95 @@ def refused(mesh: DeviceMesh, sizes: Sizes, what: str, folder: str = "") -> str:
     return "nothing"
 
 
-def folder_of(path: Path) -> str:
-    return str(path)
+class Crowd(nn.Module):
+    """A layer whose experts get tokens as unevenly as can be."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.router, self.experts, self._how = nn.Linear(6, 4), RoutedExperts(4, 6, 5), how
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        scores, indices_NK = self.router(x_ND).sigmoid().topk(2)
+        if self._how == "one expert":
+            indices_NK = torch.stack([torch.full_like(indices_NK[:, 0], 3), torch.full_like(indices_NK[:, 0], 2)], 1)
+        if self._how == "one rank":
+            indices_NK = indices_NK % 2
+        return x_ND + self.experts(x_ND, indices_NK, scores)
+
+
+def uneven(mesh: DeviceMesh, sizes: Sizes, how: str, more: dict[str, Any]) -> list[str]:
+    """What differs from one process if experts or ranks get no token, or microbatches have one token each."""
+    member = Member(mesh, sizes)
+    torch.manual_seed(4)
+    whole = nn.Sequential(*(Crowd(how) for _ in range(2 * member.shape.pp))).double()
+    x = torch.randn(MICROBATCHES * member.shape.replicas * (1 if how == "one token" else 3), 6, dtype=torch.float64)
+
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        if how == "constant" and float(target[0, 0]) > 0:  # depends on nothing, so there is no backward to run
+            return torch.zeros((), dtype=torch.float64), len(output)
+        return (output - target).square().sum(), len(output)
+
+    twin = copy.deepcopy(whole)
+    pieces = x.chunk(MICROBATCHES * member.shape.replicas)
+    total = sum(loss(whole(piece), piece)[0] for piece in pieces) / len(x)
+    assert isinstance(total, Tensor)
+    total.backward()
+    pipe = stretto.Pipeline(
+        list(twin), plan=member.plan("one_f_one_b"), loss=loss, mesh=member.mesh, timeout=30, **more
+    )
+    result = pipe.step(member.own(x), member.own(x))
+    pipe.close()
+    wrong = [] if abs(result.loss - float(total.detach())) < 1e-12 * result.loss else [f"the loss is {result.loss}"]
+    return wrong + differences(pipe, whole)
+
+
+def cut_models(mesh: DeviceMesh, sizes: Sizes, schedule: str, kind: str) -> list[str]:
+    """What differs from an uncut model of transformers."""
+    member, lm = Member(mesh, sizes), LM(kind)
+    model, (inputs, labels) = lm.model(num_hidden_layers=4), lm.batch(2 * MICROBATCHES * member.shape.replicas)
+    whole = copy.deepcopy(model)
+    with exact(kind):
+        loss, grads = uncut(whole, inputs, labels, MICROBATCHES * member.shape.replicas)
+        pipe = stretto.Pipeline(
+            stretto.cut(model), plan=member.plan(schedule), loss=transformers_loss, mesh=member.mesh, timeout=30
+        )
+        result = pipe.step({name: member.own(value) for name, value in inputs.items()}, member.own(labels))
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        parameter.grad = grads[name]
+    wrong = [] if abs(result.loss - loss) < 1e-10 * loss else [f"the loss is {result.loss}, not {loss}"]
+    wrong += differences(pipe, whole)
+    state = whole.state_dict()
+    wrong += [name for name, value in pipe.state_dict().items() if value.shape != state[name].shape]
+    pipe.load_state_dict(state)
+    pipe.close()
+    return wrong
+
+
+def waits(mesh: DeviceMesh, sizes: Sizes, schedule: str) -> tuple[list[str], int]:
+    """What made the host wait for the device in a step, under PyTorch's own watch; and how often rows were counted."""
+    member = Member(mesh, sizes)
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4, hidden_size=32, moe_intermediate_size=16)
+    torch.manual_seed(1)
+    model = CausalLM(config).to(DEVICE, torch.bfloat16)
+    pipe = stretto.Pipeline(model.layers(), plan=member.plan(schedule), loss=causal_lm_loss, mesh=member.mesh)
+    tokens, targets = (member.own(tensor) for tensor in batch(config, 2 * MICROBATCHES * member.shape.replicas))
+    for _ in range(2):
+        pipe.step(tokens, targets, check_finite=False)
+    torch.cuda.synchronize()
+    waited: list[str] = []
+    usual = Team.catch_up
+
+    def catch_up(team: Team, what: str) -> None:
+        waited.append(what)
+        usual(team, what)
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with mock.patch.object(Team, "catch_up", catch_up):
+            pipe.step(tokens, targets, check_finite=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    counted = sum(task.phase.startswith("counts") for task in pipe._binding.tasks)
+    pipe.close()
+    return waited, counted

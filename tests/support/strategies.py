@@ -21,6 +21,16 @@ def plans(draw: st.DrawFn, *, devices: int = 5, microbatches: int = 10) -> stret
     return schedule.make(devices=p, microbatches=m, **extra)
 
 
+@st.composite
+def mesh_plans(
+    draw: st.DrawFn, *, devices: int = 3, microbatches: int = 5, ep: int = 3, dp: int = 2, least_ep: int = 2
+) -> stretto.Plan:
+    """A plan on a mesh with several expert-parallel ranks; its dimensions come in any order."""
+    plan = draw(plans(devices=devices, microbatches=microbatches))
+    sizes = {"pp": plan.devices, "ep": draw(st.integers(least_ep, ep)), "dp": draw(st.integers(1, dp))}
+    return plan.on_mesh({name: sizes[name] for name in draw(st.permutations(list(sizes)))})
+
+
 costs = st.integers(1, 9)
 
 

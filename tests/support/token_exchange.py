@@ -40,7 +40,7 @@ class TokenExchange:
     def count(self, indices_TK: Tensor, experts: int) -> Counted:
         each = experts // self._ranks.size
         rank_TK = indices_TK // each
-        every_n = torch.arange(self._ranks.size)
+        every_n = torch.arange(self._ranks.size, device=indices_TK.device)
         goes_nT = (rank_TK[None] == every_n[:, None, None]).any(-1)
         rank_S, source_S = goes_nT.nonzero(as_tuple=True)
         here_SK = rank_TK[source_S] == rank_S[:, None]

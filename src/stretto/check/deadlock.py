@@ -10,23 +10,23 @@ from stretto.check.violation import Violation
 from stretto.program.columns import Bools, Ints, last_before, queue_edges
 from stretto.program.graph import Graph, need_edges, wait_graph
 from stretto.program.program import Program
-from stretto.program.task import Kind
+from stretto.program.task import COMPUTE, Kind
 
 
 def deadlock(program: Program, actions: Graph) -> Iterator[Violation]:
     """Check the actions alone first, by their `action_graph`, then the strictest machine we promise to run on.
 
-    On that machine, a device's host issues everything in order, computing as it goes, and the device moves one transfer
-    or sum at a time, in issue order. A transfer or sum is one node with all its ends: it takes place only when all its
-    devices have reached it.
+    On that machine, a device's host issues everything in order, computing as it goes. The device makes one transfer,
+    sum or exchange between expert-parallel ranks at a time, in issue order. Each of these is one node with all its
+    ends: it takes place only when all its devices have reached it.
     """
-    device, moving = program.device, program.joint
+    device, moving, compute = program.device, program.joint, program.compute
     strict = wait_graph(
         program,
         need_edges(program),
-        queue_edges(np.where(moving, -1, program.lane)),
+        queue_edges(np.where(moving & ~compute, -1, program.lane)),  # whole passes may exchange tokens, too
         queue_edges(np.where(moving, device, -1)),
-        _issued_after(program.compute, device),
+        _issued_after(compute, device),
     )
     graphs = [(actions, ""), (strict, " where transfers block until matched")]
     for graph, where in graphs[:1] if program.is_own else graphs:
@@ -121,6 +121,9 @@ def _wait(program: Program, waiting: int, awaited: int) -> str:
 
 def _name(program: Program, index: int) -> str:
     task = program.task(index)
+    if task.kind in COMPUTE and program.counterpart[index] >= 0:
+        ends = {program.device.item(end): end for end in program.ends(index)}
+        return f"{program.task(ends[min(ends)])} on devices {', '.join(map(str, sorted(ends)))}"
     if program.counterpart[index] < 0 or task.kind in (Kind.BROADCAST, Kind.REDUCE, Kind.CALL):
         return str(task) if program.counterpart[index] >= 0 else f"{task} on device {task.device}"
     send = task if task.lane.name == "send" else program.task(int(program.counterpart[index]))

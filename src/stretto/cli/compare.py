@@ -10,13 +10,13 @@ import typer
 
 from stretto.cli.console import err, number, out, print_table, working
 from stretto.cli.inputs import (
-    DEVICES,
     CostsOption,
     CostTable,
     Devices,
     Json,
     Layers,
     LowerOptions,
+    MeshOption,
     Microbatches,
     Offload,
     Overlap,
@@ -69,6 +69,7 @@ def compare(
     microbatches: Microbatches = None,
     stages_per_device: StagesPerDevice = None,
     overlap: Overlap = False,
+    mesh: MeshOption = None,
     costs: CostsOption = None,
     layers: Layers = None,
     offload: Offload = 0,
@@ -120,8 +121,9 @@ def compare(
     options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
     simulated = not names or not all(map(is_trace, names))  # whether costs and options apply to anything
     timelines, refused = {}, []
-    targets = _targets(names or [], Sizes(devices, microbatches, stages_per_device, overlap))
-    slices = _slices(targets, devices)
+    given = Sizes(devices, microbatches, stages_per_device, overlap, mesh)
+    targets = _targets(names or [], given)
+    slices = _slices(targets, given)
     for name, sizes in targets:
         label = name + " +overlap" * sizes.overlap
         with working(f"simulating {label}"):
@@ -197,7 +199,7 @@ def _fitted(timeline: Timeline, cores: int | None) -> Timeline:
 def _targets(names: list[str], sizes: Sizes) -> list[tuple[str, Sizes]]:
     """Return what to compare, each with the sizes that apply to it."""
     if names and sizes.given() and all(map(is_file, names)):
-        raise PlanError("files have their own sizes; --devices and the like go with a schedule's name")
+        raise PlanError("files have their own sizes; --devices, --mesh and the like go with a schedule's name")
     plain = replace(sizes, stages_per_device=None, overlap=False)
     targets = []
     for name in names or SCHEDULES:
@@ -214,11 +216,12 @@ def _targets(names: list[str], sizes: Sizes) -> list[tuple[str, Sizes]]:
     return targets
 
 
-def _slices(targets: list[tuple[str, Sizes]], devices: int | None) -> int:
-    """Return p, the number of slices of the model: the devices of named schedules, or of the first file."""
-    if devices is not None or not all(is_file(name) for name, _ in targets):
-        return max(1, DEVICES if devices is None else devices)
-    return read_program(Path(targets[0][0])).devices
+def _slices(targets: list[tuple[str, Sizes]], sizes: Sizes) -> int:
+    """Return p, the number of slices of the model: a pipeline's devices, of named schedules or of the first file."""
+    if sizes.given() or not all(is_file(name) for name, _ in targets):
+        return max(1, sizes.pipeline_devices)
+    placement = read_program(Path(targets[0][0])).placement
+    return placement.devices if placement.mesh is None else placement.mesh.pp
 
 
 def _compared(name: str, timeline: Timeline, costs: Costs, slices: int) -> Comparison:

@@ -13,6 +13,7 @@ from stretto.cli.console import err
 from stretto.costs import BYTES, Costs, load_costs, parse_costs
 from stretto.ir.errors import CostError, PlanError, ProgramError, TextError
 from stretto.ir.files import read_text
+from stretto.ir.mesh import MeshShape
 from stretto.ir.plan import Plan
 from stretto.ir.text import parse_plan_json
 from stretto.ir.units import parse_bytes
@@ -31,7 +32,17 @@ LARGEST = 20_000_000  # actions; above this, a machine runs out of memory first,
 
 Devices = Annotated[int | None, typer.Option("--devices", "-d", help="Pipeline devices (p). [default: 4]")]
 Microbatches = Annotated[
-    int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m). [default: 8]")
+    int | None,
+    typer.Option("--microbatches", "-m", help="Microbatches per step and pipeline (m). [default: 8]"),
+]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        help="Instead of --devices: pipelines side by side, e.g. pp=4,ep=2,dp=2, outermost first as in a DeviceMesh. "
+        "Each of the ep × dp pipelines of pp devices runs its own microbatches; along ep they share out the experts "
+        "of moe layers (--layers) and exchange tokens; stages that several devices hold sum their gradients.",
+    ),
 ]
 StagesPerDevice = Annotated[int | None, typer.Option(help="Stages per device (v), for interleaved. [default: 2]")]
 Overlap = Annotated[bool, typer.Option("--overlap", help="interleaved: Kimi K2's woven form.")]
@@ -42,7 +53,8 @@ CostsOption = Annotated[
         help="Times per stage (compare: per slice of the model), e.g. F=1,I=1,W=1,B=2,FB=3, or a TOML file, in which "
         "lists give a value each. "
         "B defaults to I+W, FB (a woven pair) to F+B. BW is the part of B that runs after the gradient is sent; "
-        "reduce is the sum of a stage's gradients over its devices, if it has several. Also sizes, e.g. "
+        "reduce is the sum of a stage's gradients over its devices, if it has several, and reduce_experts that of its "
+        "experts' on a mesh. Also sizes, e.g. "
         "activation_bytes=2GB.",
     ),
 ]
@@ -84,9 +96,28 @@ class Sizes:
     microbatches: int | None = None
     stages_per_device: int | None = None
     overlap: bool = False
+    mesh: str | None = None
 
     def given(self) -> bool:
         return self != Sizes()
+
+    @property
+    def shape(self) -> MeshShape | None:
+        """The shape of the mesh, if one is given."""
+        if self.mesh is None:
+            return None
+        shape = MeshShape.parse(self.mesh)
+        if self.devices is not None:
+            raise PlanError(f"give --devices or --mesh, whose pp is the number of devices (got {self.mesh!r:.40})")
+        if "pp" not in dict(shape.dimensions):
+            raise PlanError(f"--mesh has the number of pipeline devices as pp, e.g. pp=4,ep=2 (got {self.mesh!r:.40})")
+        return shape
+
+    @property
+    def pipeline_devices(self) -> int:
+        """The number of devices of a pipeline."""
+        shape = self.shape
+        return shape.pp if shape is not None else DEVICES if self.devices is None else self.devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +201,15 @@ def read_program(path: Path) -> Program:
 
 def make_plan(name: str, sizes: Sizes) -> Plan:
     schedule = schedule_named(name)
-    devices = DEVICES if sizes.devices is None else sizes.devices
+    devices, mesh = sizes.pipeline_devices, sizes.shape
     microbatches = 8 if sizes.microbatches is None else sizes.microbatches
     stages_per_device = schedule.stages_per_device if sizes.stages_per_device is None else sizes.stages_per_device
     if not schedule.variable and (sizes.stages_per_device is not None or sizes.overlap):
         raise PlanError(f"{schedule.name} takes no --stages-per-device and no --overlap; interleaved does")
-    if 3 * devices * stages_per_device * (microbatches + 2 * devices) > LARGEST:
-        raise PlanError(f"{devices} devices × {microbatches} microbatches is too large for the command line")
+    replicas = 1 if mesh is None else mesh.replicas
+    if 3 * devices * stages_per_device * (microbatches + 2 * devices) * replicas > LARGEST:
+        many = f" on {replicas} pipelines" if replicas > 1 else ""
+        raise PlanError(f"{devices} devices × {microbatches} microbatches{many} is too large for the command line")
     more = {"stages_per_device": stages_per_device, "overlap": sizes.overlap} if schedule.variable else {}
     plan = schedule.make(devices=devices, microbatches=microbatches, **more)
     if not isinstance(plan, Plan):
@@ -186,7 +219,7 @@ def make_plan(name: str, sizes: Sizes) -> Plan:
             f"{schedule.name} was to plan {devices} devices and {microbatches} microbatches, but its plan has "
             f"{plan.devices} and {plan.microbatches}"
         )
-    return plan
+    return plan if mesh is None else plan.on_mesh(mesh)
 
 
 def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, slices: int | None) -> Program:
@@ -206,7 +239,10 @@ def _lowered(name: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, sl
     plan = make_plan(name, sizes)
     if slices is not None:
         costs = costs.for_stages(plan.stages, devices=slices)
-    layers = None if options.layers is None else cut_layers(parse_layers(options.layers), stages=plan.stages)
+    ep = 1 if plan.placement.mesh is None else plan.placement.mesh.ep
+    layers = None if options.layers is None else cut_layers(parse_layers(options.layers, ep=ep), stages=plan.stages)
+    if ep > 1 and layers is None:
+        raise PlanError(f"on {ep} expert-parallel ranks, passes exchange tokens: give the model's --layers, e.g. moe*8")
     return lower(
         plan,
         layers=layers,
@@ -224,7 +260,7 @@ def _read_file(target: str, sizes: Sizes, options: LowerOptions) -> Program:
             f"as {target}"
         )
     if sizes.given():
-        raise PlanError(f"{target} has its own sizes; --devices and the like go with a schedule's name")
+        raise PlanError(f"{target} has its own sizes; --devices, --mesh and the like go with a schedule's name")
     return read_program(Path(target))
 
 

@@ -15,6 +15,7 @@ from stretto.cli.inputs import (
     Json,
     Layers,
     LowerOptions,
+    MeshOption,
     Microbatches,
     Offload,
     Overlap,
@@ -47,6 +48,7 @@ def show(
     microbatches: Microbatches = None,
     stages_per_device: StagesPerDevice = None,
     overlap: Overlap = False,
+    mesh: MeshOption = None,
     costs: CostsOption = None,
     layers: Layers = None,
     offload: Offload = 0,
@@ -83,7 +85,7 @@ def show(
 
       stretto show interleaved --overlap --layers 'moe*8' --costs examples/phases.toml --offload 1 --lanes
     """
-    sizes = Sizes(devices, microbatches, stages_per_device, overlap)
+    sizes = Sizes(devices, microbatches, stages_per_device, overlap, mesh)
     options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
     if name is None:
         if sizes.given() or options.given() or output or costs or lanes or transfers or width is not None:
@@ -168,6 +170,8 @@ def _write(
     match kind:
         case ".csv":
             plan = make_plan(name, sizes)
+            if plan.placement.mesh is not None:
+                raise PlanError(f"a .csv holds no mesh; write the order as .json (got {path})")
             write_text(path, str(lower(plan) if transfers else plan) + "\n")
         case ".json":
             make_plan(name, sizes).save(path)

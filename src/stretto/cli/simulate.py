@@ -13,6 +13,7 @@ from stretto.cli.inputs import (
     Json,
     Layers,
     LowerOptions,
+    MeshOption,
     Microbatches,
     Offload,
     Overlap,
@@ -38,6 +39,7 @@ def simulate(
     microbatches: Microbatches = None,
     stages_per_device: StagesPerDevice = None,
     overlap: Overlap = False,
+    mesh: MeshOption = None,
     costs: CostsOption = None,
     layers: Layers = None,
     offload: Offload = 0,
@@ -73,7 +75,7 @@ def simulate(
     Costs are per stage: with two stages per device, halve them to compare with one.
 
     bubble is the makespan minus busy. exposed is idle time spent waiting for a running transfer, comm
-    for a running dispatch or combine, copy for a running copy to or from host memory. For a measured
+    for a running dispatch, combine or count of tokens, copy for a running copy to or from host memory. For a measured
     trace, host late is idle time because a host had not issued the next task. activations, I to W
     (passes between I and W) and bytes are peaks.
 
@@ -90,10 +92,12 @@ def simulate(
 
       stretto simulate interleaved --overlap --layers 'embedding,moe*14,loss' --costs examples/phases.toml
 
+      stretto simulate dualpipev --mesh pp=4,ep=2 --layers 'moe*8' --costs examples/phases.toml
+
       stretto simulate weight_update --devices 8 --size 1000GB --bucket 4GB --h2d 50GB/s --mode overlap_all
     """
     table = read_costs(costs)
-    sizes = Sizes(devices, microbatches, stages_per_device, overlap)
+    sizes = Sizes(devices, microbatches, stages_per_device, overlap, mesh)
     options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
     update = UpdateOptions(size=size, bucket=bucket, h2d=h2d, broadcast=broadcast, reload=reload, mode=mode)
     if is_weight_update(name):
@@ -124,7 +128,7 @@ def _print(summary: Summary, timeline: Timeline) -> None:
     recorded = timeline.issued is not None
     rows = [
         [
-            str(index),
+            timeline.program.placement.device_name(index),
             number(device.busy),
             number(device.span),
             number(device.bubble),

@@ -8,12 +8,15 @@ import msgspec
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one per stage."""
 
+Loads: TypeAlias = tuple[float | tuple[float, ...], ...]
+"""A number for each expert-parallel rank, or one for each of its microbatches."""
+
 Unit: TypeAlias = Literal["s"] | None
 """The unit of times: seconds, or None for any unit of the user's choice."""
 
 LANES = ("compute", "comm", "host", "send", "recv", "d2h", "h2d", "reduce", "broadcast", "reload")
 """The names of lanes that a `SharedResource` may list."""
-TIMES = ("F", "B", "I", "W", "FB", "BW", "R", "reduce")
+TIMES = ("F", "B", "I", "W", "FB", "BW", "R", "reduce", "reduce_experts")
 BYTES = (
     "activation_bytes",
     "offload_bytes",

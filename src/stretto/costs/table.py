@@ -6,7 +6,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.costs.parts import BYTES, PASSES, TIMES, BucketTimes, Link, PerStage, PhaseTimes, SharedResource, Unit
+from stretto.costs.parts import (
+    BYTES,
+    PASSES,
+    TIMES,
+    BucketTimes,
+    Link,
+    Loads,
+    PerStage,
+    PhaseTimes,
+    SharedResource,
+    Unit,
+)
 from stretto.costs.validate import link_ends, validate
 from stretto.ir.errors import CostError
 
@@ -35,10 +46,16 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Recompute of what a forward discarded; F unless given."""
     reduce: PerStage = 0.0
     """The sum of a stage's gradients over its devices, if it lives on several."""
+    reduce_experts: PerStage = 0.0
+    """The same for its experts, if they are shared out among expert-parallel ranks: `reduce` is then that of the
+    rest."""
     reduce_tied: float = 0.0
     """The same for weights that stages share."""
     slowdown: tuple[float, ...] | None = None
     """A factor on all compute times, per device."""
+    loads: Loads | None = None
+    """A factor on the times of expert-parallel ranks from a layer's dispatch to its combine, for uneven routing: one
+    entry for each rank, which is a number, or a list with a number for each of a replica's microbatches."""
     link: Link = Link()
     links: dict[str, Link] = {}
     """Links that differ from `link`, by "source>target" device, e.g. "3>4"."""
@@ -74,9 +91,10 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         save_costs(self, path)
 
     def __post_init__(self) -> None:
-        for name in (*TIMES, *BYTES, "slowdown"):
-            if isinstance(value := getattr(self, name), list):
-                msgspec.structs.force_setattr(self, name, tuple(value))
+        for name in (*TIMES, *BYTES, "slowdown", "loads"):
+            if isinstance(value := getattr(self, name), list | tuple):
+                value = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
+                msgspec.structs.force_setattr(self, name, value)
         validate(self)
 
     def per_stage(self, name: str, *, stages: int) -> NDArray[np.float64]:
@@ -112,6 +130,18 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def device_factors(self, *, devices: int) -> NDArray[np.float64]:
         return _spread("slowdown", 1.0 if self.slowdown is None else self.slowdown, devices, "devices")
+
+    def load_factors(self, *, ranks: int, microbatches: int) -> NDArray[np.float64]:
+        """Return `loads` for each expert-parallel rank and each of a replica's microbatches."""
+        loads = (1.0,) * ranks if self.loads is None else self.loads
+        if len(loads) != ranks:
+            raise CostError(f"loads has {len(loads)} entries, but the plan has {ranks} expert-parallel ranks")
+        for load in loads:
+            if isinstance(load, tuple) and len(load) != microbatches:
+                raise CostError(
+                    f"loads has a list of {len(load)} entries, but each replica has {microbatches} microbatches"
+                )
+        return np.stack([np.broadcast_to(np.asarray(load, dtype=np.float64), (microbatches,)) for load in loads])
 
     def for_stages(self, stages: int, *, devices: int) -> "Costs":
         """Return the costs of the same model cut into this many stages.

@@ -26,6 +26,12 @@ def validate(costs: Any) -> None:
             raise CostError(f"slowdown is a list with a factor for each device (got {costs.slowdown!r:.40})")
         for number in costs.slowdown:
             _validate_number("slowdown", number)
+    if costs.loads is not None:
+        if not isinstance(costs.loads, tuple) or not costs.loads or () in costs.loads:
+            raise CostError(f"loads is a list with an entry for each expert-parallel rank (got {costs.loads!r:.40})")
+        for load in costs.loads:
+            for number in load if isinstance(load, tuple) else (load,):
+                _validate_number("loads", number)
     for name in ("links", "phases", "calls", "shared"):
         table = getattr(costs, name)
         if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):

@@ -17,7 +17,7 @@ from stretto.timeline import Timeline
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHTS = "#f5a742", "#2e8b57", "#a3dca7", "#7fb2e5"
 _RECOMPUTE, _EXPERTS, _TRANSFER, _OUT, _IN = "#c9b18a", "#ffe070", "#9bd0c4", "#c3b1e1", "#8f79c2"
-_REDUCE, _LATE = "#e39a9a", "#d62728"
+_REDUCE, _LATE, _WAIT = "#e39a9a", "#d62728", "#b0b0b0"
 _CALLS = ("#f5a742", "#7fb2e5", "#a3dca7", "#c3b1e1", "#ffe070", "#9bd0c4", "#e39a9a", "#c9b18a")
 _COLOUR = {
     Kind.F: _FORWARD,
@@ -38,6 +38,7 @@ _LEGEND = {
     "Backward for weights": _WEIGHTS,
     "Recompute": _RECOMPUTE,
     "Expert dispatch and combine": _EXPERTS,
+    "Host waits for sizes": _WAIT,
     "Pipeline transfer": _TRANSFER,
     "Offload": _OUT,
     "Onload": _IN,
@@ -78,7 +79,9 @@ def draw_figure(timeline: Timeline, path: str | Path, *, number_up_flow: bool = 
         write_labels(axes, boxes, points=72 * width / timeline.makespan)
         bare(axes, length=timeline.makespan, rows=count)
         labels = [
-            label for device in range(program.devices) for label in (f"Device {device} {rows[0]}".strip(), *rows[1:])
+            label
+            for device in map(program.placement.device_name, range(program.devices))
+            for label in (f"Device {device} {rows[0]}".strip(), *rows[1:])
         ]
         axes.set_yticks(np.arange(count) + 0.5, labels)
         if lanes:
@@ -119,7 +122,8 @@ def _colours(program: Program) -> dict[str, str]:
 def boxes_of(timeline: Timeline, *, lanes: bool = False, number_up_flow: bool = False) -> Iterator[Box]:
     """Yield the boxes of each task, in its device's only row or, with `lanes`, in the row of its lane."""
     placement = timeline.program.placement
-    numbered = placement.microbatches // (1 if number_up_flow else len(placement.routes))
+    every = placement.microbatches // placement.replicas
+    ways = 1 if number_up_flow else len(placement.routes) // placement.replicas
     rows = len(rows_of(timeline)) if lanes else 1
     colours = _colours(timeline.program)
     for item in shown(timeline):
@@ -129,18 +133,20 @@ def boxes_of(timeline: Timeline, *, lanes: bool = False, number_up_flow: bool = 
                 name = item.task.phase
                 yield Box(row, item.start, item.end - item.start, colours[family(name)], name)
             else:
-                yield from _boxes(item, row, numbered)
+                yield from _boxes(item, row, every, every // ways)
     for gap in host_late(timeline):  # after the tasks, whose edges would hide short gaps
         row = gap.device * rows + (gap.row if lanes else 0)
         yield Box(row + 0.4, gap.start, gap.end - gap.start, _LATE, height=0.2, thin=True)
 
 
-def _boxes(it: Shown, row: float, numbered: int) -> Iterator[Box]:
-    """Yield one box, or two for a pair: a third forward, two thirds backward. Concurrent tasks share a row's height."""
+def _boxes(it: Shown, row: float, every: int, numbered: int) -> Iterator[Box]:
+    """Yield one box, or two for a pair: a third forward, two thirds backward. Concurrent tasks share a row's height.
+    Of every so many microbatches, those of a replica, the first `numbered` show their number.
+    """
     task, length = it.task, it.end - it.start
 
     def number(microbatch: int) -> str:
-        return str(microbatch) if microbatch < numbered else ""
+        return str(microbatch) if microbatch % every < numbered else ""
 
     if task.backward is not None:
         yield Box(row, it.start, length / 3, _FORWARD, number(task.microbatch))
@@ -153,6 +159,8 @@ def _boxes(it: Shown, row: float, numbered: int) -> Iterator[Box]:
             yield Box(row, it.start, length, _COLOUR[task.kind], number(task.microbatch), dark=dark)
         case "comm":
             yield Box(row, it.start, length, _EXPERTS, height=0.5)
+        case "host":
+            yield Box(row, it.start, length, _WAIT)
         case "reduce":
             yield Box(row, it.start, length, _REDUCE, str(task.stage))
         case "send" | "recv":

@@ -1,4 +1,4 @@
-"""Which tasks are shown, and in which of their device's rows: computation, communication, offload, sums."""
+"""Which tasks are shown, and in which of their device's rows: computation, communication, waits, offload, sums."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ _ROWS = {
     "comm": ROWS[1],
     "send": ROWS[1],
     "recv": ROWS[1],
+    "host": "Host",
     "d2h": ROWS[2],
     "h2d": ROWS[2],
     "reduce": "Reduce",
 }
 _UPDATE_ROWS = {"h2d": "H2D", "broadcast": "Broadcast", "reload": "Reload"}
-_SHORT = {"attn": "Attn", "mlp": "MLP", "dispatch": "EP-D", "combine": "EP-C"}
+_SHORT = {"attn": "Attn", "mlp": "MLP", "dispatch": "EP-D", "combine": "EP-C", "counts": "EP-N"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ _SHADES = {  # two of each, so that neighbours differ
     "R": ("on #d98c5f", "on #e5ab89"),
     "D": ("on #ffe070", "on #fff0b3"),
     "C": ("on #e6c84d", "on #f0dc8c"),
+    "N": ("on #d9d0a0", "on #e8e2c4"),
     "S": ("on #fdbe85", "on #fdd0a2"),
     ">": ("on #9bd0c4", "on #b9e0d8"),
     "<": ("on #9bd0c4", "on #b9e0d8"),
@@ -46,6 +47,8 @@ _MEANING = {
     "R": "recompute",
     "D": "dispatch",
     "C": "combine",
+    "N": "counts of rows to be dispatched",
+    "H": "the host waits for them",
     ">": "send",
     "<": "receive",
     "O": "offload",
@@ -131,8 +134,9 @@ class _Grid:
         program = timeline.program
         lanes = lanes or program.is_update or program.is_own
         names = [f" {name}" for name in rows_of(timeline)] if lanes else [""]
-        digits, longest = len(str(program.devices - 1)), max(map(len, names))
-        labels = [f"{device:>{digits}}{name:<{longest}} " for device in range(program.devices) for name in names]
+        devices = [program.placement.device_name(device) for device in range(program.devices)]
+        digits, longest = max(map(len, devices)), max(map(len, names))
+        labels = [f"{device:>{digits}}{name:<{longest}} " for device in devices for name in names]
         visible = [item for item in shown(timeline) if lanes or item.task.lane.name == "compute"]
         if not visible or timeline.makespan <= 0:
             return _Grid([(label, []) for label in labels], 0)
@@ -164,7 +168,9 @@ class _Grid:
 def _letter(task: Task) -> str:
     match task.lane.name:
         case "comm":
-            return "C" if task.phase.startswith("combine") else "D"
+            return {"combine": "C", "counts": "N"}.get(task.phase.rstrip("0123456789"), "D")
+        case "host" if task.kind is not Kind.CALL:
+            return "H"
         case "send" | "recv":
             return ">" if task.lane.name == "send" else "<"
         case _ if task.kind is Kind.CALL:

@@ -9,6 +9,7 @@ from typing import Any
 from stretto.ir.errors import PlanError
 
 NAMES = ("pp", "ep", "dp")
+_MOST_DEVICES = 2**20
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,24 @@ class MeshShape:
                 f'a mesh has sizes of at least 1 for "pp", "ep" and "dp", such as {{"pp": 4, "ep": 2}} '
                 f"(got {sizes!r:.80})"
             )
+        if prod(sizes.values()) > _MOST_DEVICES:
+            raise PlanError(f"a mesh has at most {_MOST_DEVICES:,} devices (got {prod(sizes.values()):,})")
         return MeshShape(tuple(sizes.items()))
+
+    @staticmethod
+    def parse(text: str) -> "MeshShape":
+        """Read a shape as it prints.
+
+        >>> str(MeshShape.parse("pp=4, ep=2"))
+        'pp=4,ep=2'
+        """
+        sizes: dict[str, int] = {}
+        for word in text.split(","):
+            name, _, size = (side.strip() for side in word.partition("="))
+            if name not in NAMES or name in sizes or not (size.isascii() and size.isdecimal() and len(size) < 8):
+                raise PlanError(f"a mesh is written as pp=4,ep=2,dp=2, outermost dimension first (got {text!r:.40})")
+            sizes[name] = int(size)
+        return MeshShape.of(sizes)
 
     @property
     def devices(self) -> int:
@@ -68,6 +86,15 @@ class MeshShape:
     def place(self, device: int) -> tuple[int, int]:
         """Return a device's place along "pp", and its replica."""
         return self._places[device]
+
+    def place_text(self, device: int) -> str:
+        """Return a device's coordinates along the dimensions with several places, in words.
+
+        >>> MeshShape.of({"pp": 4, "ep": 2}).place_text(3)
+        'pp 1, ep 1'
+        """
+        coordinates = self._coordinates[device]
+        return ", ".join(f"{name} {coordinates[name]}" for name, size in self.dimensions if size > 1)
 
     def ep_rank(self, replica: int) -> int:
         """Return a replica's place along "ep"."""

@@ -32,6 +32,10 @@ class Placement:
             raise PlanError(
                 f"{self.microbatches} microbatches cannot be shared equally among {len(self.routes)} routes"
             )
+        if self.mesh is not None and not self._fits(self.mesh):
+            raise PlanError(
+                f"the routes are not those of the pipelines of a mesh {self.mesh} (got {self.routes!r:.60})"
+            )
 
     @property
     def stages(self) -> int:
@@ -69,6 +73,26 @@ class Placement:
             for route in self.routes
         )
         return Placement(routes, self.microbatches * mesh.replicas, mesh)
+
+    def device_name(self, device: int) -> str:
+        """Return a device's number, with its place if there is a mesh of several pipelines.
+
+        >>> placement = looped(devices=2, stages_per_device=1, microbatches=2)
+        >>> placement.device_name(1), placement.on_mesh(MeshShape.of({"pp": 2, "ep": 2})).device_name(1)
+        ('1', '1 (pp 0, ep 1)')
+        """
+        if self.mesh is None or self.mesh.replicas == 1 or not 0 <= device < self.mesh.devices:
+            return str(device)
+        return f"{device} ({self.mesh.place_text(device)})"
+
+    def _fits(self, mesh: MeshShape) -> bool:
+        """Return whether each replica of a mesh has equally many routes, all through its own devices."""
+        ways, rest = divmod(len(self.routes), mesh.replicas)
+        return not rest and all(
+            0 <= device < mesh.devices and mesh.place(device)[1] == number // ways
+            for number, route in enumerate(self.routes)
+            for device in route
+        )
 
     def route(self, microbatch: int) -> int:
         return microbatch * len(self.routes) // self.microbatches

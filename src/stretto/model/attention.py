@@ -55,4 +55,4 @@ class MultiheadLatentAttention(nn.Module):
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_NTD)))  # type: ignore[no-any-return]
 
     def _by_head(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], self._heads, -1).transpose(1, 2)
+        return x.view(*x.shape[:2], self._heads, x.shape[-1] // self._heads).transpose(1, 2)

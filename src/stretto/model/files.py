@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.ir.errors import one_line
 from stretto.ir.files import read_text, write_text
 from stretto.model.causal_lm import CausalLM
 from stretto.model.config import ModelConfig, ModelError
+from stretto.moe.experts import Experts
 
 _INDEX = "model.safetensors.index.json"
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -28,6 +29,8 @@ class HasState(Protocol):
     """A model, a layer, or a `Pipeline`: its state has Hugging Face's names."""
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
 
 
 def from_pretrained(
@@ -50,19 +53,21 @@ def from_pretrained(
 def load_weights(target: HasState, folder: str | Path) -> None:
     """Read the weights of a model, of a layer, or of this rank's part of a `Pipeline`, each into its own dtype.
 
-    Experts are stored one by one and stacked here; weights stored in FP8 with scales are multiplied out.
+    Experts are stored one by one and stacked here, those that this rank holds; weights stored in FP8 with scales are
+    multiplied out.
     """
     tensors = dict(target.state_dict())
     if any(tensor.is_meta for tensor in tensors.values()):
         raise ModelError("the model is on the meta device; give it memory first, with to_empty(device=...)")
     is_tied = ModelConfig.load(folder).tie_word_embeddings
+    holders = {weight.data_ptr(): experts for experts in _divided(target) for weight in experts.parameters()}
     with _Checkpoint(Path(folder)) as checkpoint, torch.no_grad():
         stored = {name: name if checkpoint.has(name) else _stored_as(name, head=is_tied) for name in tensors}
         missing = [name for name in tensors if not checkpoint.has(stored[name])]
         if missing:
             raise ModelError(f"{folder} lacks {len(missing)} tensors of the model, such as {missing[0]}")
         for name in sorted(tensors):
-            value = checkpoint.read(stored[name])
+            value = checkpoint.read(stored[name], holders.get(tensors[name].data_ptr()))
             if tensors[name].is_floating_point() and value.dtype not in _PLAIN:
                 raise ModelError(
                     f"{folder}: {name} is stored as {str(value.dtype).removeprefix('torch.')} without scales per block"
@@ -78,6 +83,11 @@ def _stored_as(name: str, *, head: bool) -> str:
     """Return the name under which a tied tensor is stored. `head` tells whether the head is tied to the embedding."""
     tied = re.fullmatch(r"model\.layers\.\d+\.embed_tokens\.weight", name) or (head and name == "lm_head.weight")
     return "model.embed_tokens.weight" if tied else name
+
+
+def _divided(target: HasState) -> list[Experts]:
+    """Return the experts of which other ranks hold the rest."""
+    return [module for module in target.modules() if isinstance(module, Experts) and module.ranks > 1]
 
 
 class _Checkpoint:
@@ -96,15 +106,21 @@ class _Checkpoint:
     def has(self, name: str) -> bool:
         return all(part in self._file_of for part in self._parts(name))
 
-    def read(self, name: str) -> Tensor:
-        """Read a tensor; the experts' from one for each expert."""
+    def read(self, name: str, holder: Experts | None = None) -> Tensor:
+        """Read a tensor; the experts' from one for each expert. With a `holder`, read only those that it holds."""
         parts = self._parts(name)
         if len(parts) == 1:
-            return self._one(parts[0])
-        if not name.endswith("gate_up_proj"):
-            return torch.stack([self._one(part) for part in parts])
-        pairs = zip(parts[0::2], parts[1::2], strict=True)
-        return torch.stack([torch.cat([self._one(gate), self._one(up)]) for gate, up in pairs])
+            whole = self._one(parts[0])
+            return whole if holder is None else whole[self._held(name, len(whole), holder)]
+        kinds = 2 if name.endswith("gate_up_proj") else 1
+        experts = [parts[k : k + kinds] for k in range(0, len(parts), kinds)]
+        held = experts if holder is None else experts[self._held(name, len(experts), holder)]
+        return torch.stack([torch.cat([self._one(part) for part in kind]) for kind in held])
+
+    def _held(self, name: str, stored: int, holder: Experts) -> slice:
+        if stored != holder.total:
+            raise ModelError(f"{self._folder}: {name} has {stored} experts, not {holder.total}")
+        return slice(holder.first, holder.first + len(holder.down_proj))
 
     def _parts(self, name: str) -> list[str]:
         match = _EXPERTS.fullmatch(name)
@@ -178,6 +194,11 @@ def save_pretrained(model: CausalLM, folder: str | Path, *, shard_bytes: int = 5
         raise ModelError(
             f"save_pretrained takes a CausalLM (got {type(model).__name__}); docs/training.md says how to collect the "
             "weights of a Pipeline in one"
+        )
+    for experts in _divided(model):
+        raise ModelError(
+            f"this model holds {len(experts.down_proj)} of {experts.total} experts of a layer; collect those of all "
+            "ranks in a whole model first"
         )
     folder = Path(folder)
     try:

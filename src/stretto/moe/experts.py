@@ -103,6 +103,8 @@ class Experts(nn.Module):
 
     def run_sorted(self, product: Product, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         self.exchanging()  # raises if these are not all experts
+        if len(counts_E) != len(self.down_proj):
+            raise PipelineError(f"{len(self.down_proj)} experts need as many counts of rows (got {len(counts_E)})")
         gate, up = product(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
         return product(self.act_fn(gate) * up, self.down_proj, counts_E)
 
@@ -110,6 +112,16 @@ class Experts(nn.Module):
         experts, features, hidden = self.down_proj.shape
         shared = f" of {self.total}" if self.ranks > 1 else ""
         return f"experts={experts}{shared}, features={features}, hidden={hidden}"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        """Load this rank's share, or its part of the state of all experts."""
+        if self.ranks > 1:
+            share = slice(self.first, self.first + len(self.down_proj))
+            state_dict = state_dict.copy()
+            for name in (prefix + own for own in self._parameters):
+                if name in state_dict and state_dict[name].shape[:1] == (self.total,):
+                    state_dict[name] = state_dict[name][share]
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "exchange"}

@@ -102,6 +102,33 @@ def leaves_of(roots: Iterable[Node], ends: Collection[Node]) -> list[Tensor]:
     return leaves
 
 
+def depending(result: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Return a result whose backward runs through all of these tensors, with zeros for those it does not depend on."""
+    nodes = {tensor.grad_fn: tensor for tensor in tensors if tensor.grad_fn is not None}
+    seen, open_ = set[Node](), [] if result.grad_fn is None else [result.grad_fn]
+    while open_:
+        node = open_.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in nodes:
+            open_ += [following for following, _ in node.next_functions if following is not None]
+    missing = [tensor for node, tensor in nodes.items() if node not in seen]
+    return _Depending.apply(result, *missing) if missing else result  # type: ignore[no-untyped-call]
+
+
+class _Depending(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *missing: Tensor) -> Tensor:
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in missing]
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return (grad, *zeros)
+
+
 def run_segment(
     function: Callable[[Value], Value], inputs: Tree, anchor: Tensor, who: str = "a layer"
 ) -> tuple[Tree, Segment]:

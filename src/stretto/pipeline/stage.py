@@ -22,7 +22,7 @@ from stretto.pipeline.phases import bypassed, has_hooks, is_phased
 from stretto.pipeline.pytree import Tree, Value, take_apart, tensors_of
 from stretto.pipeline.recompute import Sites, Table
 from stretto.pipeline.rng import Generators, RngKey
-from stretto.pipeline.segments import Grads, Segment, call, leaves_of, run_segment, settled
+from stretto.pipeline.segments import Grads, Segment, call, depending, leaves_of, run_segment, settled
 from stretto.pipeline.split_backward import Deferral
 from stretto.pipeline.weight_gradients import WeightGradient, add_together
 from stretto.program.anatomy import Anatomy
@@ -83,7 +83,7 @@ class Stage:
         self._functions = self._parts(anatomy)
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
         self._forward_of = anatomy.forward_steps[index]
-        self._joint = [part.phase.is_joint and exchange is not None for part in anatomy.forward[index]]
+        self._joint = [anatomy.is_joint(index, part) for part in anatomy.forward[index]]
         self._experts = [module for module in self._module.modules() if isinstance(module, Experts)]
         self._exchange = exchange
         self._passes: dict[int, _Pass] = {}
@@ -348,7 +348,7 @@ class Stage:
             result = loss(out)
             if result.grad_fn is not None:
                 self._adopt(result, tensors_of(out), loss)
-            return result
+            return depending(result, tensors_of(out)) if self._joint[part] else result
 
         return with_loss
 

@@ -20,6 +20,20 @@ def bare_waits(passes: Passes, order: Sequence[Token]) -> list[int]:
     return bare
 
 
+def early_counts(passes: Passes, order: Sequence[Token]) -> tuple[Token, ...]:
+    """Return the order with communication that the host will wait for issued before compute of the other pass that
+    stands right before it. Times stay the same, and that compute hides the wait.
+    """
+    run, early = Run(passes), list(order)
+    for wait in [token for token in order if run.step(token).lane == "host" and token.number]:
+        awaited = Token(wait.of, wait.number - 1)
+        place = early.index(awaited)
+        while run.step(awaited).lane == "comm" and place and _hides(run, wait, early[place - 1]):
+            early[place - 1 : place + 1] = awaited, early[place - 1]
+            place -= 1
+    return tuple(early)
+
+
 def covered(passes: Passes, order: Sequence[Token]) -> tuple[Token, ...]:
     """Return the order with the next compute of the other pass moved before each wait that lacks it."""
     run = Run(passes)

@@ -10,7 +10,7 @@ from stretto.program.anatomy import Anatomy
 from stretto.program.columns import Bools, Ints, TaskColumns, grouped
 from stretto.program.experts import joint_passes
 from stretto.program.index import TaskIndex
-from stretto.program.task import RECEIVES, SENDS, UPDATES, Kind, Lane, Task
+from stretto.program.task import COMPUTE, RECEIVES, SENDS, UPDATES, Kind, Lane, Task
 
 _KINDS = tuple(Kind)
 
@@ -71,6 +71,11 @@ class Program:
     def on_lane(self, name: str) -> Bools:
         """Return a mask of the tasks on lanes of this name."""
         return np.array([lane.name == name for lane in self.lanes])[self.lane]
+
+    @property
+    def exchange(self) -> Bools:
+        """Which tasks send tokens to experts and back, or wait for the sizes of that."""
+        return self.on_lane("comm") | (self.on_lane("host") & self.work.among(COMPUTE))
 
     @property
     def moving(self) -> Bools:

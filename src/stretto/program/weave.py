@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
-from stretto.program.host_waits import bare_waits, covered, late_waits
+from stretto.program.host_waits import bare_waits, covered, early_counts, late_waits
 from stretto.program.passes import Passes, Run, Step, Token
 
 
@@ -29,6 +29,7 @@ def weave(passes: Passes) -> tuple[Token, ...]:
     ]
     if not any(step.lane == "host" for step in passes.forward + passes.backward):
         return min(orders, key=lambda order: (passes.length(order), _gradient_leaves(passes, order)))
+    orders = [early_counts(passes, order) for order in orders]
     orders += [covered(passes, order) for order in orders]
     best = min(orders, key=lambda o: (passes.length(o), len(bare_waits(passes, o)), _gradient_leaves(passes, o)))
     return late_waits(passes, best)

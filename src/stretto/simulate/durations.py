@@ -6,14 +6,16 @@ import numpy as np
 
 from stretto.costs import Costs, Link, link_ends
 from stretto.ir.errors import CostError
+from stretto.program.experts import expert_steps
+from stretto.program.graph import leaders
 from stretto.program.program import Program
-from stretto.program.task import COPIES, UPDATES, WEIGHTS, Kind
+from stretto.program.task import COPIES, EXPERT_SUM, UPDATES, WEIGHTS, Kind
 from stretto.program.timing import part_times
 from stretto.timeline.memory import Floats
 
 
 def durations(program: Program, costs: Costs) -> Floats:
-    """Return the time of each task; all ends of a transfer or broadcast take the same time."""
+    """Return the time of each task; all ends of a transfer or collective take the same time, the longest of any."""
     stages, devices = program.placement.stages, program.devices
     costs.validate(stages=stages, devices=devices, recompute=program.recomputes)
     work = program.work
@@ -31,6 +33,10 @@ def durations(program: Program, costs: Costs) -> Floats:
     with np.errstate(over="ignore"):  # simulate() rejects a step of infinite length
         time = _whole_times(program, costs) if program.anatomy.is_whole else _part_times(program, costs)
         time *= costs.device_factors(devices=devices)[program.device]  # transfers are still 0 here
+        if costs.loads is not None:
+            time *= _loads(program, costs)
+        if program.anatomy.experts:
+            time = _longest(program, time)
         time += _transfer_times(program, costs)
     if (copies := np.flatnonzero(work.among(COPIES))).size:
         size = costs.leaving_bytes(stages=stages, recompute=program.recomputes)
@@ -39,6 +45,9 @@ def durations(program: Program, costs: Costs) -> Floats:
     sums = work.kind == Kind.REDUCE
     reduce = costs.per_stage("reduce", stages=stages)
     time[sums] = np.where(work.part > 0, costs.reduce_tied, reduce[work.stage])[sums]
+    if program.anatomy.experts:
+        of_experts = np.flatnonzero(sums & (work.part == EXPERT_SUM))
+        time[of_experts] = costs.per_stage("reduce_experts", stages=stages)[work.stage[of_experts]]
     return time
 
 
@@ -86,6 +95,37 @@ def _part_times(program: Program, costs: Costs) -> Floats:
         task = np.flatnonzero(work.among(kinds))
         time[task] = times[of][rows[work.stage[task]] + work.part[task]]
     return time
+
+
+def _loads(program: Program, costs: Costs) -> Floats:
+    """Return the factor on each task's time that comes from how many tokens its rank's experts got."""
+    placement, anatomy, work = program.placement, program.anatomy, program.work
+    if placement.mesh is None or not anatomy.experts:
+        raise CostError("loads are of experts on several ranks, but the plan has none; put it on a mesh with ep")
+    if anatomy.is_whole:
+        raise CostError("loads are of phases from dispatch to combine, but the program has none; give its layers")
+    each = placement.microbatches // placement.replicas
+    factors = costs.load_factors(ranks=placement.mesh.ep, microbatches=each)
+    ranks = np.array([placement.mesh.ep_rank(replica) for replica in range(placement.replicas)])
+    forward, backward, weight = expert_steps(anatomy)
+    loads = np.ones(len(program))
+    for kinds, inside, rows in (
+        ((Kind.F,), forward, anatomy.forward_rows),
+        ((Kind.B, Kind.I, Kind.RECOMPUTE), backward, anatomy.backward_rows),
+        (WEIGHTS, weight, anatomy.weight_rows),
+    ):
+        task = np.flatnonzero(work.among(kinds))
+        task = task[inside[rows[work.stage[task]] + work.part[task]]]
+        replica, microbatch = np.divmod(work.microbatch[task], each)
+        loads[task] = factors[ranks[replica], microbatch]
+    return loads
+
+
+def _longest(program: Program, time: Floats) -> Floats:
+    """Return the longest time among the ends of each task."""
+    leader, longest = leaders(program), time.copy()
+    np.maximum.at(longest, leader, time)
+    return longest[leader]
 
 
 def _transfer_times(program: Program, costs: Costs) -> Floats:

@@ -3,12 +3,13 @@
 import msgspec
 import numpy as np
 
-from stretto.costs import Costs, Link, PhaseTimes, family
+from stretto.costs import Costs, Link, PerStage, PhaseTimes, family
 from stretto.ir.errors import CostError
 from stretto.program.columns import Bools
+from stretto.program.graph import leaders
 from stretto.program.program import Program
 from stretto.program.sums import reduces
-from stretto.program.task import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Kind
+from stretto.program.task import BACKWARDS, EXPERT_SUM, FORWARDS, SENDS, WEIGHTS, Kind
 from stretto.timeline.memory import Floats
 from stretto.timeline.timeline import Timeline
 
@@ -17,8 +18,9 @@ def fit(timeline: Timeline) -> Costs:
     """Fit costs to a timeline: the median time of each kind of task over microbatches, per stage or per phase.
 
     Times that the plan does not separate are split: a full backward without its own weight part is half I, half W.
-    All transfers share one latency, the median of their times from when both ends were ready. Sums over devices are
-    timed the same way. In a user's own program, calls whose names differ only by a number share one time.
+    All transfers share one latency, the median of their times from when both ends were ready. Sums over devices, and
+    exchanges between expert-parallel ranks, are timed the same way. Loads of ranks are not fitted. In a user's own
+    program, calls whose names differ only by a number share one time.
 
     >>> from stretto import simulate
     >>> from stretto.schedules import one_f_one_b
@@ -30,11 +32,24 @@ def fit(timeline: Timeline) -> Costs:
         raise CostError("a weight update has no costs of stages to be fitted")
     if program.is_own:
         return Costs(calls=_calls(timeline), unit=timeline.unit)
-    length = timeline.end - timeline.start
+    length = _lengths(timeline)
     link = Link(latency=_transfer(timeline))
-    reduce, tied = _sums(timeline)
+    reduce, experts, tied = _sums(timeline)
     costs = _passes(program, length) if program.anatomy.is_whole else Costs(phases=_phases(program, length))
-    return msgspec.structs.replace(costs, link=link, reduce=reduce, reduce_tied=tied, unit=timeline.unit)
+    return msgspec.structs.replace(
+        costs, link=link, reduce=reduce, reduce_experts=experts, reduce_tied=tied, unit=timeline.unit
+    )
+
+
+def _lengths(timeline: Timeline) -> Floats:
+    """Return each task's time. What expert-parallel ranks run together counts from when the last of them was ready."""
+    program, length = timeline.program, timeline.end - timeline.start
+    task = np.flatnonzero(program.exchanging)
+    leader, ready, done = leaders(program)[task], timeline.start.copy(), timeline.end.copy()
+    np.maximum.at(ready, leader, timeline.start[task])
+    np.maximum.at(done, leader, timeline.end[task])
+    length[task] = np.maximum(0.0, done[leader] - ready[leader])
+    return length
 
 
 def _passes(program: Program, length: Floats) -> Costs:
@@ -110,20 +125,26 @@ def _transfer(timeline: Timeline) -> float:
     return float(np.median(taken)) if len(taken) else 0.0
 
 
-def _sums(timeline: Timeline) -> tuple[float | tuple[float, ...], float]:
-    """Return each stage's sum time, and that of tied weights: from when all ends were ready to the last end."""
+def _sums(timeline: Timeline) -> tuple[PerStage, PerStage, float]:
+    """Return each stage's sum time, that of its experts, and that of tied weights: from when all ends were ready to the
+    last end.
+    """
     program = timeline.program
-    durations: dict[tuple[int, bool], list[float]] = {}
+    durations: dict[tuple[int, int], list[float]] = {}
     for task in reduces(program.work).tolist():
         ends = program.ends(task)
         if task == min(ends):
             taken = float(timeline.end[ends].max() - timeline.start[ends].max())
-            durations.setdefault((program.work.stage.item(task), program.work.part.item(task) > 0), []).append(taken)
-    tied = [time for (_, is_tied), times in durations.items() if is_tied for time in times]
-    own = [
-        max(0.0, float(np.median(durations.get((stage, False), [0.0])))) for stage in range(program.placement.stages)
-    ]
-    return tuple(own) if any(own) else 0.0, max(0.0, float(np.median(tied))) if tied else 0.0
+            part = min(program.work.part.item(task), 1)  # all ties alike
+            durations.setdefault((program.work.stage.item(task), part), []).append(taken)
+    tied = [time for (_, part), times in durations.items() if part == 1 for time in times]
+    own, experts = (
+        tuple(
+            max(0.0, float(np.median(durations.get((stage, part), [0.0])))) for stage in range(program.placement.stages)
+        )
+        for part in (0, EXPERT_SUM)
+    )
+    return own if any(own) else 0.0, experts if any(experts) else 0.0, max(0.0, float(np.median(tied))) if tied else 0.0
 
 
 def _calls(timeline: Timeline) -> dict[str, float]:

@@ -38,7 +38,7 @@ class DeviceSummary(msgspec.Struct, frozen=True):
     exposed_transfer: float
     """Idle time during which a transfer that the next compute task needs was under way."""
     exposed_comm: float
-    """The same for expert dispatch and combine."""
+    """The same for expert dispatch and combine, and for the host's wait for their sizes."""
     exposed_copy: float
     """The same for copies to and from host memory."""
     host_late: float
@@ -121,7 +121,7 @@ class Timeline:
         task = task[order]
         transfer, comm, copy = (
             idle.exposed(program, self.start, self.end, awaited).total(len(program))[task]
-            for awaited in (program.moving, program.on_lane("comm"), program.work.among(COPIES))
+            for awaited in (program.moving, program.exchange, program.work.among(COPIES))
         )
         late = self.late_gaps().total(len(program))[task]
         memory = self.memory(costs)

@@ -1,6 +1,7 @@
 """A timeline as Chrome trace JSON, for Perfetto: a process per device, a thread per lane. It can be read back."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
@@ -8,13 +9,26 @@ import numpy as np
 
 from stretto.costs import Costs, Unit
 from stretto.ir.errors import StrettoError, TextError
+from stretto.ir.mesh import MeshShape
 from stretto.ir.placement import Placement
 from stretto.layers import Layer
 from stretto.program.anatomy import Anatomy
 from stretto.program.columns import TaskColumns
 from stretto.program.needs import lanes_of, link_tasks
 from stretto.program.program import Program
-from stretto.program.task import LANES, SENDS, UPDATES, WEIGHTS, Kind, Lane, Task
+from stretto.program.task import (
+    COMPUTE,
+    EXPERT_SUM,
+    FORWARDS,
+    LANES,
+    RECEIVES,
+    SENDS,
+    UPDATES,
+    WEIGHTS,
+    Kind,
+    Lane,
+    Task,
+)
 from stretto.timeline.timeline import Timeline
 
 _MICROSECONDS: dict[Unit, float] = {"s": 1e6, None: 1e3}
@@ -34,6 +48,9 @@ class _Origin(msgspec.Struct):
     """The names of a user's own calls."""
     wgrad_microbatches: Annotated[int, msgspec.Meta(ge=1, lt=2**40)] = 1
     """How many microbatches' weight gradients are computed together."""
+    mesh: dict[str, int] | None = None
+    experts: list[int] = []
+    """Stages whose experts are shared out among expert-parallel ranks."""
     unit: Unit = None
     """The unit of the times in the slices' arguments. Old traces do not name it, and load without a unit."""
 
@@ -46,13 +63,16 @@ def trace_json(timeline: Timeline, *, costs: Costs | None = None) -> str:
     """
     events = [*_names(timeline), *_slices(timeline), *_late(timeline), *_counters(timeline, costs)]
     program = timeline.program
+    placement, anatomy = program.placement, program.anatomy
     origin = _Origin(
-        [list(route) for route in program.placement.routes],
-        program.placement.microbatches,
-        None if program.anatomy.is_whole else [list(stage) for stage in program.anatomy.layers],
-        [list(tie) for tie in program.anatomy.ties],
-        list(program.anatomy.calls),
-        program.anatomy.wgrad_microbatches,
+        [list(route) for route in placement.routes],
+        placement.microbatches,
+        None if anatomy.is_whole else [list(stage) for stage in anatomy.layers],
+        [list(tie) for tie in anatomy.ties],
+        list(anatomy.calls),
+        anatomy.wgrad_microbatches,
+        None if placement.mesh is None else dict(placement.mesh.dimensions),
+        list(anatomy.experts),
         timeline.unit,
     )
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"stretto": msgspec.to_builtins(origin)}}
@@ -120,17 +140,23 @@ class _Trace(msgspec.Struct):
 
 
 def _program(origin: _Origin, slices: list[_Slice]) -> Program:
-    placement = Placement(tuple(map(tuple, origin.routes)), origin.microbatches)
+    mesh = None if origin.mesh is None else MeshShape.of(origin.mesh)
+    placement = Placement(tuple(map(tuple, origin.routes)), origin.microbatches, mesh)
     if placement.stages * placement.microbatches > 4 * len(slices) + 64:
         _refuse("it has room for far more tasks than it shows")
     if origin.layers is not None and len(origin.layers) != placement.stages:
         _refuse(f"it has {placement.stages} stages, but layers for {len(origin.layers)}")
-    if origin.layers is None:
-        anatomy = Anatomy.whole(
-            placement.stages, ties=origin.ties, calls=origin.calls, wgrad_microbatches=origin.wgrad_microbatches
-        )
-    else:
-        anatomy = Anatomy(origin.layers, ties=origin.ties, wgrad_microbatches=origin.wgrad_microbatches)
+    if origin.experts and (mesh is None or mesh.ep == 1):
+        _refuse("it has experts on several ranks, but no mesh with several expert-parallel ranks")
+    if origin.calls and origin.layers is not None:
+        _refuse("a user's own program has no layers")
+    make = partial(Anatomy.whole, placement.stages) if origin.layers is None else partial(Anatomy, origin.layers)
+    anatomy = make(
+        ties=origin.ties,
+        experts=origin.experts,
+        calls=origin.calls,
+        wgrad_microbatches=origin.wgrad_microbatches,
+    )
     tasks = [_task(slice_, placement, anatomy) for slice_ in slices]
     if any((task.kind is Kind.CALL) != bool(origin.calls) for task in tasks):
         _refuse("calls of a user's own program are mixed with other tasks")
@@ -163,12 +189,15 @@ def _task(slice_: _Slice, placement: Placement, anatomy: Anatomy) -> Task:
     ):
         if not all(0 <= value < limit for value in values):
             _refuse(f"{name} {max(values)} does not exist; there are {limit}")
-    parts = len(anatomy.weight_steps[args.stage] if kind in WEIGHTS else anatomy.forward[args.stage])
-    if kind is Kind.REDUCE:
-        parts = 1 + len(anatomy.ties)
+    first, parts = 0, 1
+    if kind in COMPUTE:
+        own = anatomy.weight_steps if kind in WEIGHTS else anatomy.forward if kind in FORWARDS else anatomy.backward
+        parts = len(own[args.stage])
+    elif kind is Kind.REDUCE:
+        first, parts = EXPERT_SUM if args.stage in anatomy.experts else 0, 1 + len(anatomy.ties)
     elif kind is Kind.CALL:
         parts = len(anatomy.calls)
-    if not 0 <= args.part < parts:
+    if not first <= args.part < parts:
         _refuse(f"{args.kind} of stage {args.stage} has no part {args.part}")
     if (args.backward is not None) != (kind is Kind.PAIR):
         _refuse("a pair, and only a pair, has a backward")
@@ -186,7 +215,8 @@ def _refuse(message: str) -> NoReturn:
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for device in range(timeline.program.devices):
-        yield {"ph": "M", "pid": device, "name": "process_name", "args": {"name": f"device {device}"}}
+        name = f"device {timeline.program.placement.device_name(device)}"
+        yield {"ph": "M", "pid": device, "name": "process_name", "args": {"name": name}}
         yield {"ph": "M", "pid": device, "name": "process_sort_index", "args": {"sort_index": device}}
     for tid, lane in enumerate(timeline.program.lanes):
         place = {"ph": "M", "pid": lane.device, "tid": tid}
@@ -227,7 +257,7 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
         }
         # An arrow from each send to each of its receives; its id is the receive's task index.
         flow = {**place, "name": "transfer", "cat": "transfer"}
-        if counterparts[index] >= 0 and task.kind not in (Kind.REDUCE, Kind.CALL):
+        if counterparts[index] >= 0 and task.kind in (*SENDS, *RECEIVES, Kind.BROADCAST):
             if task.kind in SENDS or (task.kind is Kind.BROADCAST and task.device == task.stage):
                 for end_index in program.ends(index)[1:]:
                     yield {"ph": "s", "ts": start, "id": end_index, **flow}
