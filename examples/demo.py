@@ -98,16 +98,17 @@ def loop() -> None:
     print()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
-        engines = []
-        for name in ("a", "b"):
-            command = [sys.executable, "-m", "mini_engine", "--address", f"unix://{folder}/{name}"]
-            engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-            running.callback(engine.terminate)
+        started, engines = {}, []
+        for address in (f"unix://{folder}/a", f"unix://{folder}/b"):
+            command = [sys.executable, "-m", "mini_engine", "--address", address]
+            started[address] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+            running.callback(started[address].terminate)
+        for address, engine in started.items():
             assert engine.stdout is not None
             said = engine.stdout.readline().split()
             if not said:
                 sys.exit("an engine did not start")
-            engines.append(f"unix://{folder}/{name}={said[-1]}")
+            engines.append(f"{address}={said[-1]}")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         done = subprocess.run(
             [*command, str(HERE / "loop.py"), *engines], env=environment, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the router, the order of tokens by expert, the experts, their phases, and the exchange between ranks."""
+"""Mixtures of experts: router, order of tokens by expert, experts, their phases, and the exchange between ranks."""
 
 from stretto.moe.all_to_all import AllToAll
 from stretto.moe.exchange import Counted, Dispatched, Exchange

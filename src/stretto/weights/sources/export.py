@@ -34,9 +34,9 @@ class Export:
        `{expert}` is its number, and `{0}`, `{1}`, … are the texts that matched the glob's `*` and `?`.
     3. `split`: {glob: (template, template, …)}. A tensor is cut along its first dimension into as many equal parts as
        there are templates, such as `gate_up_proj` into `gate_proj` and `up_proj`. `{0}`, `{1}`, … are as in `unstack`.
-    4. `stack`: {regular expression: template}, the reverse of `unstack`. The expression matches a whole name and has a group called
-       `expert`; `{0}`, `{1}`, … are its other groups. Ranks that hold only some of the experts must give their total
-       number: {regular expression: (template, experts)}.
+    4. `stack`: {regular expression: template}, the reverse of `unstack`. The expression matches a whole name and has a
+       group called `expert`; `{0}`, `{1}`, … are its other groups. Ranks that hold only some of the experts must give
+       their total number: {regular expression: (template, experts)}.
     5. `fp8`: globs of matrices to quantise to float8_e4m3fn in blocks of 128 × 128, from the values before `dtype`
        applies. NAME is then accompanied by NAME_scale_inv in float32; multiply a block by its scale to dequantise it.
     6. `dtype`: the dtype for all other tensors of 16 to 64-bit floating point, or {glob: dtype}, where the first match
