@@ -94,21 +94,22 @@ def check() -> None:
 
 
 def loop() -> None:
-    """Two processes train, push into two running engines, and those generate; twice. The last of each is measured."""
+    """Four processes train, push into two running engines, and those generate; twice. The last of each is measured."""
     print()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
-        engines = []
-        for name in ("a", "b"):
-            command = [sys.executable, "-m", "mini_engine", "--address", f"unix://{folder}/{name}"]
-            engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-            running.callback(engine.terminate)
+        started, engines = {}, []
+        for address in (f"unix://{folder}/a", f"unix://{folder}/b"):
+            command = [sys.executable, "-m", "mini_engine", "--address", address]
+            started[address] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+            running.callback(started[address].terminate)
+        for address, engine in started.items():
             assert engine.stdout is not None
             said = engine.stdout.readline().split()
             if not said:
                 sys.exit("an engine did not start")
-            engines.append(f"unix://{folder}/{name}={said[-1]}")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            engines.append(f"{address}={said[-1]}")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         done = subprocess.run(
             [*command, str(HERE / "loop.py"), *engines], env=environment, stderr=subprocess.PIPE, text=True
         )
@@ -121,7 +122,7 @@ def measured() -> None:
     """What the loop measured of its last step and its last push, beside what was predicted."""
     step, push = (stretto.load_timeline(OUT / f"{name}.trace.json") for name in ("training", "push"))
     cores = len(os.sched_getaffinity(0))
-    shared = {"cores": SharedResource(cores, {"compute": 1}, devices=2)} if cores < 2 else {}
+    shared = {"cores": SharedResource(cores, {"compute": 1}, devices=4)} if cores < 4 else {}
     simulated = stretto.simulate(step.program, msgspec.structs.replace(stretto.fit(step), shared=shared))
     stretto.draw_comparison({"simulated": simulated, "measured": step}, OUT / "training.png")
     push.save(OUT / "push.png")

@@ -1,12 +1,15 @@
-"""Train, push, generate, twice: torchrun --nproc-per-node=2 examples/loop.py ADDRESS=URL …  (running mini_engines)
+"""Train, push, generate, twice: torchrun --nproc-per-node=4 examples/loop.py ADDRESS=URL …  (running mini_engines)
 
-Two processes train a mixture-of-experts model by DualPipe to count on; after each round they push it into the engines.
+Four processes train a mixture-of-experts model to count on: two pipelines of two stages each, which share the experts.
+After each round they push it into the engines.
 """
 
 import json
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import stretto
 from mini_engine.model import CONFIGS, Config, checkpoint
-from stretto.schedules import dualpipe
+from stretto.moe import Experts, Routed, expert_phases
+from stretto.schedules import interleaved
 from stretto.weights import Export, Sender
 
 CONFIG = CONFIGS["tiny"]
-TOKENS, MICROBATCHES, ROUNDS, STEPS = 16, 8, 2, 8
+TOKENS, MICROBATCHES, ROUNDS, STEPS = 16, 4, 2, 8  # each pipeline has so many microbatches in a step
 OUT = Path("out")
 
 
@@ -61,22 +65,34 @@ def _rotated(x_BHTd: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One layer, as mini_engine computes it."""
+    """One layer, as mini_engine computes it, in phases: its experts may be on several ranks."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(config.width, eps=1e-6) for _ in range(2))
         self.self_attn, self.mlp = Attention(config), Mlp(config)
         self.router = nn.Linear(config.width, config.experts, bias=False)
-        self.experts, self.chosen = nn.ModuleList(Mlp(config) for _ in range(config.experts)), config.chosen
+        self.experts, self.chosen = Experts(config.experts, config.width, config.expert_width), config.chosen
+
+    def phases(self) -> list[tuple[stretto.Phase, Callable[[Any], Any]]]:
+        return expert_phases(self.experts, route=self.route, meanwhile=self.through_mlp, finish=self.add)
 
     def forward(self, x: Tensor) -> Tensor:
+        for _, run in self.phases():
+            x = run(x)
+        return x
+
+    def route(self, x: Tensor) -> Routed:
         x = x + self.self_attn(self.input_layernorm(x))
-        y = self.post_attention_layernorm(x)
+        y = self.post_attention_layernorm(x).flatten(0, 1)
         best, experts = self.router(y).topk(self.chosen)
-        shares = torch.zeros(*y.shape[:-1], len(self.experts)).scatter(-1, experts, best.softmax(-1))
-        mixed = sum(shares[..., e, None] * expert(y) for e, expert in enumerate(self.experts))
-        return x + self.mlp(y) + mixed
+        return Routed(y, experts, best.softmax(-1), rest=x)
+
+    def through_mlp(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.add(x, self.mlp(y))
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        return x + out.view_as(x)
 
 
 def layers() -> list[nn.Module]:
@@ -86,8 +102,18 @@ def layers() -> list[nn.Module]:
     made = [nn.Embedding(CONFIG.vocabulary, CONFIG.width), *(Block(CONFIG) for _ in range(CONFIG.layers)), head]
     weights = checkpoint(CONFIG, seed=0)  # what the engines begin with
     for number, layer in enumerate(made):
-        layer.load_state_dict({name: weights[exported(f"{number}.{name}")] for name in layer.state_dict()})
+        layer.load_state_dict({name: started(weights, exported(f"{number}.{name}")) for name in layer.state_dict()})
     return made
+
+
+def started(weights: dict[str, Tensor], name: str) -> Tensor:
+    """A tensor of the engines' checkpoint; the experts', which are separate there, stacked."""
+    path, is_stacked, name_of_all = name.partition(".experts.")
+    if not is_stacked:
+        return weights[name]
+    names = ("gate_proj", "up_proj") if name_of_all == "gate_up_proj" else ("down_proj",)
+    experts = [f"{path}.experts.{expert}" for expert in range(CONFIG.experts)]
+    return torch.stack([torch.cat([weights[f"{expert}.{part}.weight"] for part in names]) for expert in experts])
 
 
 def exported(name: str) -> str:
@@ -97,12 +123,20 @@ def exported(name: str) -> str:
     return prefix + rest
 
 
+EXPORT = Export(
+    rename=exported,
+    unstack={"*.experts.*": "{0}.experts.{expert}.{1}.weight"},
+    split={"*.gate_up_proj.weight": ("{0}.gate_proj.weight", "{0}.up_proj.weight")},
+    dtype=torch.bfloat16,
+)
+
+
 def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    start = torch.randint(CONFIG.vocabulary, (4 * MICROBATCHES, 1), generator=torch.Generator().manual_seed(step))
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    start = torch.randint(CONFIG.vocabulary, (4 * MICROBATCHES, 1), generator=torch.Generator().manual_seed(seed))
     tokens = (start + torch.arange(TOKENS + 1)) % CONFIG.vocabulary
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -126,11 +160,10 @@ def main() -> None:
     engines = dict(it.split("=", 1) for it in sys.argv[1:])
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    plan = dualpipe(devices=mesh.size(), microbatches=MICROBATCHES)
-    pipe = stretto.Pipeline(layers(), plan=plan, loss=loss, mesh=mesh["pp"])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    plan = interleaved(devices=2, stages_per_device=2, microbatches=MICROBATCHES, overlap=True)
+    pipe = stretto.Pipeline(layers(), plan=plan, loss=loss, mesh=mesh)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=5e-3)
-    export = Export(rename=exported, dtype=torch.bfloat16)
 
     def say(text: str) -> None:
         if pipe.rank == 0:
@@ -141,15 +174,16 @@ def main() -> None:
             version, right, sample = generated(url)
             say(f"generate  {url} serves {version}: {right:4.0%} right, e.g. {' '.join(map(str, sample))}")
 
-    with Sender(mesh["pp"], device="cpu", bucket_bytes=16384) as sender:
+    with Sender(mesh, device="cpu", bucket_bytes=16384) as sender:
         generate()
         for number in range(1, ROUNDS + 1):
             for step in range(STEPS):
                 last = number == ROUNDS and step == STEPS - 1
-                result = pipe.step(*batch(1000 * number + step), record=last)
+                own = 1000 * number + 2 * step + mesh["ep"].get_local_rank()  # each pipeline has batches of its own
+                result = pipe.step(*batch(own), record=last)
                 optimizer.step()
-            say(f"train     {STEPS} steps by DualPipe on {mesh.size()} processes: loss {result.loss:.3f}")
-            sender.register(f"step-{number * STEPS}", export(pipe))
+            say(f"train     {STEPS} steps on 2 × 2 processes (pp × ep): loss {result.loss:.3f}")
+            sender.register(f"step-{number * STEPS}", EXPORT(pipe))
             report = sender.push(f"step-{number * STEPS}", list(engines), record=True)
             how = ", ".join(sorted(set(report.receivers.values())))
             took = f"{1e3 * report.seconds:.0f} ms"

@@ -116,6 +116,11 @@ def test_a_type_is_for_floating_point_and_the_first_glob_counts() -> None:
         ({"unstack": {"*": "{5}.{expert}"}}, "cannot be filled in"),
         ({"unstack": {"?": "t{expert}"}}, r"a\[0\] and b\[0\] would both be called t0"),
         ({"unstack": {"a": "b{expert}", "scalar": "s{expert}"}}, "scalar has no dimension of experts"),
+        ({"split": {"a": ("x", "{0}")}}, "cannot be filled in"),
+        ({"split": {"a": ("x", "x")}}, r"a\[0:1\] and a\[1:2\] would both be called x"),
+        ({"split": {"a": ("b", "c")}}, r"a\[0:1\] and b would both be called b"),
+        ({"split": {"a": ("x", "y", "z")}}, r"a has the shape \(2,\), and cannot be split into 3 equal parts"),
+        ({"split": {"scalar": ("x", "y")}}, r"scalar has the shape \(\), and cannot be split into 2 equal parts"),
         ({"stack": {r"e\.(?P<expert>.*)": "{0}"}}, "cannot be filled in"),
         ({"stack": {"(?P<expert>a)": "x"}}, "a has 'a' where .* expects an expert's number"),
         ({"stack": {r"e\.(?P<expert>.*)": "a"}}, r"a and e\\..* would both be called a"),
@@ -141,6 +146,8 @@ def test_a_map_that_does_not_fit_is_refused(options: dict[str, Any], says: str) 
     ("options", "says"),
     [
         ({"unstack": {"*": "{0}"}}, "names all experts alike"),
+        ({"split": {"*": "{0}.gate"}}, "split is a tuple of names for each glob"),
+        ({"split": {"*": ()}}, "split is a tuple of names for each glob"),
         ({"stack": {"x": "y"}}, "has no group"),
         ({"stack": {"(": "y"}}, "is no regular expression"),
         ({"dtype": torch.quint8}, "dtype is one that can be pushed, such as torch.bfloat16"),
@@ -219,6 +226,28 @@ def test_experts_cut_in_any_way_are_unstacked_and_stacked_rightly(data: st.DataO
     assert torch.equal(read(STACK(UNSTACK(source)))["layers.1.experts.up"], stacked)
 
 
+SPLIT = Export(split={"*.gate_up": ("{0}.gate", "{0}.up")})
+
+
+def test_the_parts_of_a_split_tensor_are_views() -> None:
+    joined = torch.randn(6, 5)
+    gate, up, norm = SPLIT({"a.gate_up": joined, "norm": torch.ones(2)}).held()
+    assert [part.entry.name for part in (gate, up, norm)] == ["a.gate", "a.up", "norm"]
+    assert [part.read().data_ptr() for part in (gate, up)] == [joined.data_ptr(), joined[3:].data_ptr()]
+
+
+@given(st.data())
+def test_tensors_cut_in_any_way_are_split_rightly(data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, 4))
+    each, *rest = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    joined = torch.randn(parts * each, *rest)
+    source = Parts({"a": (joined, data.draw(tilings(tuple(joined.shape))))})
+    apart = read(Export(split={"a": [f"part{number}" for number in range(parts)]})(source))
+    assert sorted(apart) == [f"part{number}" for number in range(parts)]
+    for number in range(parts):
+        assert torch.equal(apart[f"part{number}"], joined[number * each : (number + 1) * each])
+
+
 def test_ranks_with_some_experts_each_make_one_tensor() -> None:
     export = Export(stack={r"e\.(?P<expert>\d+)": ("e", 4)})
     ranks = [export({f"e.{expert}": torch.full((2,), expert) for expert in mine}) for mine in ((0, 3), (2, 1))]
@@ -231,15 +260,16 @@ def test_all_steps_apply_in_their_order() -> None:
     export = Export(
         rename=[("^model.", "")],
         unstack={"*.experts": "{0}.experts.{expert}.weight"},
+        split={"*.heads": ("{0}.heads.0", "{0}.heads.1"), "*.experts.0.weight": ("{0}.first", "{0}.second")},
         stack={r"(.*)\.heads\.(?P<expert>\d+)": "{0}.heads"},
         fp8=["*.experts.*.weight"],
         dtype=torch.bfloat16,
     )
     weight = torch.randn(2, 130, 5)
-    made = export({"model.a.experts": weight, "model.a.heads.0": torch.ones(3), "model.a.heads.1": torch.ones(3)})
+    made = export({"model.a.experts": weight, "model.a.heads": torch.ones(6)})
     assert {part.entry for part in made.held()} == {
-        TensorSpec("a.experts.0.weight", "float8_e4m3fn", (130, 5)),
-        TensorSpec("a.experts.0.weight_scale_inv", "float32", (2, 1)),
+        TensorSpec("a.first", "bfloat16", (65, 5)),
+        TensorSpec("a.second", "bfloat16", (65, 5)),
         TensorSpec("a.experts.1.weight", "float8_e4m3fn", (130, 5)),
         TensorSpec("a.experts.1.weight_scale_inv", "float32", (2, 1)),
         TensorSpec("a.heads", "bfloat16", (2, 3)),

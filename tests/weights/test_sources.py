@@ -275,18 +275,24 @@ def test_a_rank_outside_of_a_tensors_mesh_holds_none_of_it(ranks: Ranks) -> None
 def hold_experts(_: Any) -> Status:
     mesh = init_device_mesh("cpu", (2, 2))
     placed = distribute_tensor(values((5, 4, 6)), mesh, (ShardPlacement(0), ShardPlacement(2)), src_data_rank=None)
-    export = Export(unstack={"*.experts": "{0}.experts.{expert}"})
+    export = Export(
+        unstack={"*.experts": "{0}.experts.{expert}.gate_up"},
+        split={"*.gate_up": ("{0}.gate", "{0}.up")},
+    )
     return told(export([("a.experts", placed)]))
 
 
-def test_experts_of_a_dtensor_are_unstacked_where_they_are(ranks: Ranks) -> None:
+def test_experts_of_a_dtensor_are_unstacked_and_split_where_they_are(ranks: Ranks) -> None:
     found = ranks.run(job(hold_experts), 4)
     whole = assembled(found)
-    assert whole.keys() == {f"a.experts.{expert}" for expert in range(5)}
-    assert all(torch.equal(whole[f"a.experts.{expert}"], values((5, 4, 6))[expert]) for expert in range(5))
+    parts = {"gate": slice(0, 2), "up": slice(2, 4)}
+    assert whole.keys() == {f"a.experts.{expert}.{part}" for expert in range(5) for part in parts}
+    for expert in range(5):
+        for part, rows in parts.items():
+            assert torch.equal(whole[f"a.experts.{expert}.{part}"], values((5, 4, 6))[expert, rows])
     places = entries(found)
-    assert places["a.experts.0"] == [0, 1]
-    assert places["a.experts.4"] == [2, 3]
+    assert places["a.experts.0.up"] == [0, 1]
+    assert places["a.experts.4.gate"] == [2, 3]
 
 
 def hold_pipeline(mesh: Any, case: Case) -> Status:

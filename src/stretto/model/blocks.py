@@ -1,6 +1,6 @@
 """Transformer blocks in phases: attention and MLP, or attention, dispatch, experts and combine.
 
-N sequences, T tokens of each, D features, E experts, K experts for each token, R = N × T × K rows.
+N sequences, T tokens of each, D features, E experts. What goes to experts is flat: T tokens of all sequences.
 """
 
 from abc import ABC, abstractmethod
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.layers import DENSE, EXPERT_PARALLEL_MOE, MOE, Phase
+from stretto.layers import DENSE, Phase
 from stretto.model.attention import MultiheadLatentAttention
 from stretto.model.config import ModelConfig
-from stretto.moe.exchange import Dispatched
+from stretto.moe.expert_phases import Routed, expert_phases
 from stretto.moe.experts import Experts
 from stretto.moe.router import Router
 
@@ -103,26 +103,6 @@ class DenseBlock(Block):
         return value._replace(x_NTD=value.x_NTD + self.mlp(h_NTD))
 
 
-class Routed(NamedTuple):
-    """The state between attention and dispatch."""
-
-    rest: Activations
-    h_NTD: Tensor
-    weights_TK: Tensor
-    sent: Any
-    """Where tokens go: the indices of their experts, and then what the exchange has made of them."""
-
-
-class Sorted(NamedTuple):
-    """The state between dispatch and combine: rows in order of their experts."""
-
-    rest: Activations
-    h_NTD: Tensor | None
-    """What the shared experts compute on; None once they have."""
-    weights_TK: Tensor
-    rows: Dispatched
-
-
 class MoeBlock(Block):
     """A block with experts in place of the MLP, on this rank or divided among several."""
 
@@ -131,48 +111,27 @@ class MoeBlock(Block):
         self.mlp = Moe(config)
 
     def phases(self) -> Sequence[tuple[Phase, Callable[[Any], Any]]]:
-        if self.mlp.experts.ranks > 1:
-            before = self._attention, self._count, self._sizes, self._dispatch
-            return list(zip(EXPERT_PARALLEL_MOE.phases, (*before, self._experts, self._combine), strict=True))
-        return list(zip(MOE.phases, (self._attention, self._sort, self._experts, self._combine), strict=True))
+        return expert_phases(
+            self.mlp.experts,
+            route=self._route,
+            meanwhile=None if self.mlp.shared_experts is None else self._share,
+            finish=_add,
+            count=self.mlp.gate.count,
+        )
 
-    def _attention(self, value: Activations) -> Routed:
+    def _route(self, value: Activations) -> Routed:
         x_NTD, h_NTD = self.attend(value.x_NTD)
-        routing = self.mlp.gate(h_NTD.flatten(0, 1))
+        h_TD = h_NTD.flatten(0, 1)
+        routing = self.mlp.gate(h_TD)
         balance = value.balance
         if balance is not None:
             balance = balance + self.mlp.gate.balance_loss(routing, sequences=len(h_NTD))
-        rest = value._replace(x_NTD=x_NTD, balance=balance)
-        return Routed(rest, h_NTD, routing.weights_TK, routing.indices_TK)
+        return Routed(h_TD, routing.indices_TK, routing.weights_TK, value._replace(x_NTD=x_NTD, balance=balance))
 
-    # These two pass on the very tensors that they get, since they have no backward.
+    def _share(self, rest: Activations, h_TD: Tensor) -> Activations:
+        assert self.mlp.shared_experts is not None
+        return _add(rest, self.mlp.shared_experts(h_TD))
 
-    def _count(self, routed: Routed) -> Routed:
-        experts = self.mlp.experts
-        counted = experts.exchanging().count(routed.sent, experts.total)
-        self.mlp.gate.count(counted.counts_E)
-        return routed._replace(sent=counted)
 
-    def _sizes(self, routed: Routed) -> Routed:
-        return routed._replace(sent=self.mlp.experts.exchanging().sizes(routed.sent))
-
-    def _dispatch(self, routed: Routed) -> Sorted:
-        rest, h_NTD, weights_TK, sized = routed
-        rows = self.mlp.experts.exchanging().dispatch(h_NTD.flatten(0, 1), weights_TK, sized)
-        return Sorted(rest, h_NTD, weights_TK, rows)
-
-    def _sort(self, routed: Routed) -> Sorted:
-        """Dispatch to experts that are all here."""
-        return self._dispatch(self._sizes(self._count(routed)))
-
-    def _experts(self, value: Sorted) -> Sorted:
-        rest, shared = value.rest, self.mlp.shared_experts
-        if shared is not None:
-            rest = rest._replace(x_NTD=rest.x_NTD + shared(value.h_NTD))
-        rows = value.rows._replace(rows_RD=self.mlp.experts(value.rows.rows_RD, value.rows.counts_e))
-        return value._replace(rest=rest, h_NTD=None, rows=rows)
-
-    def _combine(self, value: Sorted) -> Activations:
-        (rows_RD, _, state), x_NTD = value.rows, value.rest.x_NTD
-        out_TD = self.mlp.experts.exchanging().combine(rows_RD, state, value.weights_TK, dtype=x_NTD.dtype)
-        return value.rest._replace(x_NTD=x_NTD + out_TD.view_as(x_NTD))
+def _add(rest: Activations, out_TD: Tensor) -> Activations:
+    return rest._replace(x_NTD=rest.x_NTD + out_TD.view_as(rest.x_NTD))

@@ -32,12 +32,14 @@ class Export:
        function of the name. A tensor whose new name is None is left out.
     2. `unstack`: {glob: template}. A tensor [experts, …] becomes one tensor per expert, named by the template:
        `{expert}` is its number, and `{0}`, `{1}`, … are the texts that matched the glob's `*` and `?`.
-    3. `stack`: {regular expression: template}, the reverse. The expression matches a whole name and has a group called
-       `expert`; `{0}`, `{1}`, … are its other groups. Ranks that hold only some of the experts must give their total
-       number: {regular expression: (template, experts)}.
-    4. `fp8`: globs of matrices to quantise to float8_e4m3fn in blocks of 128 × 128, from the values before `dtype`
+    3. `split`: {glob: (template, template, …)}. A tensor is cut along its first dimension into as many equal parts as
+       there are templates, such as `gate_up_proj` into `gate_proj` and `up_proj`. `{0}`, `{1}`, … are as in `unstack`.
+    4. `stack`: {regular expression: template}, the reverse of `unstack`. The expression matches a whole name and has a
+       group called `expert`; `{0}`, `{1}`, … are its other groups. Ranks that hold only some of the experts must give
+       their total number: {regular expression: (template, experts)}.
+    5. `fp8`: globs of matrices to quantise to float8_e4m3fn in blocks of 128 × 128, from the values before `dtype`
        applies. NAME is then accompanied by NAME_scale_inv in float32; multiply a block by its scale to dequantise it.
-    5. `dtype`: the dtype for all other tensors of 16 to 64-bit floating point, or {glob: dtype}, where the first match
+    6. `dtype`: the dtype for all other tensors of 16 to 64-bit floating point, or {glob: dtype}, where the first match
        counts.
 
     >>> export = Export(rename=[(r"^module\\.", "")], unstack={"*.experts.up": "{0}.experts.{expert}.up"})
@@ -47,6 +49,7 @@ class Export:
 
     rename: Rename = ()
     unstack: Mapping[str, str] = field(default_factory=dict)
+    split: Mapping[str, Sequence[str]] = field(default_factory=dict)
     stack: Mapping[str, str | tuple[str, int]] = field(default_factory=dict)
     fp8: Sequence[str] = ()
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
@@ -55,6 +58,12 @@ class Export:
         for template in self.unstack.values():
             if "{expert}" not in template:
                 raise WeightsError(f"{template!r:.80} names all experts alike; put {{expert}} into it")
+        for pattern, templates in self.split.items():
+            if isinstance(templates, str) or not isinstance(templates, Sequence) or not templates:
+                raise WeightsError(
+                    f"split is a tuple of names for each glob, such as ('{{0}}.gate', '{{0}}.up') "
+                    f"(got {templates!r:.60} for {pattern!r:.60})"
+                )
         for pattern in self.stack:
             if "expert" not in _compiled(pattern).groupindex:
                 raise WeightsError(f"{pattern!r:.80} has no group (?P<expert>…) to tell experts by")
@@ -102,14 +111,16 @@ class Exported:
             return ""
         new_name = _renaming(export.rename)
         names = [(shard.entry.name, new_name(shard.entry.name)) for shard in self.source.held()]
-        description = f"{source_identity} {names} {export.unstack} {export.stack} {export.fp8} {export.dtype}"
+        conversions = f"{export.unstack} {export.split} {export.stack} {export.fp8} {export.dtype}"
+        description = f"{source_identity} {names} {conversions}"
         return hashlib.blake2b(description.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def held(self) -> list[Shard]:
         export, shards = self._export, self.source.held()
         renamed = _renamed(shards, export.rename)
         unstacked = _unstacked(renamed, {_glob(pattern): to for pattern, to in export.unstack.items()})
-        stacked = _stacked(unstacked, {_compiled(pattern): to for pattern, to in export.stack.items()})
+        split = _split(unstacked, {_glob(pattern): to for pattern, to in export.split.items()})
+        stacked = _stacked(split, {_compiled(pattern): to for pattern, to in export.stack.items()})
         fp8 = {_glob(pattern): True for pattern in export.fp8}
         dtypes = {_glob(pattern): dtype for pattern, dtype in export._dtypes().items()}
         names, exported = _Names(), list[Shard]()
@@ -215,6 +226,33 @@ def _first(name: str, patterns: Mapping[re.Pattern[str], Any]) -> tuple[re.Match
 
 def _row(read: Callable[[], Tensor], number: int) -> Tensor:
     return read()[number]
+
+
+def _split(shards: Iterable[Shard], templates: Mapping[re.Pattern[str], Sequence[str]]) -> Iterator[Shard]:
+    """Cut each matching tensor into equal parts along its first dimension."""
+    names = _Names()
+    for shard in shards:
+        old, dtype, shape = shard.entry.name, shard.entry.dtype, shard.entry.shape
+        match, parts = _first(old, templates)
+        if match is None:
+            names.give(old, old)
+            yield shard
+            continue
+        if not shape or shape[0] % len(parts):
+            raise WeightsError(f"{old} has the shape {shape}, and cannot be split into {len(parts)} equal parts")
+        (start, stop), each = shard.box[0], shape[0] // len(parts)
+        for number, template in enumerate(parts):
+            new = _expanded(template, partial(template.format, *match.groups()))
+            names.give(new, f"{old}[{number * each}:{(number + 1) * each}]")
+            low, high = max(start, number * each), min(stop, (number + 1) * each)
+            if low < high or not each:  # this rank has some of the part, or the part is empty
+                box = ((low - number * each, high - number * each), *shard.box[1:])
+                read = partial(_rows, shard.read, low - start, high - start)
+                yield Shard(TensorSpec(new, dtype, (each, *shape[1:])), box, read)
+
+
+def _rows(read: Callable[[], Tensor], start: int, stop: int) -> Tensor:
+    return read()[start:stop]
 
 
 def _stacked(shards: Iterable[Shard], templates: Mapping[re.Pattern[str], str | tuple[str, int]]) -> Iterator[Shard]:

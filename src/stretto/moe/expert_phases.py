@@ -1,0 +1,116 @@
+"""The phases of a layer with experts: attention and routing, the exchange of rows, the experts, and what follows.
+
+T tokens of this rank and their R rows at the experts, K experts for each token, D features, E experts on all ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.layers import EXPERT_PARALLEL_MOE, MOE, Phase
+from stretto.moe.exchange import Dispatched
+from stretto.moe.experts import Experts
+
+
+class Routed(NamedTuple):
+    """What the first phase of a layer with experts returns: tokens, and the experts they go to."""
+
+    x_TD: Tensor
+    """What the experts compute on."""
+    indices_TK: Tensor
+    """The numbers of each token's experts."""
+    weights_TK: Tensor
+    """How much each of them counts."""
+    rest: Any
+    """What else the layer needs: a tensor, or a container of tensors."""
+
+
+def expert_phases(
+    experts: Experts,
+    *,
+    route: Callable[[Any], Routed],
+    finish: Callable[[Any, Tensor], Any],
+    meanwhile: Callable[[Any, Tensor], Any] | None = None,
+    count: Callable[[Tensor], None] | None = None,
+) -> list[tuple[Phase, Callable[[Any], Any]]]:
+    """Return the phases of a layer with these experts, whether all are on this rank or several ranks share them.
+
+    A layer's method `phases` returns them; its `forward` runs them one after the other. It provides:
+
+    - `route(value)`, the phase "attn": makes a `Routed` of the layer's input.
+    - `meanwhile(rest, x_TD)`, in the phase "mlp": computes what every token goes through besides its experts, and
+      returns the new `rest`.
+    - `finish(rest, out_TD)`, in the phase "combine": makes the layer's output. `out_TD` has the weighted sum of each
+      token's experts. This runs on the lane of communication, so it should only add.
+    - `count(counts_E)`: is told how many of this rank's rows go to each of all experts. `Router.count` is one.
+    """
+    layer = _ExpertLayer(experts, route, finish, meanwhile, count)
+    if experts.ranks > 1:
+        before = layer.route, layer.tell, layer.sizes, layer.dispatch
+        return list(zip(EXPERT_PARALLEL_MOE.phases, (*before, layer.run, layer.combine), strict=True))
+    return list(zip(MOE.phases, (layer.route, layer.sort, layer.run, layer.combine), strict=True))
+
+
+class _Sending(NamedTuple):
+    """The state between routing and dispatch."""
+
+    x_TD: Tensor
+    weights_TK: Tensor
+    rest: Any
+    sent: Any
+    """What the exchange has made of the routing."""
+
+
+class _Arrived(NamedTuple):
+    """The state between dispatch and combine: rows in order of their experts."""
+
+    x_TD: Tensor | None
+    """What `meanwhile` computes on; None if there is nothing to compute, or once it is."""
+    weights_TK: Tensor
+    rest: Any
+    rows: Dispatched
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertLayer:
+    experts: Experts
+    route: Callable[[Any], Routed]
+    finish: Callable[[Any, Tensor], Any]
+    meanwhile: Callable[[Any, Tensor], Any] | None
+    count: Callable[[Tensor], None] | None
+
+    # The next two pass on the very tensors that they get, since they have no backward.
+
+    def tell(self, routed: Routed) -> _Sending:
+        counted = self.experts.exchanging().count(routed.indices_TK, self.experts.total)
+        if self.count is not None:
+            self.count(counted.counts_E)
+        return _Sending(routed.x_TD, routed.weights_TK, routed.rest, counted)
+
+    def sizes(self, sending: _Sending) -> _Sending:
+        return sending._replace(sent=self.experts.exchanging().sizes(sending.sent))
+
+    def dispatch(self, sending: _Sending) -> _Arrived:
+        x_TD, weights_TK, rest, sized = sending
+        rows = self.experts.exchanging().dispatch(x_TD, weights_TK, sized)
+        return _Arrived(None if self.meanwhile is None else x_TD, weights_TK, rest, rows, x_TD.dtype)
+
+    def sort(self, routed: Routed) -> _Arrived:
+        """Dispatch to experts that are all here."""
+        return self.dispatch(self.sizes(self.tell(routed)))
+
+    def run(self, arrived: _Arrived) -> _Arrived:
+        rest, (rows_RD, counts_e, state) = arrived.rest, arrived.rows
+        if self.meanwhile is not None:
+            assert arrived.x_TD is not None
+            rest = self.meanwhile(rest, arrived.x_TD)
+        rows = Dispatched(self.experts(rows_RD, counts_e), counts_e, state)
+        return arrived._replace(x_TD=None, rest=rest, rows=rows)
+
+    def combine(self, arrived: _Arrived) -> Any:
+        _, weights_TK, rest, (rows_RD, _, state), dtype = arrived
+        return self.finish(rest, self.experts.exchanging().combine(rows_RD, state, weights_TK, dtype=dtype))
