@@ -70,7 +70,7 @@ def test_compare_takes_a_mesh() -> None:
         (("--mesh", "ep=2"), "--mesh has the number of pipeline devices as pp, e.g. pp=4,ep=2"),
         (("--mesh", "tp=2"), "a mesh is written as pp=4,ep=2,dp=2"),
         (("--mesh", "pp=2,ep=2"), "on 2 expert-parallel ranks, passes exchange tokens: give the model's --layers"),
-        (("--mesh", "pp=4,dp=100000"), "is too large for the command line"),
+        (("--mesh", "pp=4,dp=200000"), "is too large for the command line"),
         (("--mesh", "pp=4,dp=1000000"), "a mesh has at most 1,048,576 devices"),
     ],
 )
