@@ -18,7 +18,7 @@ def test_simulate_names_the_place_of_each_device() -> None:
 
 def test_a_mesh_takes_as_long_as_one_of_its_pipelines() -> None:
     mesh, alone = (
-        json.loads(run("simulate", "dualpipev", *size, "-m", "4", "--layers", "moe*4", "--json").stdout)
+        json.loads(run("simulate", "1f1b", *size, "-m", "4", "--layers", "moe*4", "--json").stdout)
         for size in (("--mesh", "dp=2,pp=2,ep=2"), ("--devices", "2"))
     )
     assert mesh["makespan"] == alone["makespan"]
@@ -59,7 +59,7 @@ def test_a_plan_on_a_mesh_is_written_as_json_only(tmp_path: Path) -> None:
 
 
 def test_compare_takes_a_mesh() -> None:
-    found = json.loads(run("compare", "1f1b", "dualpipev", *MESH, "--json").stdout)
+    found = json.loads(run("compare", "1f1b", "zb_h1", *MESH, "--json").stdout)
     assert [row["devices"] for row in found] == [4, 4]
 
 
@@ -70,7 +70,7 @@ def test_compare_takes_a_mesh() -> None:
         (("--mesh", "ep=2"), "--mesh has the number of pipeline devices as pp, e.g. pp=4,ep=2"),
         (("--mesh", "tp=2"), "a mesh is written as pp=4,ep=2,dp=2"),
         (("--mesh", "pp=2,ep=2"), "on 2 expert-parallel ranks, passes exchange tokens: give the model's --layers"),
-        (("--mesh", "pp=4,dp=100000"), "is too large for the command line"),
+        (("--mesh", "pp=4,dp=200000"), "is too large for the command line"),
         (("--mesh", "pp=4,dp=1000000"), "a mesh has at most 1,048,576 devices"),
     ],
 )

@@ -92,7 +92,7 @@ def simulate(
 
       stretto simulate interleaved --overlap --layers 'embedding,moe*14,loss' --costs examples/phases.toml
 
-      stretto simulate dualpipev --mesh pp=4,ep=2 --layers 'moe*8' --costs examples/phases.toml
+      stretto simulate dualpipev --mesh pp=4,ep=2 -m 8 --layers 'moe*8' --costs examples/phases.toml
 
       stretto simulate weight_update --devices 8 --size 1000GB --bucket 4GB --h2d 50GB/s --mode overlap_all
     """
