@@ -102,8 +102,9 @@ def test_what_a_mesh_cannot_do_is_refused_on_all_ranks(
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="hosts wait for devices only")
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipev", "zb_v"])
 def test_hosts_wait_for_the_sizes_of_exchanges_and_for_nothing_else(ranks: Ranks, schedule: str) -> None:
-    for waited, counted in ranks.run(waits, 4, {"pp": 2, "ep": 2}, schedule):
-        assert counted > 0
+    results = ranks.run(waits, 4, {"pp": 2, "ep": 2}, schedule)
+    assert any(counted for _, counted in results)  # on a rank that has no experts there are none
+    for waited, counted in results:
         assert waited == ["the numbers of rows that other ranks send"] * counted
 
 
