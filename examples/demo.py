@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from stretto.schedules import dualpipev, interleaved, one_f_one_b, zb_h1, zb_v
 
 HERE = Path(__file__).parent
 OUT = Path("out")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def tell(what: str, *lines: str) -> None:
@@ -93,26 +95,32 @@ def check() -> None:
     tell("stretto.check", "proves a plan sound before anything runs it, or says what is wrong:", str(violation))
 
 
-def loop() -> None:
-    """Four processes train, push into two running engines, and those generate; twice. The last of each is measured."""
-    print()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+@contextlib.contextmanager
+def started_engines() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Two engines by the addresses where they take weights; they get ready while figures are drawn."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
-        started, engines = {}, []
+        engines = {}
         for address in (f"unix://{folder}/a", f"unix://{folder}/b"):
             command = [sys.executable, "-m", "mini_engine", "--address", address]
-            started[address] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-            running.callback(started[address].terminate)
-        for address, engine in started.items():
-            assert engine.stdout is not None
-            said = engine.stdout.readline().split()
-            if not said:
-                sys.exit("an engine did not start")
-            engines.append(f"{address}={said[-1]}")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-        done = subprocess.run(
-            [*command, str(HERE / "loop.py"), *engines], env=environment, stderr=subprocess.PIPE, text=True
-        )
+            engines[address] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+            running.callback(engines[address].terminate)
+        yield engines
+
+
+def loop(engines: Mapping[str, subprocess.Popen[str]]) -> None:
+    """Four processes train, push into the running engines, and those generate; twice. The last of each is measured."""
+    print()
+    places = []
+    for address, engine in engines.items():
+        assert engine.stdout is not None
+        said = engine.stdout.readline().split()
+        if not said:
+            sys.exit("an engine did not start")
+        places.append(f"{address}={said[-1]}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    done = subprocess.run(
+        [*command, str(HERE / "loop.py"), *places], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
     if done.returncode:
         sys.exit(f"the loop failed:\n{done.stderr}")
     print()
@@ -136,10 +144,13 @@ def measured() -> None:
 
 def main() -> None:
     OUT.mkdir(exist_ok=True)
-    for draw in (figures.dualpipe, figures.overlap, figures.weight_update):
-        draw(OUT / f"{draw.__name__}.png")
-    for part in (dualpipe, overlap, weight_update, comparison, check, loop, measured):
-        part()
+    with started_engines() as engines:
+        for draw in (figures.dualpipe, figures.overlap, figures.weight_update):
+            draw(OUT / f"{draw.__name__}.png")
+        for part in (dualpipe, overlap, weight_update, comparison, check):
+            part()
+        loop(engines)
+    measured()
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ HOW = {
     ("docs/training.md", "stretto.cut(model)"): How(ranks=4, given="language_model"),
     ("docs/training.md", "dcp.save(state_of("): How(ranks=2, given="checkpointing"),
     ("docs/training.md", "no_dist=True"): How(ranks=2, given="trained_model"),
-    ("docs/training.md", "norm = pipe.clip_grad_norm_("): How(ranks=4, given="training"),
+    ("docs/training.md", "the norm before clipping"): How(ranks=4, given="training"),
     ("docs/training.md", "masters = "): How(ranks=4, given="training"),
     ("docs/training.md", "my_tokens"): How(ranks=4, given="data_parallel"),
     ("docs/training.md", "timeline.host_late()"): How(ranks=1, given="recorded"),

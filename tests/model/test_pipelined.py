@@ -1,5 +1,6 @@
 """The model in a pipeline is the whole model: loss and all gradients, under every schedule."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,8 +36,10 @@ def test_ranks_load_tied_parameters_that_a_checkpoint_has_once(ranks: Ranks, tmp
     assert ranks.run(loaded, 2, str(tmp_path), {"pp": 2}) == [[], []]
 
 
-def test_ranks_load_the_experts_that_they_hold(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(loaded, 4, str(tmp_path), {"pp": 2, "ep": 2}) == [[]] * 4
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"pp": 2, "ep": 2}], ids=str)
+def test_ranks_load_the_experts_that_they_hold(ranks: Ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
+    count = math.prod(sizes.values())
+    assert ranks.run(loaded, count, str(tmp_path), sizes) == [[]] * count
 
 
 def test_a_pipeline_without_routers_says_so_and_can_go_on(ranks: Ranks) -> None:

@@ -14,8 +14,11 @@ from safetensors.torch import load_file as safe_load
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import loop
 import stretto
 from causal_lms import LM
+from mesh_jobs import differences
+from stretto.ir.mesh import MeshShape
 from stretto.model import transformers_loss
 from stretto.weights import Receiver, status
 
@@ -78,19 +81,18 @@ def language_model(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
 
 @contextmanager
 def data_parallel(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
-    """The same, where the mesh is made here: of half as many devices for each pipeline, on CPUs."""
+    """The same for layers with experts, where the mesh is made here: on CPUs, of two stages and two expert ranks."""
     del folder
-    rank, half = mesh.get_rank(), mesh.size() // 2
-    tokens, targets = _batch()
-    plan = stretto.schedules.one_f_one_b(devices=half, microbatches=4)
-    names = {"stretto": stretto, "torch": torch, "dist": dist, "layers": _layers(), "loss": _loss, "plan": plan}
-    names["init_device_mesh"] = lambda _, shape, **rest: init_device_mesh("cpu", (shape[0], half), **rest)
-    names |= {"my_tokens": tokens * (rank // half), "my_targets": targets}
+    _, replica = MeshShape.of({"dp": 1, "pp": 2, "ep": 2}).place(mesh.get_rank())
+    batches = [loop.batch(seed) for seed in range(2)]
+    names = {"stretto": stretto, "torch": torch, "layers": [layer.double() for layer in loop.layers()]}
+    names["init_device_mesh"] = lambda _, __, **rest: init_device_mesh("cpu", (1, 2, 2), **rest)
+    names |= {"loss": loop.loss, "my_tokens": batches[replica][0], "my_targets": batches[replica][1]}
     yield names
-    pipe, alone = names["pipe"], nn.Sequential(*_layers())
-    _loss(alone(torch.cat([0 * tokens, tokens])), torch.cat([targets, targets])).backward()
-    for name, parameter in pipe.named_parameters():
-        torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad)
+    pipe, alone = names["pipe"], nn.Sequential(*loop.layers()).double()
+    loop.loss(alone(torch.cat([tokens for tokens, _ in batches])), torch.cat([it for _, it in batches])).backward()
+    torch.testing.assert_close(names["norm"], nn.utils.clip_grad_norm_(alone.parameters(), 1.0))
+    assert differences(pipe, alone) == []
     pipe.close()
 
 

@@ -87,7 +87,7 @@ def loaded(mesh: DeviceMesh, folder: str, sizes: dict[str, int]) -> list[str]:
         save_pretrained(model, folder)
     dist.barrier()
     torch.manual_seed(2)
-    plan = SCHEDULES["one_f_one_b"].make(devices=sizes["pp"], microbatches=MICROBATCHES)
+    plan = SCHEDULES["one_f_one_b"].make(devices=sizes.get("pp", 1), microbatches=MICROBATCHES)
     whole = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     pipe = stretto.Pipeline(layers(config, mtp=True), plan=plan, loss=causal_lm_loss, mesh=whole)
     load_weights(pipe, folder)
