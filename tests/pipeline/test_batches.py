@@ -72,7 +72,7 @@ def test_fewer_microbatches_make_a_sound_program_of_the_same_stages(plan: Any, d
 @given(st.integers(1, 9), st.integers(0, 20), st.integers(2, 4))
 def test_ranks_agree_on_as_many_microbatches_as_there_are_rows(microbatches: int, rows: int, ranks: int) -> None:
     middle = [Given(None, None, [], False)] * (ranks - 2)
-    count, has_targets = agree([Given(rows, None, [], False), *middle, Given(None, rows, [], False)], microbatches)
+    count, has_targets, _ = agree([Given(rows, None, [], False), *middle, Given(None, rows, [], False)], microbatches)
     assert (count, has_targets) == (min(rows or microbatches, microbatches), True)
 
 

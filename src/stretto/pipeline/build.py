@@ -18,7 +18,7 @@ from stretto.ir.mesh import MeshShape
 from stretto.ir.placement import Placement
 from stretto.layers import Layer, cut_layers
 from stretto.moe.all_to_all import AllToAll
-from stretto.moe.exchange import Exchange
+from stretto.moe.exchange import Exchange, validate_exchange
 from stretto.moe.expert_ranks import ExpertRanks
 from stretto.moe.experts import experts_of, sharded_experts
 from stretto.pipeline.agreement import Agreement
@@ -41,6 +41,7 @@ from stretto.pipeline.phases import anatomy_of, bypassed, is_phased
 from stretto.pipeline.programs import digest_of, on_mesh, program_for, wrong_program
 from stretto.pipeline.replicas import Replicas
 from stretto.pipeline.shape_cache import ShapeCache
+from stretto.pipeline.shared_experts import shared_experts, tied_experts
 from stretto.pipeline.shared_parameters import find_shared
 from stretto.pipeline.stage import Stage
 from stretto.pipeline.ties import (
@@ -58,6 +59,8 @@ from stretto.pipeline.ties import (
 )
 from stretto.pipeline.transfers import Transfers
 from stretto.program.program import Program
+from stretto.program.sums import reduces
+from stretto.program.task import EXPERT_SUM
 
 Together = dict[str, tuple[str, ...]]
 """For each tied name, all names of its tie."""
@@ -123,17 +126,19 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
         together = names.together = _gather_ties(team, placed, names, tied)
         program = _make_program(team, placed, phases, together, experts, options)
         _validate_same_options(team, placed, program, together, options)
+        _raise_on_all(team, tied_experts(placed.module, together, names))
         recomputed = _find_recomputed(team, placed, names, options.recompute, in_phases=not program.anatomy.is_whole)
         _tie_parameters(team, placed, names)
         sparse = _find_sparse(placed)
         replicas = _share_parameters(team, device, placement, placed, names, sparse, shape)
+        _raise_on_all(team, replicas.unsummed(_sums_of(program, team.rank)))
         gradients = _make_gradients(placed, names, replicas, sparse, options)
-        exchange = _make_exchange(team, shape, gradients, options)
-        stages = _make_stages(device, placement, placed, names, program, gradients, recomputed, exchange, options)
+        connected = _make_exchange(team, shape, gradients, options)
+        stages = _make_stages(device, placement, placed, names, program, gradients, recomputed, connected, options)
         transfers = Transfers(team, program, device)
         _warm_up_autograd(device)
         agreement = Agreement(team, [tuple(range(team.size))])
-        starts = None if options.dynamic_shapes and exchange is None else agreement
+        starts = None if options.dynamic_shapes and shape.ep == 1 else agreement
         reduce = partial(replicas.sum_stages, gradients=gradients)
         binding = bind(program, team, stages, transfers, starts, reduce=reduce, dynamic_shapes=options.dynamic_shapes)
     return Parts(
@@ -180,18 +185,21 @@ def _place_layers(
         modules: Layers = []
         if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
             validate_own_statistics(layers, shares)
+            if shape.ep > 1 and (wrong := shared_experts(enumerate(layers), shares)) is not None:
+                raise PipelineError(wrong)
             modules = layers
         stages = sorted({stage for home, stage in placement.homes if home == team.rank})
         ep_rank = shape.ep_rank(shape.place(team.rank)[1])
         own = {}
         for number in (number for stage in stages for number in shares[stage]):
             layer = build(number)
-            for experts in experts_of(layer) if shape.ep > 1 else ():
+            for experts in experts_of(layer):
                 experts.shard(ep_rank, shape.ep)  # before the layer moves, so that only these move
             own[number] = layer.to(device)
         module = nn.ModuleDict({str(number): layer for number, layer in own.items()})
         every = enumerate(modules) if modules else own.items()
-        if (wrong := unfit(own) or clash_of(every)) is not None:
+        wrong = unfit(own) or clash_of(every) or (shared_experts(own.items(), shares) if shape.ep > 1 else None)
+        if wrong is not None:
             raise PipelineError(wrong)
         return _Placed(build, modules, shares, stages, own, module)
 
@@ -284,6 +292,7 @@ def _validate_same_options(team: Team, placed: _Placed, program: Program, togeth
         "dynamic_shapes": str(options.dynamic_shapes),
         "seed": str(options.seed),
         "timeout": str(options.timeout),
+        "exchange": _described(options.exchange),
     }
     first, *others = team.gather(texts, dict[str, str])
     for rank, other in enumerate(others, 1):
@@ -291,6 +300,24 @@ def _validate_same_options(team: Team, placed: _Placed, program: Program, togeth
             if other.get(name) != value:
                 values = f" ({other[name]:.40} and {value:.40})" if name not in ("plan", "program") else ""
                 raise peer_failure(f"rank {rank} was given another {name} than rank 0{values}")
+
+
+def _described(function: Any) -> str:
+    """Return a text that is the same for the same function, or class, with the same arguments."""
+    if isinstance(function, partial):
+        more = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in sorted(function.keywords.items()))]
+        return f"{_described(function.func)}({', '.join(more)})"
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _sums_of(program: Program, rank: int) -> set[tuple[tuple[int, ...], bool]]:
+    """Return the sums of gradients on this rank: the stages of each, and whether it sums experts."""
+    work = program.work
+    tasks = reduces(work)[program.device[reduces(work)] == rank]
+    return {
+        (program.anatomy.summed(stage, part), part == EXPERT_SUM)
+        for stage, part in zip(work.stage[tasks].tolist(), work.part[tasks].tolist(), strict=True)
+    }
 
 
 def _find_recomputed(
@@ -366,7 +393,11 @@ def _make_gradients(placed: _Placed, names: Names, replicas: Replicas, sparse: s
     )
 
 
-def _make_exchange(team: Team, shape: MeshShape, gradients: Gradients, options: Options) -> Exchange | None:
+Connected = tuple[Exchange, ExpertRanks]
+"""An exchange, and the ranks that it connects."""
+
+
+def _make_exchange(team: Team, shape: MeshShape, gradients: Gradients, options: Options) -> Connected | None:
     """Connect the ranks that hold each other's experts (collective), by an exchange for this rank's."""
     if shape.ep == 1:
         return None
@@ -378,7 +409,13 @@ def _make_exchange(team: Team, shape: MeshShape, gradients: Gradients, options: 
     (group,) = (group for ranks in sorted(every) if (group := team.make(ranks)) is not None)
     make, expert_ranks = AllToAll if options.exchange is None else options.exchange, ExpertRanks(team, group)
     gradients.ignore(expert_ranks.anchor)
-    return team.all_or_none(lambda: make(expert_ranks))
+
+    def valid() -> Exchange:
+        exchange = make(expert_ranks)
+        validate_exchange(exchange)
+        return exchange
+
+    return team.all_or_none(valid), expert_ranks
 
 
 def _make_stages(
@@ -389,10 +426,11 @@ def _make_stages(
     program: Program,
     gradients: Gradients,
     recomputed: Mapping[str, nn.Module],
-    exchange: Exchange | None,
+    connected: Connected | None,
     options: Options,
 ) -> dict[int, Stage]:
     shares = placed.shares
+    exchange, expert_ranks = (None, None) if connected is None else connected
     return {
         stage: Stage(
             {number: placed.layers[number] for number in shares[stage]},
@@ -404,6 +442,7 @@ def _make_stages(
             elsewhere=partial(_name_elsewhere, layers=placed.modules),
             replicated=sum(stage == other for _, other in placement.homes) > 1,
             exchange=exchange,
+            expert_ranks=expert_ranks,
             recomputed={
                 names.seen(name): module for name, module in recomputed.items() if layer_of(name) in shares[stage]
             },

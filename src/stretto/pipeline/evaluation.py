@@ -1,8 +1,8 @@
 """Evaluations: forwards only, for a loss, metrics or outputs; on as many microbatches as the batch has rows for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from torch import nn
@@ -36,8 +36,18 @@ class Given(msgspec.Struct, frozen=True):
     outputs: bool
 
 
-def agree(given: Sequence[Given], microbatches: int) -> tuple[int, bool]:
-    """Return how many microbatches to run, and whether there are targets, from what each rank was given.
+class Agreed(NamedTuple):
+    """What ranks have agreed on, from what each was given."""
+
+    count: int
+    """How many microbatches each pipeline runs."""
+    has_targets: bool
+    is_uneven: bool
+    """Whether pipelines have batches of different sizes."""
+
+
+def agree(given: Sequence[Given], microbatches: int, replica_of: Callable[[int], int] = lambda _: 0) -> Agreed:
+    """Return what to run, from what each rank was given; `replica_of` returns the pipeline that a rank is in.
 
     Raise PipelineError, on every rank the same, if that does not fit together.
     """
@@ -58,11 +68,18 @@ def agree(given: Sequence[Given], microbatches: int) -> tuple[int, bool]:
     if not has_targets and set(targets.values()) != {_MISSING}:
         without = next(rank for rank, rows in targets.items() if rows == _MISSING)
         raise PipelineError(f"rank {without} was given no targets, but another rank that runs the last stage was")
-    rows = _same("inputs", inputs)
-    if has_targets:
-        validate_cuts(rows, _same("targets", targets), microbatches)
-        rows = rows or next(iter(targets.values()))
-    return min(rows or microbatches, microbatches), has_targets
+    sizes = []
+    for replica in dict.fromkeys(map(replica_of, inputs)):
+        own_inputs, own_targets = (
+            {rank: rows for rank, rows in every.items() if replica_of(rank) == replica} for every in (inputs, targets)
+        )
+        rows = _same("inputs", own_inputs)
+        if has_targets:
+            validate_cuts(rows, _same("targets", own_targets), microbatches)
+            rows = rows or next(iter(own_targets.values()))
+        sizes.append(rows)
+    count = min(microbatches, *(rows or microbatches for rows in sizes))
+    return Agreed(count, has_targets, len({rows for rows in sizes if rows}) > 1)
 
 
 def _same(name: str, rows: Mapping[int, int]) -> int:
@@ -109,7 +126,9 @@ class Evaluator:
             outputs,
         )
         every = Microbatches.of(self._program.placement, self._team.rank)
-        count, has_targets = agree(self._team.gather(given, Given), every.count)
+        count, has_targets, is_uneven = agree(
+            self._team.gather(given, Given), every.count, self._program.placement.replica
+        )
         numbers = every.fewer(count)
         microbatches, rows = (None, 0) if given.inputs is None else cut(inputs, count, "inputs")
         cut_targets, target_rows = (
@@ -120,7 +139,7 @@ class Evaluator:
         losses = [
             Losses(function, cut_targets, numbers, device, target_rows, metric=name) for name, function in functions
         ]
-        measures = Measures(losses, numbers, device, keeps_outputs=outputs)
+        measures = Measures(losses, numbers, device, keeps_outputs=outputs, is_uneven=is_uneven)
         binding = self._binding(count)
         binding.begin(partial(begin_of, (microbatches, cut_targets, rows), self._module, self._loss, device))
         binding.run(microbatches, measures, key=key, rows=rows)

@@ -110,10 +110,10 @@ class Losses:
         """Whether the loss function returns a sum and a count; gradients are then divided by the step's total count."""
         return bool(self._counts)
 
-    def validate_graph(self) -> None:
-        """Raise PipelineError if the step trains nothing, as PyTorch's `backward` does."""
-        if self.has_any and not self._depends:
-            raise PipelineError("no loss of this step depends on a parameter that requires gradients")
+    @property
+    def trains(self) -> bool:
+        """Whether any loss of this rank depends on a parameter that requires gradients."""
+        return self._depends
 
     @property
     def is_weighted(self) -> bool:

@@ -17,9 +17,19 @@ class Measures:
     """The loss, metrics and outputs of an evaluation's microbatches on this rank."""
 
     def __init__(
-        self, losses: Sequence[Losses], microbatches: Microbatches, device: torch.device, *, keeps_outputs: bool
+        self,
+        losses: Sequence[Losses],
+        microbatches: Microbatches,
+        device: torch.device,
+        *,
+        keeps_outputs: bool,
+        is_uneven: bool = False,
     ) -> None:
-        """`losses` are the loss and the metrics, none if there are no targets."""
+        """`losses` are the loss and the metrics, none if there are no targets.
+
+        `is_uneven` tells whether pipelines have batches of different sizes.
+        """
+        self.is_uneven = is_uneven
         self._losses, self._device, self._keeps = losses, device, keeps_outputs
         self._outputs: list[tuple[Tree, list[int]] | None] = [None] * microbatches.count
         self._first = microbatches.first

@@ -41,6 +41,8 @@ from stretto.pipeline.turns import Turns
 from stretto.program.program import Program
 from stretto.timeline import Timeline
 
+_TRAINS_NOTHING = "no loss of this step depends on a parameter that requires gradients"
+
 
 class Pipeline:
     """Trains layers that are cut into stages and placed on the ranks of a mesh, by a plan or a program.
@@ -121,6 +123,8 @@ class Pipeline:
         self._loss, self._gradient_kind = loss, gradients
         self._team, self._placement, self._shape = parts.team, parts.placement, parts.shape
         self._microbatches = Microbatches.of(parts.placement, self.rank)
+        ends = {device for device, stage in parts.placement.homes if stage == parts.placement.stages - 1}
+        self._has_only_end = ends == {self.rank}  # whether only this rank computes losses
         self.program = parts.program
         """The program that runs."""
         self._layers, self._module, self._names = parts.layers, parts.module, parts.names
@@ -237,7 +241,12 @@ class Pipeline:
                 kept = measures.outputs()
                 loss, *others = sum_tables(self._team, measures.tables(), self._turns.catch_up)
                 for total in (loss, *others):
-                    _ = total.counted  # waits for it, and validates it
+                    counted = total.counted  # waits for it, and validates it
+                    if measures.is_uneven and measures.has_targets and not counted:
+                        raise PipelineError(
+                            f"pipelines were given batches of different sizes, and {total.what} is a mean, so rows "
+                            "would not weigh alike; give all as many, or let it return a sum and a count"
+                        )
         finally:
             self._team.supervisor.answer()
         if not measures.has_targets:
@@ -444,23 +453,26 @@ class Pipeline:
             for stage in self._stages.values():
                 stage.validate_parameters()
             self._gradients.validate_hooks()
-            losses.validate_graph()
+            if losses.has_any and not losses.trains and self._has_only_end:
+                raise PipelineError(_TRAINS_NOTHING)
         except PipelineError as error:
             return error
         return None
 
     def _validate_all_ranks(self, total: Total, wrong: PipelineError | None) -> None:
-        """Raise if any rank refuses the step."""
-        (refusing,) = total.more()
+        """Raise if any rank refuses the step, or if no loss of any rank trains anything."""
+        refusing, training = total.more()
         if wrong is not None:
             raise wrong
+        if not training:
+            raise PipelineError(_TRAINS_NOTHING)
         if refusing:
             raise self._team.supervisor.explained(
                 RuntimeError("another rank refuses the step"), "the others to end the step"
             )
 
     def _total(self, losses: Losses, refuses: bool = False) -> Total:
-        """Start to sum the losses of all ranks, and with them the number of ranks that refuse the step."""
-        tables = [(losses.name, losses.table())]
-        (self._total_of_last,) = sum_tables(self._team, tables, self._turns.catch_up, refuses=refuses)
+        """Start to sum the losses of all ranks, and the numbers of ranks that refuse the step, and that train by it."""
+        tables, flags = [(losses.name, losses.table())], (refuses, losses.trains)
+        (self._total_of_last,) = sum_tables(self._team, tables, self._turns.catch_up, flags=flags)
         return self._total_of_last

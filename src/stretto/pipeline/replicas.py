@@ -98,10 +98,7 @@ class Replicas:
                 own_places = {name: places[name] for name in own_parameters}
                 self._shared.append(_Shared(ranks, group, own_parameters, own_places, own_buffers, maybe_sparse))
         self._sums = {
-            (held[name].stages, held[name].experts): shared
-            for shared in self._shared
-            for name in shared.parameters
-            if name in held
+            self._key_of(name): shared for shared in self._shared for name in shared.parameters if name in held
         }
 
     def validate(self, parameters: Iterable[Tensor]) -> None:
@@ -122,6 +119,17 @@ class Replicas:
                 "made, and several devices hold that stage; make the pipeline anew"
             )
         return None if held is None or len(held.ranks) < 2 else ((held.ranks, held.stages), name)
+
+    def unsummed(self, sums: Collection[tuple[tuple[int, ...], bool]]) -> str | None:
+        """Return an error text if a shared parameter is in none of the sums of this rank's program, or None."""
+        for key, shared in self._sums.items():
+            if key not in sums:
+                name = next(name for name in shared.parameters if self._key_of(name) == key)
+                return f"the program does not sum the gradient of {self._seen(name)}, which several ranks hold"
+        return None
+
+    def _key_of(self, name: str) -> tuple[tuple[int, ...], bool]:
+        return self._held[name].stages, self._held[name].experts
 
     def counts_here(self, parameter: Tensor) -> bool:
         """Return whether this rank is the first of those that hold a parameter, which counts it for all of them."""

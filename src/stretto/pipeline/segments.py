@@ -102,19 +102,23 @@ def leaves_of(roots: Iterable[Node], ends: Collection[Node]) -> list[Tensor]:
     return leaves
 
 
-def depending(result: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Return a result whose backward runs through all of these tensors, with zeros for those it does not depend on."""
+def depending(result: Tensor, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> Tensor:
+    """Return a result whose backward, with those of the others, runs through all of these tensors.
+
+    Those on which none of them depends get zeros.
+    """
     nodes = {tensor.grad_fn: tensor for tensor in tensors if tensor.grad_fn is not None}
-    seen, open_ = set[Node](), [] if result.grad_fn is None else [result.grad_fn]
-    while open_:
+    seen, open_ = set[Node](), [tensor.grad_fn for tensor in (result, *others) if tensor.grad_fn is not None]
+    missing = dict(nodes)
+    while open_ and missing:
         node = open_.pop()
         if node in seen:
             continue
         seen.add(node)
+        missing.pop(node, None)
         if node not in nodes:
             open_ += [following for following, _ in node.next_functions if following is not None]
-    missing = [tensor for node, tensor in nodes.items() if node not in seen]
-    return _Depending.apply(result, *missing) if missing else result  # type: ignore[no-untyped-call]
+    return _Depending.apply(result, *missing.values()) if missing else result  # type: ignore[no-untyped-call]
 
 
 class _Depending(torch.autograd.Function):

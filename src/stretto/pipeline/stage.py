@@ -8,11 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from stretto.ir.action import Op
 from stretto.ir.errors import PipelineError
 from stretto.moe.exchange import Exchange
+from stretto.moe.expert_ranks import ExpertRanks
 from stretto.moe.experts import Experts
 from stretto.pipeline.checkpointed import CheckpointedRun
 from stretto.pipeline.gradients import Gradients
@@ -62,9 +65,11 @@ class Stage:
         elsewhere: Callable[[Tensor], str | None] = lambda _: None,
         replicated: bool = False,
         exchange: Exchange | None = None,
+        expert_ranks: ExpertRanks | None = None,
     ) -> None:
         """`elsewhere` returns the name of a tensor that is a parameter of another rank, else None. `replicated` tells
-        whether the stage lives on several devices. `exchange` connects its experts with those of other ranks.
+        whether the stage lives on several devices. `exchange` connects its experts with those of the other
+        `expert_ranks`.
         """
         self.index = index
         self.layers = dict(layers)
@@ -85,7 +90,7 @@ class Stage:
         self._forward_of = anatomy.forward_steps[index]
         self._joint = [anatomy.is_joint(index, part) for part in anatomy.forward[index]]
         self._experts = [module for module in self._module.modules() if isinstance(module, Experts)]
-        self._exchange = exchange
+        self._exchange, self._expert_ranks = exchange, expert_ranks
         self._passes: dict[int, _Pass] = {}
         self._joining: list[list[list[WeightGradient]]] = [
             [] for _ in self._weight_of
@@ -154,6 +159,7 @@ class Stage:
             deferred: list[list[WeightGradient]] = [[] for _ in self._weight_of]
             self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, {}, {})
         state = self._passes[microbatch]
+        self._take_turn(Op.F, microbatch, part)
         if part not in self._forward_of:
             return self._look(state, microbatch, part, inputs)
         with self._discarding(state):
@@ -176,10 +182,11 @@ class Stage:
 
         With `measure`, which only the last part of the last stage gets, return what it makes of the output.
         """
-        function = self._function(part, microbatch, None)
+        self._take_turn(Op.F, microbatch, part)
+        function = self._functions[part]
 
         def measured(value: Value) -> Value:
-            out = function(value)
+            out = function(value, microbatch)
             if measure is None:
                 return out
             self._generators.seed(self._key.seed_of(_LOSS, 0, microbatch))
@@ -194,6 +201,7 @@ class Stage:
         for leaves without one.
         """
         state = self._passes[microbatch]
+        self._take_turn(Op.B, microbatch, part)
         at = self._forward_of[part]
         if part == 0:
             grads = _passed_back(state, grads, len(self._functions) - 1)
@@ -232,13 +240,14 @@ class Stage:
     @contextmanager
     def _connected(self) -> Iterator[None]:
         """Connect the stage's experts with those of other ranks while a step runs."""
-        for experts in self._experts if self._exchange is not None else ():
-            experts.exchange = self._exchange
+        every = self._experts if self._exchange is not None else []
+        for number, experts in enumerate(every):
+            experts.exchange, experts.members, experts.number = self._exchange, self._expert_ranks, number
         try:
             yield
         finally:
-            for experts in self._experts if self._exchange is not None else ():
-                experts.exchange = None
+            for experts in every:
+                experts.exchange = experts.members = None
 
     def weight(self, microbatch: int, part: int, *, joins: bool = False) -> None:
         """Add the weight gradients that a part of the backward deferred; with `joins`, leave them for the next call."""
@@ -339,6 +348,8 @@ class Stage:
 
     def _function(self, part: int, microbatch: int, loss: OneLoss | None) -> Callable[[Value], Value]:
         function = self._functions[part]
+        if loss is None and self._joint[part]:
+            return lambda value: self._with_exchanged(function(value, microbatch))
         if loss is None:
             return lambda value: function(value, microbatch)
 
@@ -348,9 +359,31 @@ class Stage:
             result = loss(out)
             if result.grad_fn is not None:
                 self._adopt(result, tensors_of(out), loss)
-            return depending(result, tensors_of(out)) if self._joint[part] else result
+            return depending(result, [*tensors_of(out), *self._exchanged()]) if self._joint[part] else result
 
         return with_loss
+
+    def _take_turn(self, op: Op, microbatch: int, part: int) -> None:
+        """Tell the exchange what runs now, so that ranks notice if one runs something else."""
+        if self._expert_ranks is not None:
+            self._expert_ranks.turn = self.index, ord(op), microbatch, part
+            self._expert_ranks.outputs.clear()
+
+    def _with_exchanged(self, value: Value) -> Value:
+        """Return a part's output such that its backward runs through all that experts returned in the part."""
+        if not self._exchanged() or not torch.is_grad_enabled():
+            return value
+        leaves, spec = pytree.tree_flatten(value)
+        place = next((k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
+        if place is None:
+            raise PipelineError(f"a layer of stage {self.index} has experts, but returns no tensor of real numbers")
+        before = leaves[place]
+        leaf = depending(before, self._exchanged(), [other for other in leaves if isinstance(other, Tensor)])
+        return pytree.tree_unflatten([leaf if other is before else other for other in leaves], spec)
+
+    def _exchanged(self) -> list[Tensor]:
+        """Return what experts returned in the current part; all of it must run its backward."""
+        return [] if self._expert_ranks is None else self._expert_ranks.outputs
 
     def _parts(self, anatomy: Anatomy) -> list[Function]:
         """Return the functions of all parts: the whole stage, or one per phase."""

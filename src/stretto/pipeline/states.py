@@ -1,12 +1,13 @@
 """State dicts of a rank's layers and optimizer, in which the experts of all ranks appear as one tensor."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stretto.ir.errors import PipelineError
 from stretto.moe.experts import Experts, sharded_experts
@@ -54,15 +55,24 @@ class States:
         sharded = self._sharded()
         named = self._names.all_seen(self._module.named_parameters(remove_duplicate=False))
         return {
-            name: dict(self._parts(optimizer.state[parameter], parameter, sharded.get(id(parameter))))
+            name: dict(self._parts(name, optimizer.state[parameter], parameter, sharded.get(id(parameter))))
             for name, parameter in named
             if parameter in optimizer.state
         }
 
-    def _parts(self, state: Mapping[str, Any], parameter: Tensor, experts: Experts | None) -> Iterator[tuple[str, Any]]:
+    def _parts(
+        self, name: str, state: Mapping[str, Any], parameter: Tensor, experts: Experts | None
+    ) -> Iterator[tuple[str, Any]]:
         for key, value in state.items():
-            is_part = experts is not None and isinstance(value, Tensor) and value.shape[:1] == parameter.shape[:1]
-            yield key, _whole(value, experts, self._mesh) if experts is not None and is_part else value
+            if experts is None or not isinstance(value, Tensor) or value.numel() == 1:
+                yield key, value
+                continue
+            if value.shape[:1] != parameter.shape[:1] or not _broadcasts(value.shape, parameter.shape):
+                raise PipelineError(
+                    f"the optimizer's state {key!r} of {name} has the shape {tuple(value.shape)}, but this rank's "
+                    f"share of the parameter {tuple(parameter.shape)}, so which part of the whole it is is unknown"
+                )
+            yield key, _whole(value, experts, self._mesh)
 
     def _sharded(self) -> dict[int, Experts]:
         """Return the experts that a parameter belongs to, by its id, if other ranks hold others."""
@@ -75,8 +85,12 @@ def _whole(part: Tensor, experts: Experts, mesh: DeviceMesh) -> DTensor:
     """Return this rank's part of a tensor as a part of the whole."""
     shape = torch.Size((experts.total, *part.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    contiguous = part if part.is_contiguous() else part.contiguous()
-    return DTensor.from_local(contiguous, mesh["ep"], [Shard(0)], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(part, mesh["ep"], [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Return whether sizes are those of another shape, or 1."""
+    return len(shape) == len(to) and all(size in (1, other) for size, other in zip(shape, to, strict=True))
 
 
 def _own_part(name: str, value: Tensor, experts: Experts, parameter: Tensor) -> Tensor:
@@ -88,9 +102,11 @@ def _own_part(name: str, value: Tensor, experts: Experts, parameter: Tensor) -> 
     if not isinstance(value, DTensor):
         return value[experts.first : experts.first + len(parameter)]
     local = value.to_local()
-    if tuple(value.placements) != (Shard(0),) or local.shape != parameter.shape:
+    _, (first, *_) = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    if tuple(value.placements) != (Shard(0),) or local.shape != parameter.shape or first != experts.first:
         raise PipelineError(
-            f"{name} is a DTensor of placements {value.placements}, which is not how its experts are shared out here; "
-            "load it with torch.distributed.checkpoint, or give the whole tensor"
+            f"{name} is a DTensor of placements {value.placements} with experts from {first} on, which is not how they "
+            f"are shared out here (from {experts.first} on); load it with torch.distributed.checkpoint, or give the "
+            "whole tensor"
         )
     return local

@@ -35,7 +35,7 @@ class Total:
         """`settle` makes the current stream wait for sums on a device, and the host for others; `then` makes the host
         wait for the device.
         """
-        self._table, self._more, self._settle, self._then, self._what = table, more, settle, then, what
+        self._table, self._more, self._settle, self._then, self.what = table, more, settle, then, what
         self._settled = self._arrived = False
 
     def wait(self) -> None:
@@ -61,7 +61,7 @@ class Total:
         self.wait()
         kinds = sorted(set(self._table[KIND].tolist()))
         if len(kinds) > 1:
-            raise PipelineError(mixed(self._what) if kinds[-1] == 1 else _unlike([-kind for kind in kinds]))
+            raise PipelineError(mixed(self.what) if kinds[-1] == 1 else _unlike([-kind for kind in kinds]))
         return kinds == [1]
 
     def count(self) -> Tensor:
@@ -76,7 +76,7 @@ class Total:
         values, counts, _ = self._table.tolist()
         for microbatch, value in enumerate(values):
             if not isfinite(value):
-                raise PipelineError(f"{self._what} of microbatch {microbatch} is not finite")
+                raise PipelineError(f"{self.what} of microbatch {microbatch} is not finite")
         if not (total := sum(counts)):
             raise PipelineError(NOTHING_COUNTED)
         return float(sum(values) / total)
@@ -106,15 +106,15 @@ def _unlike(rows: Sequence[float]) -> str:
 
 
 def sum_tables(
-    team: Team, named_tables: Sequence[tuple[str, Tensor]], then: Callable[[], None], *, refuses: bool = False
+    team: Team, named_tables: Sequence[tuple[str, Tensor]], then: Callable[[], None], *, flags: Sequence[bool] = ()
 ) -> list[Total]:
-    """Start to sum each table over all ranks, and with them the number of ranks that refuse the step.
+    """Start to sum each table over all ranks, and with them the number of ranks that have each of the flags.
 
     A table's name is what errors call its function. `then` makes the host wait for a device.
     """
     names, tables = zip(*named_tables, strict=True)
-    refusing = torch.full((1,), float(refuses), dtype=torch.float64, device=team.device)
-    whole = torch.cat([*(table.flatten() for table in tables), refusing])
+    flagged = [torch.full((1,), float(flag), dtype=torch.float64, device=team.device) for flag in flags]
+    whole = torch.cat([*(table.flatten() for table in tables), *flagged])
     everybody = team.everybody
     assert everybody is not None
     work = team.start(lambda: all_reduce(everybody, whole, dist.ReduceOp.SUM))
@@ -122,6 +122,6 @@ def sum_tables(
     def settle() -> None:
         team.settle(work, whole)
 
-    *parts, more = torch.split(whole, [*(table.numel() for table in tables), 1])
+    *parts, more = torch.split(whole, [*(table.numel() for table in tables), len(flags)])
     every = zip(parts, tables, names, strict=True)
     return [Total(part.view_as(table), more, settle, then, name) for part, table, name in every]
