@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_jobs import beside, cut_models, refused, repeated, saved_and_loaded, trained, uneven, waits
+from mesh_jobs import beside, cut_models, evaluated, mixed, refused, repeated, saved_and_loaded, trained, uneven, waits
 from moe_jobs import DEVICE
 from ranks import Ranks
 
@@ -43,7 +43,7 @@ def test_recomputation_and_changing_shapes_change_nothing(ranks: Ranks, more: di
     assert ranks.run(trained, 4, {"ep": 2, "pp": 2}, "interleaved", {}, more) == [[]] * 4
 
 
-@pytest.mark.parametrize("how", ["one expert", "one rank", "one token", "constant"])
+@pytest.mark.parametrize("how", ["one expert", "one rank", "one token", "constant", "a replica", "unused"])
 @pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"ep": 4}], ids=str)
 def test_uneven_loads_are_exact(ranks: Ranks, sizes: dict[str, int], how: str) -> None:
     assert ranks.run(uneven, 4, sizes, how, {}) == [[]] * 4
@@ -87,6 +87,15 @@ def test_checkpoints_go_from_any_mesh_and_plan_to_any_other(
         ("mean", {"dp": 2}, "were given targets of 8 and of 16 rows, and the loss is a mean"),
         ("frozen", {"ep": 2}, "hold the same parameters, but not the same of them are trained"),
         ("calls", {"ep": 2}, "rank 0 runs step 1 while rank 1 runs evaluation 1; all ranks must call the same"),
+        ("shared experts", {"pp": 2}, "nothing"),
+        ("shared experts", {"pp": 1, "ep": 2}, "nothing"),
+        ("shared parameters", {"ep": 2}, "share experts, which cannot be divided among expert-parallel ranks"),
+        ("tied experts", {"ep": 2}, "are tied experts, which cannot be divided among expert-parallel ranks"),
+        ("another exchange", {"ep": 2}, "rank 1 was given another exchange than rank 0"),
+        ("no exchange", {"ep": 2}, "count"),
+        ("other mesh", {"ep": 2}, "already, and cannot become share"),
+        ("other experts", {"ep": 2}, "which is not how they are shared out here"),
+        ("moments", {"ep": 2}, "the optimizer's state 'flat' of "),
         ("shape", {"ep": 2}, "but there are 8 experts; give those of all ranks"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
@@ -116,3 +125,20 @@ def test_steps_are_recorded_and_programs_run_again(ranks: Ranks, sizes: dict[str
 def test_meshes_train_beside_each_other(ranks: Ranks) -> None:
     losses = [loss for loss, _ in ranks.run(beside, 4)]
     assert len(set(losses)) == 1
+
+
+def test_ranks_that_run_different_experts_are_told(ranks: Ranks) -> None:
+    for text in ranks.run(mixed, 4, {"pp": 2, "ep": 2}):
+        assert "other experts" in text, text
+
+
+def test_experts_of_two_stages_are_not_divided(ranks: Ranks) -> None:
+    for text in ranks.run(refused, 4, {"pp": 2, "ep": 2}, "shared experts"):
+        assert "share experts, which cannot be divided among expert-parallel ranks" in text
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "dp": 2}, {"dp": 2, "ep": 2}], ids=str)
+def test_pipelines_evaluate_batches_of_different_sizes_by_counts(ranks: Ranks, sizes: dict[str, int]) -> None:
+    assert ranks.run(evaluated, 4, sizes, True) == [""] * 4
+    for text in ranks.run(evaluated, 4, sizes, False):
+        assert "pipelines were given batches of different sizes, and the loss is a mean" in text

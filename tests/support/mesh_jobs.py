@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import stretto
 from causal_lms import LM, exact, uncut
@@ -19,7 +20,7 @@ from strategies import SCHEDULES
 from stretto.execute.team import Team
 from stretto.ir.mesh import MeshShape
 from stretto.model import CausalLM, causal_lm_loss, transformers_loss, update_router_biases
-from stretto.moe import Experts, RoutedExperts, Router
+from stretto.moe import AllToAll, Experts, RoutedExperts, Router
 
 MICROBATCHES = 8  # of each pipeline
 Sizes = dict[str, int]
@@ -210,10 +211,43 @@ def refused(mesh: DeviceMesh, sizes: Sizes, what: str) -> str:
                 layers = CausalLM(dataclasses.replace(config, n_routed_experts=9, n_group=3, topk_group=2)).layers()
             case "exchange":
                 more["exchange"] = "all-to-all"
+            case "shared experts" | "shared parameters":
+                experts = Experts(8, 16, 8)
+                block = [layer.block for layer in layers[1:-1] if hasattr(layer.block.mlp, "experts")]
+                for each in (block[0], block[-1]):
+                    each.mlp.experts = (
+                        experts
+                        if what == "shared experts"
+                        else Experts.of(experts.gate_up_proj, experts.down_proj, activation=nn.functional.silu)
+                    )
+            case "tied experts":
+                names = [name for layer in layers for name, _ in layer.named_parameters() if "experts.down" in name]
+                more["tied"] = [(names[0], names[-1])]
+            case "another exchange":
+                more["exchange"] = functools.partial(AllToAll, fp8=dist.get_rank() == 0)
+            case "no exchange":
+                more["exchange"] = lambda ranks: ranks
             case "mean":
                 more["loss"] = lambda output, target: causal_lm_loss(output, target)[0]
                 rows = MICROBATCHES * (1 + dist.get_rank())
         pipe = stretto.Pipeline(layers, **more)
+        if what == "other mesh":
+            pipe.close()
+            stretto.Pipeline(layers, **{**more, "mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))})
+        if what == "moments":
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            for parameter in pipe.parameters():
+                optimizer.state[parameter]["flat"] = torch.zeros(parameter.numel())
+            pipe.optimizer_state_dict(optimizer)
+        if what == "other experts":
+            swapped = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+            state = {
+                name: DTensor.from_local(value.to_local(), swapped, [Shard(0)]).redistribute(placements=[Replicate()])
+                if isinstance(value, DTensor)
+                else value
+                for name, value in pipe.state_dict().items()
+            }
+            pipe.load_state_dict(state)
         if what == "frozen" and dist.get_rank() == 0:
             next(pipe.parameters()).requires_grad_(False)
         if what == "shape":
@@ -271,6 +305,7 @@ class Crowd(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.router, self.experts, self._how = nn.Linear(6, 4), RoutedExperts(4, 6, 5), how
+        self.other = RoutedExperts(4, 6, 5)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         scores, indices_NK = self.router(x_ND).sigmoid().topk(2)
@@ -278,7 +313,12 @@ class Crowd(nn.Module):
             indices_NK = torch.stack([torch.full_like(indices_NK[:, 0], 3), torch.full_like(indices_NK[:, 0], 2)], 1)
         if self._how == "one rank":
             indices_NK = indices_NK % 2
-        return x_ND + self.experts(x_ND, indices_NK, scores)
+        if self._how == "by data" and float(x_ND[0, 0]) > 0:
+            return x_ND + self.other(x_ND, indices_NK, scores)
+        y_ND = self.experts(x_ND, indices_NK, scores)
+        if self._how == "unused" and float(x_ND[0, 0]) > 0:
+            return x_ND * 1.0
+        return x_ND + y_ND
 
 
 def uneven(mesh: DeviceMesh, sizes: Sizes, how: str, more: dict[str, Any]) -> list[str]:
@@ -288,8 +328,12 @@ def uneven(mesh: DeviceMesh, sizes: Sizes, how: str, more: dict[str, Any]) -> li
     whole = nn.Sequential(*(Crowd(how) for _ in range(2 * member.shape.pp))).double()
     x = torch.randn(MICROBATCHES * member.shape.replicas * (1 if how == "one token" else 3), 6, dtype=torch.float64)
 
+    if how == "a replica":  # only the first has losses that depend on anything
+        for replica, rows in enumerate(x.chunk(member.shape.replicas)):
+            rows[:, 0] = rows[:, 0].abs() * (1 if replica else -1)
+
     def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-        if how == "constant" and float(target[0, 0]) > 0:  # depends on nothing, so there is no backward to run
+        if how in ("constant", "a replica") and float(target[0, 0]) > 0:  # there is no backward to run
             return torch.zeros((), dtype=torch.float64), len(output)
         return (output - target).square().sum(), len(output)
 
@@ -305,6 +349,40 @@ def uneven(mesh: DeviceMesh, sizes: Sizes, how: str, more: dict[str, Any]) -> li
     pipe.close()
     wrong = [] if abs(result.loss - float(total.detach())) < 1e-12 * result.loss else [f"the loss is {result.loss}"]
     return wrong + differences(pipe, whole)
+
+
+def mixed(mesh: DeviceMesh, sizes: Sizes) -> str:
+    """What ranks say if they run other experts than each other at the same time."""
+    try:
+        uneven(mesh, sizes, "by data", {})
+    except stretto.PipelineError as error:
+        return str(error)
+    return "nothing"
+
+
+def evaluated(mesh: DeviceMesh, sizes: Sizes, counts: bool) -> str:
+    """What differs if pipelines evaluate batches of different sizes, some of fewer rows than microbatches."""
+    member = Member(mesh, sizes)
+    torch.manual_seed(4)
+    whole = nn.Sequential(*(Crowd("") for _ in range(2 * member.shape.pp))).double()
+    sizes_of = [3 + 2 * replica for replica in range(member.shape.replicas)]
+    x = torch.randn(sum(sizes_of), 6, dtype=torch.float64)
+
+    def loss(output: Tensor, target: Tensor) -> Any:
+        error = (output - target).square().sum()
+        return (error, len(output)) if counts else error / len(output)
+
+    with torch.no_grad():
+        expected = float((whole(x) - x).square().sum() / len(x))
+    pipe = stretto.Pipeline(list(whole), plan=member.plan("one_f_one_b"), loss=loss, mesh=member.mesh, timeout=30)
+    own = x.split(sizes_of)[member.replica]
+    try:
+        found = pipe.eval_step(own, own, metrics={"same": loss}, outputs=True)
+    except stretto.PipelineError as error:
+        return str(error)
+    pipe.close()
+    near = all(abs(value - expected) < 1e-12 * expected for value in (found.loss, found.metrics["same"]))
+    return "" if near else f"{found.loss} and {found.metrics}, not {expected}"
 
 
 def cut_models(mesh: DeviceMesh, sizes: Sizes, schedule: str, kind: str) -> list[str]:

@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,54 +15,50 @@ from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError, peer_failure
 from stretto.ir.mesh import MeshShape
 from stretto.ir.placement import Placement
-from stretto.layers import Layer, cut_layers
+from stretto.layers import Layer
 from stretto.moe.all_to_all import AllToAll
 from stretto.moe.exchange import Exchange, validate_exchange
 from stretto.moe.expert_ranks import ExpertRanks
-from stretto.moe.experts import experts_of, sharded_experts
 from stretto.pipeline.agreement import Agreement
 from stretto.pipeline.bind import Reduce, StepBinding
+from stretto.pipeline.exchanges import Exchanges
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.layers import (
     Layers,
-    builder,
     is_sparse,
     modules_named,
     outermost,
     unfit,
-    validate_own_statistics,
 )
 from stretto.pipeline.mesh import shape_of
-from stretto.pipeline.named_layer import NamedLayer
-from stretto.pipeline.names import Names, clash_of, prefix_of
+from stretto.pipeline.names import Names, prefix_of
 from stretto.pipeline.options import Options, wrong_option
-from stretto.pipeline.phases import anatomy_of, bypassed, is_phased
+from stretto.pipeline.phases import bypassed
+from stretto.pipeline.placing import (
+    Placed,
+    Together,
+    gather_experts,
+    gather_names,
+    gather_phases,
+    gather_ties,
+    place_layers,
+    raise_on_all,
+    tie_parameters,
+)
 from stretto.pipeline.programs import digest_of, on_mesh, program_for, wrong_program
 from stretto.pipeline.replicas import Replicas
 from stretto.pipeline.shape_cache import ShapeCache
-from stretto.pipeline.shared_experts import shared_experts, tied_experts
+from stretto.pipeline.shared_experts import tied_experts
 from stretto.pipeline.shared_parameters import find_shared
 from stretto.pipeline.stage import Stage
 from stretto.pipeline.ties import (
-    conflicting,
-    joined,
     layer_of,
-    names_of,
-    numbered,
-    places_of,
-    tie,
     tied_stages,
-    ties_of,
-    validate_groups,
-    wrong_ties,
 )
 from stretto.pipeline.transfers import Transfers
 from stretto.program.program import Program
 from stretto.program.sums import reduces
 from stretto.program.task import EXPERT_SUM
-
-Together = dict[str, tuple[str, ...]]
-"""For each tied name, all names of its tie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +86,6 @@ class Parts:
     """The training step."""
 
 
-class _Placed(NamedTuple):
-    """This rank's layers, and what it knows of all others."""
-
-    build: Callable[[int], nn.Module]
-    """Builds the layer of any number."""
-    modules: Layers
-    """All layers, if they were passed as modules; otherwise empty."""
-    shares: list[tuple[int, ...]]
-    """The layers of each stage."""
-    stages: list[int]
-    """The stages of this rank."""
-    layers: dict[int, nn.Module]
-    """The layers of this rank."""
-    module: nn.ModuleDict
-    """The layers of this rank, as one module."""
-
-
 def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMesh, options: Options) -> Parts:
     """Build this rank's parts. All ranks call this together.
 
@@ -119,19 +97,19 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
     with team.closing_if_it_fails():
         options = replace(options, plan=on_mesh(options.plan, shape))
         placement = (options.program if options.program is not None else options.plan).placement  # type: ignore[union-attr]
-        placed = _place_layers(team, shape, device, placement, layers, options)
-        experts = _gather_experts(team, placed, shape)
-        phases = _gather_phases(team, placed)
-        names, tied = _gather_names(team, placed, options.tied)
-        together = names.together = _gather_ties(team, placed, names, tied)
+        placed = place_layers(team, shape, device, placement, layers, options)
+        experts = gather_experts(team, placed, shape)
+        phases = gather_phases(team, placed)
+        names, tied = gather_names(team, placed, options.tied)
+        together = names.together = gather_ties(team, placed, names, tied)
         program = _make_program(team, placed, phases, together, experts, options)
         _validate_same_options(team, placed, program, together, options)
-        _raise_on_all(team, tied_experts(placed.module, together, names))
+        raise_on_all(team, tied_experts(placed.module, together, names))
         recomputed = _find_recomputed(team, placed, names, options.recompute, in_phases=not program.anatomy.is_whole)
-        _tie_parameters(team, placed, names)
+        tie_parameters(team, placed, names)
         sparse = _find_sparse(placed)
         replicas = _share_parameters(team, device, placement, placed, names, sparse, shape)
-        _raise_on_all(team, replicas.unsummed(_sums_of(program, team.rank)))
+        raise_on_all(team, replicas.unsummed(_sums_of(program, team.rank)))
         gradients = _make_gradients(placed, names, replicas, sparse, options)
         connected = _make_exchange(team, shape, gradients, options)
         stages = _make_stages(device, placement, placed, names, program, gradients, recomputed, connected, options)
@@ -168,103 +146,9 @@ def _form_team(loss: Any, mesh: DeviceMesh, device: torch.device, shape: MeshSha
     return Team(members, device, timeout=options.timeout, wrong=wrong, error=PipelineError, failure=peer_failure)
 
 
-def _place_layers(
-    team: Team,
-    shape: MeshShape,
-    device: torch.device,
-    placement: Placement,
-    layers: Layers | Callable[[int], nn.Module],
-    options: Options,
-) -> _Placed:
-    """Cut the layers into stages, and build this rank's (collective: if a rank fails, all raise)."""
-
-    def place() -> _Placed:
-        build, count = builder(layers, options.layer_count)
-        validate_groups(options.tied)
-        shares = list(cut_layers(range(count), stages=placement.stages, balance=options.balance))
-        modules: Layers = []
-        if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
-            validate_own_statistics(layers, shares)
-            if shape.ep > 1 and (wrong := shared_experts(enumerate(layers), shares)) is not None:
-                raise PipelineError(wrong)
-            modules = layers
-        stages = sorted({stage for home, stage in placement.homes if home == team.rank})
-        ep_rank = shape.ep_rank(shape.place(team.rank)[1])
-        own = {}
-        for number in (number for stage in stages for number in shares[stage]):
-            layer = build(number)
-            for experts in experts_of(layer):
-                experts.shard(ep_rank, shape.ep)  # before the layer moves, so that only these move
-            own[number] = layer.to(device)
-        module = nn.ModuleDict({str(number): layer for number, layer in own.items()})
-        every = enumerate(modules) if modules else own.items()
-        wrong = unfit(own) or clash_of(every) or (shared_experts(own.items(), shares) if shape.ep > 1 else None)
-        if wrong is not None:
-            raise PipelineError(wrong)
-        return _Placed(build, modules, shares, stages, own, module)
-
-    return team.all_or_none(place)
-
-
-def _gather_experts(team: Team, placed: _Placed, shape: MeshShape) -> list[int]:
-    """Return the stages that have experts of which each rank holds some (collective)."""
-    own = [
-        stage
-        for stage in placed.stages
-        if any(sharded_experts(placed.layers[number]) for number in placed.shares[stage])
-    ]
-    stages = sorted({stage for from_rank in team.gather(own, list[int]) for stage in from_rank})
-    if shape.ep > 1 and not stages:
-        raise PipelineError(
-            f"the mesh has ep={shape.ep}, but no layer has experts (stretto.moe.Experts) to share out; use dp instead"
-        )
-    return stages
-
-
-def _gather_phases(team: Team, placed: _Placed) -> list[list[Layer]] | None:
-    """Return the phases of all stages, None if no rank's layers have any (collective)."""
-    has_phases = any(team.gather(any(is_phased(layer) for layer in placed.layers.values()), bool))
-    own = team.all_or_none(lambda: {number: anatomy_of(layer) for number, layer in placed.layers.items()})
-    every = [layers for from_rank in team.gather(own, dict[int, Layer]) for layers in from_rank.items()]
-    anatomies = dict(every)
-    for number, anatomy in every:
-        if anatomy != anatomies[number]:
-            raise PipelineError(f"layer {number} has other phases on one rank than on another")
-    return [[anatomies[number] for number in share] for share in placed.shares] if has_phases else None
-
-
-def _gather_names(team: Team, placed: _Placed, tied: Sequence[Sequence[str]]) -> tuple[Names, list[list[str]]]:
-    """Find the `NamedLayer`s of all ranks, and the parameters that users tie by names of these (collective)."""
-    named = {number: layer for number, layer in placed.layers.items() if isinstance(layer, NamedLayer)}
-    wanted = {name for names in tied for name in names}
-    own: dict[str, list[str]] = {}
-    for number, layer in named.items():
-        for name, _ in layer.named_parameters(remove_duplicate=False):
-            if name in wanted:
-                own.setdefault(name, []).append(f"{number}.{name}")
-    everywhere: dict[str, set[str]] = {}
-    for from_rank in team.gather(own, dict[str, list[str]]):
-        for name, internal in from_rank.items():
-            everywhere.setdefault(name, set()).update(internal)
-    numbers = {number for from_rank in team.gather(sorted(named), list[int]) for number in from_rank}
-    layer_count = sum(map(len, placed.shares))
-    return Names(numbers), team.all_or_none(lambda: numbered(tied, everywhere, layer_count))
-
-
-def _gather_ties(team: Team, placed: _Placed, names: Names, tied: Sequence[Sequence[str]]) -> Together:
-    """Return all ties (collective): by `tied`, and by layers of several stages that already share a parameter."""
-    ties = [*tied, *ties_of(placed.modules)]
-    places = places_of(placed.module)
-    _raise_on_all(team, conflicting(joined(ties), places, names.seen))
-    stage_of = {number: stage for stage, share in enumerate(placed.shares) for number in share}
-    across_stages = [same for same in names_of(places).values() if len({stage_of[layer_of(name)] for name in same}) > 1]
-    gathered = team.gather(across_stages, list[list[str]])
-    return joined([*ties, *(same for from_rank in gathered for same in from_rank)])
-
-
 def _make_program(
     team: Team,
-    placed: _Placed,
+    placed: Placed,
     phases: list[list[Layer]] | None,
     together: Together,
     experts: list[int],
@@ -279,7 +163,7 @@ def _make_program(
     )
 
 
-def _validate_same_options(team: Team, placed: _Placed, program: Program, together: Together, options: Options) -> None:
+def _validate_same_options(team: Team, placed: Placed, program: Program, together: Together, options: Options) -> None:
     """Raise unless all ranks were given the same options (collective)."""
     texts = {
         "cut": str([len(share) for share in placed.shares]),
@@ -321,7 +205,7 @@ def _sums_of(program: Program, rank: int) -> set[tuple[tuple[int, ...], bool]]:
 
 
 def _find_recomputed(
-    team: Team, placed: _Placed, names: Names, patterns: Sequence[str], *, in_phases: bool
+    team: Team, placed: Placed, names: Names, patterns: Sequence[str], *, in_phases: bool
 ) -> dict[str, nn.Module]:
     """Return this rank's modules to recompute (collective). Raise if a pattern matches no module on any rank."""
     modules = modules_named(placed.layers, patterns)
@@ -340,21 +224,7 @@ def _find_recomputed(
     return outer
 
 
-def _tie_parameters(team: Team, placed: _Placed, names: Names) -> None:
-    """Validate the ties over all ranks (collective), and make tied parameters of this rank one."""
-
-    def most(table: Tensor) -> Tensor:
-        assert team.host is not None
-        team.all_reduce(table, team.host, dist.ReduceOp.MAX)
-        return table
-
-    parameters = dict(placed.module.named_parameters(remove_duplicate=False))
-    if (wrong := wrong_ties(names.together, parameters, most, names.seen)) is not None:
-        raise PipelineError(wrong)
-    tie(names.together, places_of(placed.module))
-
-
-def _find_sparse(placed: _Placed) -> set[int]:
+def _find_sparse(placed: Placed) -> set[int]:
     """Return the ids of this rank's parameters whose gradients are sparse."""
     modules = (module for module in placed.module.modules() if is_sparse(module))
     return {id(parameter) for module in modules for parameter in module.parameters()}
@@ -364,19 +234,19 @@ def _share_parameters(
     team: Team,
     device: torch.device,
     placement: Placement,
-    placed: _Placed,
+    placed: Placed,
     names: Names,
     sparse: set[int],
     shape: MeshShape,
 ) -> Replicas:
     """Find what several ranks hold, connect these ranks, and broadcast the values they start with (collective)."""
     replicas = find_shared(placed.module, placement.homes, placed.shares, names, team, sparse=sparse, mesh=shape)
-    _raise_on_all(team, replicas.wrong(device))
+    raise_on_all(team, replicas.wrong(device))
     replicas.start_equal(device)
     return replicas
 
 
-def _make_gradients(placed: _Placed, names: Names, replicas: Replicas, sparse: set[int], options: Options) -> Gradients:
+def _make_gradients(placed: Placed, names: Names, replicas: Replicas, sparse: set[int], options: Options) -> Gradients:
     layers = placed.layers
 
     def validate(parameters: Sequence[Tensor]) -> None:
@@ -421,7 +291,7 @@ def _make_exchange(team: Team, shape: MeshShape, gradients: Gradients, options: 
 def _make_stages(
     device: torch.device,
     placement: Placement,
-    placed: _Placed,
+    placed: Placed,
     names: Names,
     program: Program,
     gradients: Gradients,
@@ -430,7 +300,13 @@ def _make_stages(
     options: Options,
 ) -> dict[int, Stage]:
     shares = placed.shares
-    exchange, expert_ranks = (None, None) if connected is None else connected
+
+    def exchanges(stage: int) -> Exchanges | None:
+        if connected is None:
+            return None
+        module = nn.ModuleList(placed.layers[number] for number in shares[stage])
+        return Exchanges(module, stage, *connected)
+
     return {
         stage: Stage(
             {number: placed.layers[number] for number in shares[stage]},
@@ -441,8 +317,7 @@ def _make_stages(
             checkpointed=options.checkpoint,
             elsewhere=partial(_name_elsewhere, layers=placed.modules),
             replicated=sum(stage == other for _, other in placement.homes) > 1,
-            exchange=exchange,
-            expert_ranks=expert_ranks,
+            exchanges=exchanges(stage),
             recomputed={
                 names.seen(name): module for name, module in recomputed.items() if layer_of(name) in shares[stage]
             },
@@ -475,16 +350,6 @@ def bind(
     pipeline = [device for device in range(team.size) if mesh is None or mesh.place(device)[1] == mesh.place(rank)[1]]
     shape_cache = None if starts is None else ShapeCache(starts, team.size, pipeline, remembers=not dynamic_shapes)
     return StepBinding(program, team.supervisor, stages, transfers, reduce=reduce, shape_cache=shape_cache)
-
-
-def _raise_on_all(team: Team, wrong: str | None) -> None:
-    """Raise on all ranks if any rank has an error text (collective)."""
-
-    def validate() -> None:
-        if wrong is not None:
-            raise PipelineError(wrong)
-
-    team.all_or_none(validate)
 
 
 def _name_of(module: nn.Module, names: Names, tensor: Tensor) -> str:

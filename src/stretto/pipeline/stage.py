@@ -8,16 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from stretto.ir.action import Op
 from stretto.ir.errors import PipelineError
-from stretto.moe.exchange import Exchange
-from stretto.moe.expert_ranks import ExpertRanks
-from stretto.moe.experts import Experts
 from stretto.pipeline.checkpointed import CheckpointedRun
+from stretto.pipeline.exchanges import Exchanges
+from stretto.pipeline.forward_only import Passage, pass_on
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.losses import OneLoss
 from stretto.pipeline.module_buffers import ModuleBuffers
@@ -25,7 +23,7 @@ from stretto.pipeline.phases import bypassed, has_hooks, is_phased
 from stretto.pipeline.pytree import Tree, Value, take_apart, tensors_of
 from stretto.pipeline.recompute import Sites, Table
 from stretto.pipeline.rng import Generators, RngKey
-from stretto.pipeline.segments import Grads, Segment, call, depending, leaves_of, run_segment, settled
+from stretto.pipeline.segments import Grads, Segment, call, leaves_of, run_segment, settled
 from stretto.pipeline.split_backward import Deferral
 from stretto.pipeline.weight_gradients import WeightGradient, add_together
 from stretto.program.anatomy import Anatomy
@@ -44,9 +42,8 @@ class _Pass:
     """The deferred weight gradients of each part."""
     sites: Table
     """Runs of recompute sites in the current forward or backward, by their outputs."""
-    passed: dict[int, tuple[list[int | None], int]]
-    """For each forward-only part, which leaf of its inputs each leaf of its outputs is, or None if it is a new one;
-    and the number of leaves of its inputs."""
+    passages: dict[int, Passage]
+    """What each forward-only part has passed on."""
 
 
 class Stage:
@@ -64,12 +61,10 @@ class Stage:
         recomputed: Mapping[str, nn.Module] | None = None,
         elsewhere: Callable[[Tensor], str | None] = lambda _: None,
         replicated: bool = False,
-        exchange: Exchange | None = None,
-        expert_ranks: ExpertRanks | None = None,
+        exchanges: Exchanges | None = None,
     ) -> None:
         """`elsewhere` returns the name of a tensor that is a parameter of another rank, else None. `replicated` tells
-        whether the stage lives on several devices. `exchange` connects its experts with those of the other
-        `expert_ranks`.
+        whether the stage lives on several devices. `exchanges` connect its experts with those of other ranks.
         """
         self.index = index
         self.layers = dict(layers)
@@ -89,8 +84,7 @@ class Stage:
         self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
         self._forward_of = anatomy.forward_steps[index]
         self._joint = [anatomy.is_joint(index, part) for part in anatomy.forward[index]]
-        self._experts = [module for module in self._module.modules() if isinstance(module, Experts)]
-        self._exchange, self._expert_ranks = exchange, expert_ranks
+        self._exchanges = exchanges
         self._passes: dict[int, _Pass] = {}
         self._joining: list[list[list[WeightGradient]]] = [
             [] for _ in self._weight_of
@@ -125,8 +119,9 @@ class Stage:
                         f"{name} runs in phases, so its own hooks or a replaced forward would not run; put them on "
                         "modules within it"
                     )
+        connected = _NOTHING if self._exchanges is None else self._exchanges.connected()
         if not training:
-            with self._generators.kept(), self._connected():
+            with self._generators.kept(), connected:
                 yield
             return
         before, self._parameters = self._parameters, self.parameters()
@@ -138,7 +133,7 @@ class Stage:
                 self._gradients.adopt(leaf)
         sites = nullcontext() if self._sites is None else self._sites.overrides
         self._microbatches = []
-        with self._generators.kept(), self.deferral.overrides, sites, self._connected():
+        with self._generators.kept(), self.deferral.overrides, sites, connected:
             try:
                 yield
                 self._gradients.collect(self._parameters)  # gradients left by a layer's own backward()
@@ -159,9 +154,12 @@ class Stage:
             deferred: list[list[WeightGradient]] = [[] for _ in self._weight_of]
             self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, {}, {})
         state = self._passes[microbatch]
-        self._take_turn(Op.F, microbatch, part)
+        if self._exchanges is not None:
+            self._exchanges.take_turn(Op.F, microbatch, part)
         if part not in self._forward_of:
-            return self._look(state, microbatch, part, inputs)
+            run = self._function(part, microbatch, None)
+            out, state.passages[part] = pass_on(run, inputs, self._last_layers[part])
+            return out
         with self._discarding(state):
             out, segment = run_segment(
                 self._function(part, microbatch, loss), inputs, self.anchor, self._last_layers[part]
@@ -182,7 +180,8 @@ class Stage:
 
         With `measure`, which only the last part of the last stage gets, return what it makes of the output.
         """
-        self._take_turn(Op.F, microbatch, part)
+        if self._exchanges is not None:
+            self._exchanges.take_turn(Op.F, microbatch, part)
         function = self._functions[part]
 
         def measured(value: Value) -> Value:
@@ -201,10 +200,9 @@ class Stage:
         for leaves without one.
         """
         state = self._passes[microbatch]
-        self._take_turn(Op.B, microbatch, part)
+        if self._exchanges is not None:
+            self._exchanges.take_turn(Op.B, microbatch, part)
         at = self._forward_of[part]
-        if part == 0:
-            grads = _passed_back(state, grads, len(self._functions) - 1)
         segment = state.segments[at]
         assert segment is not None, "this backward has run already"
         state.segments[at] = None
@@ -215,39 +213,9 @@ class Stage:
         if self.used is not None:
             self.used.append(segment)
         self._gradients.collect(self._parameters)
-        return list(_passed_back(state, out, at - 1))
-
-    def _look(self, state: _Pass, microbatch: int, part: int, inputs: Tree) -> Tree:
-        """Run a forward-only part: it returns the tensors that it got, and what it has learned from them."""
-        with torch.no_grad():
-            value = self._functions[part](inputs.value(), microbatch)
-        out = take_apart(value, self._last_layers[part], inputs)
-        places: dict[int, int] = {}
-        for place, leaf in enumerate(inputs.leaves):
-            if isinstance(leaf, Tensor):
-                places.setdefault(id(leaf), place)
-        passed = [places.get(id(leaf)) for leaf in out.leaves]
-        out.needs = [place is not None and inputs.needs[place] for place in passed]
-        state.passed[part] = passed, len(inputs.leaves)
-        kept = set(map(id, out.leaves))
-        if any(needs and id(leaf) not in kept for leaf, needs in zip(inputs.leaves, inputs.needs, strict=True)):
-            raise PipelineError(
-                f"{self._last_layers[part]} has a phase without a backward that does not pass on a tensor that needs "
-                "gradients; let it return what it gets"
-            )
+        while (passage := state.passages.pop(at := at - 1, None)) is not None:
+            out = list(passage.back(out))
         return out
-
-    @contextmanager
-    def _connected(self) -> Iterator[None]:
-        """Connect the stage's experts with those of other ranks while a step runs."""
-        every = self._experts if self._exchange is not None else []
-        for number, experts in enumerate(every):
-            experts.exchange, experts.members, experts.number = self._exchange, self._expert_ranks, number
-        try:
-            yield
-        finally:
-            for experts in every:
-                experts.exchange = experts.members = None
 
     def weight(self, microbatch: int, part: int, *, joins: bool = False) -> None:
         """Add the weight gradients that a part of the backward deferred; with `joins`, leave them for the next call."""
@@ -348,8 +316,9 @@ class Stage:
 
     def _function(self, part: int, microbatch: int, loss: OneLoss | None) -> Callable[[Value], Value]:
         function = self._functions[part]
-        if loss is None and self._joint[part]:
-            return lambda value: self._with_exchanged(function(value, microbatch))
+        exchanges = self._exchanges if self._joint[part] else None
+        if loss is None and exchanges is not None:
+            return lambda value: exchanges.kept_in(function(value, microbatch))
         if loss is None:
             return lambda value: function(value, microbatch)
 
@@ -359,31 +328,9 @@ class Stage:
             result = loss(out)
             if result.grad_fn is not None:
                 self._adopt(result, tensors_of(out), loss)
-            return depending(result, [*tensors_of(out), *self._exchanged()]) if self._joint[part] else result
+            return result if exchanges is None else exchanges.kept_in_loss(result, out)
 
         return with_loss
-
-    def _take_turn(self, op: Op, microbatch: int, part: int) -> None:
-        """Tell the exchange what runs now, so that ranks notice if one runs something else."""
-        if self._expert_ranks is not None:
-            self._expert_ranks.turn = self.index, ord(op), microbatch, part
-            self._expert_ranks.outputs.clear()
-
-    def _with_exchanged(self, value: Value) -> Value:
-        """Return a part's output such that its backward runs through all that experts returned in the part."""
-        if not self._exchanged() or not torch.is_grad_enabled():
-            return value
-        leaves, spec = pytree.tree_flatten(value)
-        place = next((k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
-        if place is None:
-            raise PipelineError(f"a layer of stage {self.index} has experts, but returns no tensor of real numbers")
-        before = leaves[place]
-        leaf = depending(before, self._exchanged(), [other for other in leaves if isinstance(other, Tensor)])
-        return pytree.tree_unflatten([leaf if other is before else other for other in leaves], spec)
-
-    def _exchanged(self) -> list[Tensor]:
-        """Return what experts returned in the current part; all of it must run its backward."""
-        return [] if self._expert_ranks is None else self._expert_ranks.outputs
 
     def _parts(self, anatomy: Anatomy) -> list[Function]:
         """Return the functions of all parts: the whole stage, or one per phase."""
@@ -418,19 +365,6 @@ class Stage:
             return function(value)
 
         return run
-
-
-def _passed_back(state: _Pass, grads: Grads, part: int) -> Grads:
-    """Return the gradients of what a forward-only part got, and those before it, from those of what it passed on."""
-    while part in state.passed:
-        passed, count = state.passed.pop(part)
-        before: list[Tensor | None] = [None] * count
-        for place, grad in zip(passed, grads, strict=True):
-            if place is not None and grad is not None:
-                other = before[place]
-                before[place] = grad if other is None else other + grad
-        grads, part = before, part - 1
-    return grads
 
 
 def _zeros_like(leaf: Any) -> Callable[[], Tensor]:
