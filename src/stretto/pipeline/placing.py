@@ -70,7 +70,7 @@ def place_layers(
         modules: Layers = []
         if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential):
             validate_own_statistics(layers, shares)
-            if shape.ep > 1 and (wrong := shared_experts(enumerate(layers), shares)) is not None:
+            if shape.ep > 1 and (wrong := shared_experts(enumerate(layers))) is not None:
                 raise PipelineError(wrong)
             modules = layers
         stages = sorted({stage for home, stage in placement.homes if home == team.rank})
@@ -83,7 +83,7 @@ def place_layers(
             own[number] = layer.to(device)
         module = nn.ModuleDict({str(number): layer for number, layer in own.items()})
         every = enumerate(modules) if modules else own.items()
-        wrong = unfit(own) or clash_of(every) or (shared_experts(own.items(), shares) if shape.ep > 1 else None)
+        wrong = unfit(own) or clash_of(every) or (shared_experts(own.items()) if shape.ep > 1 else None)
         if wrong is not None:
             raise PipelineError(wrong)
         return Placed(build, modules, shares, stages, own, module)

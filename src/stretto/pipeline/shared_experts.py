@@ -1,6 +1,6 @@
 """Refuses experts that several layers share: their shares on expert-parallel ranks would have no sum of their own."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -8,18 +8,14 @@ from stretto.moe.experts import experts_of, sharded_experts
 from stretto.pipeline.names import Names
 
 
-def shared_experts(layers: Iterable[tuple[int, nn.Module]], shares: Sequence[Sequence[int]]) -> str | None:
-    """Return why experts cannot be divided among ranks, or None. `shares` are the numbers of each stage's layers.
-
-    Experts that are one module may occur again in the same stage.
-    """
-    stage_of = {number: stage for stage, share in enumerate(shares) for number in share}
+def shared_experts(layers: Iterable[tuple[int, nn.Module]]) -> str | None:
+    """Return why experts of these layers cannot be divided among ranks, or None."""
     seen: dict[int, tuple[int, int]] = {}  # the experts that have a parameter, and their layer
     for number, layer in layers:
         for experts in experts_of(layer):
             for parameter in experts.parameters():
                 other, first = seen.setdefault(id(parameter), (id(experts), number))
-                if other != id(experts) or stage_of[first] != stage_of[number]:
+                if (other, first) != (id(experts), number):
                     return (
                         f"layers {first} and {number} share experts, which cannot be divided among expert-parallel "
                         "ranks; give each its own, or use dp instead of ep"

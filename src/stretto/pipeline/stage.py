@@ -155,7 +155,7 @@ class Stage:
             self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, {}, {})
         state = self._passes[microbatch]
         if self._exchanges is not None:
-            self._exchanges.take_turn(Op.F, microbatch, part)
+            self._exchanges.take_turn(Op.F, part)
         if part not in self._forward_of:
             run = self._function(part, microbatch, None)
             out, state.passages[part] = pass_on(run, inputs, self._last_layers[part])
@@ -181,7 +181,7 @@ class Stage:
         With `measure`, which only the last part of the last stage gets, return what it makes of the output.
         """
         if self._exchanges is not None:
-            self._exchanges.take_turn(Op.F, microbatch, part)
+            self._exchanges.take_turn(Op.F, part)
         function = self._functions[part]
 
         def measured(value: Value) -> Value:
@@ -201,7 +201,7 @@ class Stage:
         """
         state = self._passes[microbatch]
         if self._exchanges is not None:
-            self._exchanges.take_turn(Op.B, microbatch, part)
+            self._exchanges.take_turn(Op.B, part)
         at = self._forward_of[part]
         segment = state.segments[at]
         assert segment is not None, "this backward has run already"
