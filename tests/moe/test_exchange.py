@@ -11,14 +11,29 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
-from exchange_jobs import Case, blocks, in_fp8, in_half, on_streams, refused, routed, without_gradients
+from exchange_jobs import (
+    Case,
+    blocks,
+    in_fp8,
+    in_half,
+    noted_outputs,
+    on_streams,
+    refused,
+    routed,
+    running_others,
+    without_gradients,
+)
 from moe_jobs import CONFIG, DEVICE
 from ranks import Ranks
 from stretto.ir.errors import PipelineError
 from stretto.layers import EXPERT_PARALLEL_MOE, MOE
 from stretto.model.blocks import MoeBlock
-from stretto.moe import Experts, RoutedExperts
+from stretto.moe import ExpertRanks, Experts, RoutedExperts
 from stretto.moe.fp8 import pack, unpack
+
+_NO_EXPERT = (
+    "1 of 2 indices of experts are below 0 or above 5, and there are 6 experts; route each token to experts that exist"
+)
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +114,46 @@ def test_only_tokens_travel_in_fp8(ranks: Ranks) -> None:
         assert 0 < grad_far < 0.2  # since the experts have computed with other numbers
 
 
+@pytest.mark.parametrize("name", ["all-to-all", "tokens"])
+@pytest.mark.parametrize("what", ["experts", "turn", "gradients"])
+def test_ranks_that_run_different_experts_are_told(ranks: Ranks, what: str, name: str) -> None:
+    says = (
+        "rank {} of the expert-parallel ranks runs other experts at this point than this rank ({}); every rank must "
+        "run the same experts in the same order, whatever its data"
+    )
+    assert ranks.run(running_others, 2, what, name) == [says.format(1, 0), says.format(0, 1)]
+    assert ranks.run(running_others, 2, "nothing", name) == ["", ""]
+
+
+@given(st.lists(st.integers(0, 1 << 40), max_size=3).map(tuple), st.integers(0, 1 << 20), st.booleans())
+def test_a_mark_says_what_runs(turn: tuple[int, ...], current: int, gradients: bool) -> None:
+    ranks = ExpertRanks.__new__(ExpertRanks)
+
+    def mark(turn: tuple[int, ...], current: int, gradients: bool) -> int:
+        ranks.turn, ranks.current = turn, current
+        with torch.set_grad_enabled(gradients):
+            return ranks.mark()
+
+    own = mark(turn, current, gradients)
+    assert 0 <= own < 1 << 62
+    assert own == mark(turn, current, gradients)
+    others = (
+        mark((*turn, 0), current, gradients),
+        mark(turn, current + 1, gradients),
+        mark(turn, current, not gradients),
+    )
+    assert own not in others
+
+
+def test_experts_note_the_outputs_whose_backward_must_run(ranks: Ranks) -> None:
+    assert ranks.run(noted_outputs, 2) == [[True] * 3] * 2
+
+
 @pytest.mark.parametrize(
     ("what", "says"),
     [
+        ("below", [_NO_EXPERT] * 2),
+        ("above", [_NO_EXPERT] * 2),
         ("uneven", ["5 experts cannot be divided among 2 ranks; use a divisor of 5"] * 2),
         (
             "alone",
@@ -114,6 +166,12 @@ def test_only_tokens_travel_in_fp8(ranks: Ranks) -> None:
 )
 def test_refusals(ranks: Ranks, what: str, says: list[str]) -> None:
     assert ranks.run(refused, 2, what) == says
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_a_rank_with_all_experts_refuses_others(index: int) -> None:
+    with pytest.raises(PipelineError, match="1 of 3 indices of experts are below 0 or above 3"):
+        RoutedExperts(4, 2, 3)(torch.ones(3, 2), torch.tensor([[0], [index], [3]]), torch.ones(3, 1))
 
 
 def test_a_share_is_part_of_the_whole_parameters_memory() -> None:
@@ -185,9 +243,10 @@ def test_experts_that_cannot_be_divided_are_refused_and_stay_whole(what: str, sa
 def test_an_exchange_is_no_part_of_copies() -> None:
     experts = RoutedExperts(4, 2, 3)
     experts.shard(1, 2)
-    experts.exchange = lambda: None  # type: ignore[assignment]  # which cannot be pickled
+    experts.exchange = experts.members = lambda: None  # type: ignore[assignment]  # which cannot be pickled
+    experts.number = 5
     for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts)), copy.copy(experts)):
-        assert other.exchange is None
+        assert (other.exchange, other.members, other.number) == (None, None, 0)
         assert (other.first, other.total) == (2, 4)
         assert torch.equal(other.down_proj, experts.down_proj)
 

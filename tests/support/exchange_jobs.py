@@ -367,10 +367,56 @@ def _loss_and_grads(
     return loss.detach(), {name: _grad(value).clone() for layer in layers for name, value in layer.named_parameters()}
 
 
+def running_others(mesh: DeviceMesh, what: str, name: str) -> str:
+    """What experts say if rank 1 runs others than the other ranks, or at another time. All have equally many rows."""
+    rank = mesh.get_local_rank()
+    with joined(mesh) as ranks:
+        experts = RoutedExperts(2 * mesh.size(), WIDTH, HIDDEN)
+        experts.shard(rank, mesh.size())
+        experts.exchange, experts.members, experts.number = exchanges(name)(ranks), ranks, 3
+        ranks.turn = (5, 2)
+        if rank == 1:
+            match what:
+                case "experts":
+                    experts.number = 4
+                case "turn":
+                    ranks.turn = (5, 3)
+        inputs = torch.randn(2, WIDTH), torch.tensor([[0], [1]]), torch.ones(2, 1)
+        try:
+            with torch.set_grad_enabled(what != "gradients" or rank == 1):
+                experts(*inputs)
+        except stretto.PipelineError as error:
+            return str(error)
+    return ""
+
+
+def noted_outputs(mesh: DeviceMesh) -> list[bool]:
+    """Whether experts note what their exchange returns, in one call, in phases and without gradients."""
+    rank, noted = mesh.get_local_rank(), []
+    with joined(mesh) as ranks:
+        experts = RoutedExperts(2 * mesh.size(), WIDTH, HIDDEN)
+        experts.shard(rank, mesh.size())
+        experts.exchange, experts.members = AllToAll(ranks), ranks
+        x, indices, weights = torch.randn(2, WIDTH), torch.tensor([[0], [1]]), torch.ones(2, 1)
+        out = experts(x, indices, weights)
+        noted.append([id(one) for one in ranks.outputs] == [id(out)])
+        block = MoeBlock(CONFIG)
+        block.mlp.experts.shard(rank, mesh.size())
+        block.mlp.experts.exchange, block.mlp.experts.members = experts.exchange, ranks
+        ranks.outputs.clear()
+        block(Activations(torch.randn(1, 3, CONFIG.hidden_size)))
+        noted.append([tuple(one.shape) for one in ranks.outputs] == [(3, CONFIG.hidden_size)])
+        ranks.outputs.clear()
+        with torch.no_grad():
+            experts(x, indices, weights)
+        noted.append(not ranks.outputs)
+    return noted
+
+
 def refused(mesh: DeviceMesh, what: str) -> str:
     """What experts say that cannot run."""
     with joined(mesh) as ranks:
-        experts: Experts = RoutedExperts(6, WIDTH, HIDDEN)
+        experts = RoutedExperts(6, WIDTH, HIDDEN)
         x, indices, weights = torch.randn(2, WIDTH), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
         try:
             match what:
@@ -378,6 +424,11 @@ def refused(mesh: DeviceMesh, what: str) -> str:
                     AllToAll(ranks).count(indices, 5)
                 case "alone":
                     experts.shard(ranks.rank, ranks.size)
+                    experts(x, indices, weights)
+                case "below" | "above":
+                    experts.shard(ranks.rank, ranks.size)
+                    experts.exchange = AllToAll(ranks)
+                    indices[1] = -1 if what == "below" else 6
                     experts(x, indices, weights)
         except stretto.PipelineError as error:
             return str(error)

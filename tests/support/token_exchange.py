@@ -19,7 +19,7 @@ class Layout(NamedTuple):
     indices_SK: Tensor
     """Their experts on that rank, -1 where another rank has it."""
     sizes: Any
-    """The numbers of tokens that go to each rank, of those that come, and of all rows that come."""
+    """On the host: the numbers of tokens and rows that go to each rank, those that come, and the ranks' marks."""
 
 
 class Handle(NamedTuple):
@@ -45,17 +45,19 @@ class TokenExchange:
         rank_S, source_S = goes_nT.nonzero(as_tuple=True)
         here_SK = rank_TK[source_S] == rank_S[:, None]
         indices_SK = torch.where(here_SK, indices_TK[source_S] % each, -1)
-        sent_n2 = torch.stack([goes_nT.sum(1), (rank_TK.flatten()[None] == every_n[:, None]).sum(1)], dim=1)
-        taken_n2 = torch.empty_like(sent_n2)
-        self._ranks.all_to_all(taken_n2, sent_n2)
-        sizes = torch.stack([sent_n2, taken_n2])
+        rows_n = (rank_TK.flatten()[None] == every_n[:, None]).sum(1)
+        sent_n3 = torch.stack([torch.full_like(rows_n, self._ranks.mark()), goes_nT.sum(1), rows_n], dim=1)
+        taken_n3 = torch.empty_like(sent_n3)
+        self._ranks.all_to_all(taken_n3, sent_n3)
+        sizes = torch.stack([sent_n3, taken_n3])
         return Counted(torch.bincount(indices_TK.flatten(), minlength=experts), Layout(source_S, indices_SK, sizes))
 
     def sizes(self, counted: Counted) -> tuple[Layout, int]:
         self._ranks.wait()
         sent, taken = counted.state.sizes.tolist()
-        sizes = {"sent": [row[0] for row in sent], "taken": [row[0] for row in taken]}
-        rows = {"rows": sum(row[1] for row in taken)}
+        self._ranks.validate([row[0] for row in taken])
+        sizes = {"sent": [row[1] for row in sent], "taken": [row[1] for row in taken]}
+        rows = {"rows": sum(row[2] for row in taken)}
         return counted.state._replace(sizes={**sizes, **rows}), len(counted.counts_E) // self._ranks.size
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: tuple[Layout, int]) -> Dispatched:

@@ -13,7 +13,7 @@ from stretto.ir.errors import PipelineError
 from stretto.moe.exchange import Counted, Dispatched
 from stretto.moe.expert_ranks import ExpertRanks
 from stretto.moe.fp8 import pack, unpack
-from stretto.moe.permutation import Permutation, combine, dispatch
+from stretto.moe.permutation import Permutation, combine, dispatch, validate_rows
 
 
 class Counting(NamedTuple):
@@ -23,8 +23,8 @@ class Counting(NamedTuple):
     """This rank's rows in order of all experts, and so of the ranks that hold them."""
     arriving_ne: Tensor
     """How many rows come from each rank for each of this rank's experts."""
-    sizes_2n: Tensor
-    """On the host: how many rows go to each rank, and how many come."""
+    host_3n: Tensor
+    """On the host: how many rows go to each rank, how many come, and the ranks' marks."""
 
 
 class Sized(NamedTuple):
@@ -63,15 +63,19 @@ class AllToAll:
             raise PipelineError(f"{experts} experts cannot be divided among {size} ranks; use a divisor of {experts}")
         order = Permutation.by_expert(indices_TK, experts=experts)
         sent_ne = order.counts_E.view(size, experts // size)
-        arriving_ne = torch.empty_like(sent_ne)
-        self._ranks.all_to_all(arriving_ne, sent_ne)
-        sizes_2n = _to_host(torch.stack([sent_ne.sum(1), arriving_ne.sum(1)]))
-        return Counted(order.counts_E, Counting(order, arriving_ne, sizes_2n))
+        sent = torch.cat([sent_ne.new_full((size, 1), self._ranks.mark()), sent_ne], dim=1)
+        arriving = torch.empty_like(sent)
+        self._ranks.all_to_all(arriving, sent)
+        marks_n, arriving_ne = arriving[:, 0], arriving[:, 1:]
+        host_3n = _to_host(torch.stack([sent_ne.sum(1), arriving_ne.sum(1), marks_n]))
+        return Counted(order.counts_E, Counting(order, arriving_ne, host_3n))
 
     def sizes(self, counted: Counted) -> Sized:
         self._ranks.wait()
-        order, arriving_ne, sizes_2n = counted.state
-        sent, arriving = sizes_2n.tolist()
+        order, arriving_ne, host_3n = counted.state
+        sent, arriving, marks = host_3n.tolist()
+        self._ranks.validate(marks)
+        validate_rows(order, sum(sent))
         return Sized(order, arriving_ne, sent, arriving)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Sized) -> Dispatched:  # noqa: ARG002

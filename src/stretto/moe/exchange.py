@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from stretto.moe.permutation import Permutation, combine, dispatch
+from stretto.moe.permutation import Permutation, combine, dispatch, validate_rows
 
 
 class Counted(NamedTuple):
@@ -41,7 +41,9 @@ class Exchange(Protocol):
     them.
 
     All ranks run the same phases in the same order, and so they must in the backward: pass what is differentiated
-    through `ExpertRanks.joining`. Only `sizes` may make the host wait for the device.
+    through `ExpertRanks.joining`. Only `sizes` may make the host wait for the device. Layers that choose by their data
+    which experts they run would break this rule: send `ExpertRanks.mark()` with the counts, and give the marks of all
+    ranks to `ExpertRanks.validate` in `sizes`.
     """
 
     def count(self, indices_TK: Tensor, experts: int) -> Counted:
@@ -77,6 +79,8 @@ class Local:
 
     def sizes(self, counted: Counted) -> Permutation:
         assert isinstance(counted.state, Permutation)
+        if not counted.counts_E.is_cuda:
+            validate_rows(counted.state, int(counted.counts_E.sum()))
         return counted.state
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Permutation) -> Dispatched:  # noqa: ARG002

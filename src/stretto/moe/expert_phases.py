@@ -113,4 +113,5 @@ class _ExpertLayer:
 
     def combine(self, arrived: _Arrived) -> Any:
         _, weights_TK, rest, (rows_RD, _, state), dtype = arrived
-        return self.finish(rest, self.experts.exchanging().combine(rows_RD, state, weights_TK, dtype=dtype))
+        out_TD = self.experts.exchanging().combine(rows_RD, state, weights_TK, dtype=dtype)
+        return self.finish(rest, self.experts.combined(out_TD))

@@ -1,6 +1,7 @@
 """The ranks that hold the experts of one layer, and how they exchange rows and wait for each other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.execute.groups import all_to_all
+from stretto.ir.errors import PipelineError
 
 T = TypeVar("T")
 
@@ -34,6 +36,12 @@ class ExpertRanks:
         self.rank, self.size = group.rank(), group.size()
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         """The dummy scalar that makes every rank take part in backwards (`joining`). It gets no gradient."""
+        self.turn: tuple[int, ...] = ()
+        """What the runtime runs, as numbers that are the same on all ranks."""
+        self.current = 0
+        """The number of the experts that run."""
+        self.outputs: list[Tensor] = []
+        """What experts have returned in this turn: their backwards must run, also if a layer uses none of it."""
 
     def all_to_all(
         self, taken: Tensor, sent: Tensor, taken_sizes: list[int] | None = None, sent_sizes: list[int] | None = None
@@ -58,6 +66,24 @@ class ExpertRanks:
         that rank, the others would wait for it in the backward.
         """
         return _Joining.apply(self.anchor, x)  # type: ignore[no-any-return, no-untyped-call]
+
+    def mark(self) -> int:
+        """Return a number below 2⁶² that differs if ranks run other experts, or the same at another time.
+
+        An exchange sends it with its counts, and compares what comes (`validate`). Otherwise ranks whose layers choose
+        by their data which experts they run would exchange rows of different layers.
+        """
+        running = repr((*self.turn, self.current, torch.is_grad_enabled()))
+        return int.from_bytes(blake2b(running.encode(), digest_size=8).digest()) >> 2
+
+    def validate(self, marks: Sequence[int]) -> None:
+        """Raise PipelineError if the mark of some rank, in order of ranks, differs from this rank's."""
+        other = next((rank for rank, mark in enumerate(marks) if mark != marks[self.rank]), None)
+        if other is not None:
+            raise PipelineError(
+                f"rank {other} of the expert-parallel ranks runs other experts at this point than this rank "
+                f"({self.rank}); every rank must run the same experts in the same order, whatever its data"
+            )
 
     def _sizes(self, rows: Tensor, sizes: list[int] | None) -> list[int]:
         return [len(rows) // self.size] * self.size if sizes is None else sizes

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stretto.ir.errors import PipelineError
 from stretto.moe.exchange import Exchange, Local
+from stretto.moe.expert_ranks import ExpertRanks
 from stretto.moe.grouped_linear import grouped_linear
 
 Product = Callable[[Tensor, nn.Parameter, Tensor], Tensor]
@@ -36,7 +37,11 @@ class Experts(nn.Module):
     ranks = 1
     """How many ranks hold a share."""
     exchange: Exchange | None = None
-    """How rows get to the ranks that hold their experts. It is no part of copies and pickles."""
+    """How rows get to the ranks that hold their experts."""
+    members: ExpertRanks | None = None
+    """The ranks of this exchange."""
+    number = 0
+    """Which experts of the model these are. Copies and pickles have neither this number, nor members and exchange."""
 
     def __init__(
         self, experts: int, features: int, hidden: int, *, activation: Callable[[Tensor], Tensor] = F.silu
@@ -86,6 +91,8 @@ class Experts(nn.Module):
     def exchanging(self) -> Exchange:
         """Return the exchange with which to run. Raise PipelineError if other ranks hold experts and there is none."""
         if self.exchange is not None:
+            if self.members is not None:
+                self.members.current = self.number
             return self.exchange
         if self.ranks > 1:
             last = self.first + len(self.down_proj) - 1
@@ -109,13 +116,19 @@ class Experts(nn.Module):
         gate, up = product(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
         return product(self.act_fn(gate) * up, self.down_proj, counts_E)
 
+    def combined(self, out_TD: Tensor) -> Tensor:
+        """Note what an exchange has combined, so that its backward runs even if the layer does not use it."""
+        if self.members is not None and out_TD.requires_grad:
+            self.members.outputs.append(out_TD)
+        return out_TD
+
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape
         shared = f" of {self.total}" if self.ranks > 1 else ""
         return f"experts={experts}{shared}, features={features}, hidden={hidden}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "exchange"}
+        return {name: value for name, value in vars(self).items() if name not in _CONNECTION}
 
 
 class RoutedExperts(Experts):
@@ -128,10 +141,11 @@ class RoutedExperts(Experts):
         sized = exchange.sizes(exchange.count(indices_TK, self.total))
         rows_RD, counts_e, state = exchange.dispatch(x_TD, weights_TK, sized)
         rows_RD = self.run_sorted(product, rows_RD, counts_e)
-        return exchange.combine(rows_RD, state, weights_TK, dtype=x_TD.dtype)
+        return self.combined(exchange.combine(rows_RD, state, weights_TK, dtype=x_TD.dtype))
 
 
 _LOCAL = Local()
+_CONNECTION = ("exchange", "members", "number")  # which a Pipeline sets while it runs
 
 
 def validate_shares(experts: Experts, rank: int, ranks: int) -> None:

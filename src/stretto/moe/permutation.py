@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.ir.errors import PipelineError
+
 
 class Permutation(NamedTuple):
     """The rows in order of their experts. Rows of one expert stay in the order of their tokens.
@@ -26,17 +28,26 @@ class Permutation(NamedTuple):
 
     @staticmethod
     def by_expert(indices_TK: Tensor, *, experts: int) -> "Permutation":
-        """Sort by expert, without waiting for the device."""
+        """Sort by expert, without waiting for the device. Numbers below 0 or from `experts` on count for no expert."""
         sorted_R, source_R = indices_TK.flatten().sort(stable=True)
         target_R = torch.empty_like(source_R)
         target_R[source_R] = torch.arange(len(source_R), device=source_R.device)
-        every = torch.arange(experts, device=source_R.device, dtype=sorted_R.dtype)
-        ends_E = torch.searchsorted(sorted_R, every, right=True)
-        return Permutation(source_R, target_R, ends_E.diff(prepend=ends_E.new_zeros(1)))
+        borders = torch.searchsorted(sorted_R.long(), torch.arange(experts + 1, device=source_R.device))
+        return Permutation(source_R, target_R, borders.diff())
 
     def inverse(self) -> "Permutation":
         """Return the order that leads back, of rows for tokens with one expert each."""
         return Permutation(self.target_R, self.source_R, self.counts_E)
+
+
+def validate_rows(order: Permutation, counted: int) -> None:
+    """Raise PipelineError if not all rows are counted for some expert."""
+    if (rows := len(order.source_R)) != counted:
+        experts = len(order.counts_E)
+        raise PipelineError(
+            f"{rows - counted} of {rows} indices of experts are below 0 or above {experts - 1}, and there are "
+            f"{experts} experts; route each token to experts that exist"
+        )
 
 
 def dispatch(x_TD: Tensor, order: Permutation) -> Tensor:
