@@ -21,6 +21,7 @@ from exchange_jobs import (
     refused,
     routed,
     running_others,
+    second_order,
     without_gradients,
 )
 from moe_jobs import CONFIG, DEVICE
@@ -64,6 +65,12 @@ def test_divided_experts_are_whole_experts(ranks: Ranks, count: int, name: str) 
         assert ranks.run(routed, count, several, name) == [[]] * count
 
     divided()
+
+
+@pytest.mark.parametrize("name", ["all-to-all", "tokens"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_gradients_of_gradients_are_those_of_whole_experts(ranks: Ranks, count: int, name: str) -> None:
+    assert ranks.run(second_order, count, name) == [[]] * count
 
 
 @pytest.mark.parametrize("count", [2, 4])

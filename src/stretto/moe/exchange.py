@@ -79,8 +79,11 @@ class Local:
 
     def sizes(self, counted: Counted) -> Permutation:
         assert isinstance(counted.state, Permutation)
-        if not counted.counts_E.is_cuda:
-            validate_rows(counted.state, int(counted.counts_E.sum()))
+        total = counted.counts_E.sum()
+        if total.is_cuda:  # where only the device can look at it without a wait
+            torch._assert_async(total == len(counted.state.source_R), "tokens are routed to experts that do not exist")
+        else:
+            validate_rows(counted.state, int(total))
         return counted.state
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Permutation) -> Dispatched:  # noqa: ARG002
