@@ -5,11 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from moe_jobs import DEVICE, bypassed, loaded, recomputed, trained, without_routers
+import stretto
+from causal_lms import LM
+from moe_jobs import CONFIG, DEVICE, bypassed, loaded, recomputed, trained, without_routers
+from planned_jobs import planned
 from ranks import Ranks
 from strategies import SCHEDULES
+from stretto.model import layers
+from stretto.pipeline.phases import anatomy_of
 
+PHASES = Path(__file__).parent.parent.parent / "examples" / "phases.toml"
 OPTIONS = {"plain": {}, "mtp": {"mtp": True}, "mtp and balance": {"mtp": True, "balance": True}}
 
 
@@ -64,3 +71,29 @@ def test_recomputation_changes_nothing_and_counts_nothing_twice(
 )
 def test_blocks_that_would_not_be_called_are_refused(ranks: Ranks, what: str, says: str) -> None:
     assert all(says in told for told in ranks.run(bypassed, 2, what))
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"pp": 2}, {"pp": 2, "ep": 2}], ids=str)
+def test_the_model_runs_what_was_planned_for_its_layers(ranks: Ranks, sizes: dict[str, int]) -> None:
+    costs = stretto.load_costs(PHASES)
+    count = math.prod(sizes.values())
+    assert ranks.run(planned, count, sizes, "embedding,dense,moe*3,loss", costs) == [[]] * count
+
+
+def test_first_and_last_layers_have_the_names_that_planning_gives_them() -> None:
+    for model in (layers(CONFIG), stretto.cut(LM("qwen3_moe").model())):
+        names = [phase.name for layer in (model[0], model[-1]) for phase in anatomy_of(layer).phases]
+        assert names == ["embedding", "loss"]
+
+
+class _Called(nn.Linear):
+    phase_name: object = "projection"
+
+
+def test_a_layer_without_phases_is_one_that_it_may_name() -> None:
+    assert [phase.name for phase in anatomy_of(_Called(2, 2)).phases] == ["projection"]
+    assert [phase.name for phase in anatomy_of(nn.Linear(2, 2)).phases] == ["linear"]
+    unnamed = _Called(2, 2)
+    unnamed.phase_name = 3
+    with pytest.raises(stretto.PipelineError, match=r"phase_name of _Called is the name of a phase \(got 3\)"):
+        anatomy_of(unnamed)

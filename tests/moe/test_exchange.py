@@ -2,7 +2,9 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from exchange_jobs import (
     refused,
     routed,
     running_others,
+    second_order,
     without_gradients,
 )
 from moe_jobs import CONFIG, DEVICE
@@ -29,6 +32,7 @@ from stretto.ir.errors import PipelineError
 from stretto.layers import EXPERT_PARALLEL_MOE, MOE
 from stretto.model.blocks import MoeBlock
 from stretto.moe import ExpertRanks, Experts, RoutedExperts
+from stretto.moe.exchange import Local, validate_exchange
 from stretto.moe.fp8 import pack, unpack
 
 _NO_EXPERT = (
@@ -64,6 +68,12 @@ def test_divided_experts_are_whole_experts(ranks: Ranks, count: int, name: str) 
         assert ranks.run(routed, count, several, name) == [[]] * count
 
     divided()
+
+
+@pytest.mark.parametrize("name", ["all-to-all", "tokens"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_gradients_of_gradients_are_those_of_whole_experts(ranks: Ranks, count: int, name: str) -> None:
+    assert ranks.run(second_order, count, name) == [[]] * count
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -249,6 +259,64 @@ def test_an_exchange_is_no_part_of_copies() -> None:
         assert (other.exchange, other.members, other.number) == (None, None, 0)
         assert (other.first, other.total) == (2, 4)
         assert torch.equal(other.down_proj, experts.down_proj)
+
+
+class _Half:
+    def count(self) -> None: ...
+
+    dispatch = None
+
+
+def test_an_exchange_without_all_methods_is_refused() -> None:
+    says = "an exchange has the methods count, sizes, dispatch, combine, and _Half has no sizes, dispatch, combine"
+    with pytest.raises(PipelineError, match=says):
+        validate_exchange(_Half())
+    validate_exchange(Local())
+
+
+class _Careless(Local):
+    """An exchange of which one method returns something else."""
+
+    def __init__(self, method: str, wrong: Callable[[Any], Any]) -> None:
+        setattr(self, method, lambda *given, **named: wrong(getattr(Local, method)(self, *given, **named)))
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "says"),
+    [
+        ("count", tuple, "count must return a stretto.moe.Counted (got a tuple)"),
+        (
+            "count",
+            lambda counted: counted._replace(counts_E=counted.counts_E[:3]),
+            "count must return a count of rows for each of all 4 experts (got shape (3,))",
+        ),
+        ("dispatch", tuple, "dispatch must return a stretto.moe.Dispatched (got a tuple)"),
+        (
+            "dispatch",
+            lambda rows: rows._replace(counts_e=rows.counts_e[:3]),
+            "dispatch must return a count of rows for each of this rank's 4 experts (got shape (3,))",
+        ),
+        ("combine", lambda _: None, "combine must return a tensor (got a NoneType)"),
+        (
+            "combine",
+            lambda out: out.double(),
+            "combine must return tokens × features (3, 2) in torch.float32 (got (3, 2) in torch.float64)",
+        ),
+        (
+            "combine",
+            lambda out: out[1:],
+            "combine must return tokens × features (3, 2) in torch.float32 (got (2, 2) in torch.float32)",
+        ),
+    ],
+)
+def test_what_an_exchange_returns_is_checked(method: str, wrong: Callable[[Any], Any], says: str) -> None:
+    experts = RoutedExperts(4, 2, 3)
+    inputs = torch.ones(3, 2), torch.tensor([[0], [1], [3]]), torch.ones(3, 1)
+    experts.exchange = _Careless(method, lambda right: right)
+    experts(*inputs)
+    experts.exchange = _Careless(method, wrong)
+    with pytest.raises(PipelineError, match=re.escape(f"_Careless.{says}")):
+        experts(*inputs)
 
 
 def test_a_block_of_divided_experts_has_the_phases_of_the_exchange() -> None:

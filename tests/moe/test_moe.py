@@ -1,5 +1,8 @@
 """Routing, order and experts by themselves: every token arrives, and gradients are those of a loop over experts."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,6 +78,7 @@ def test_backwards_of_dispatch_and_combine_are_their_derivatives() -> None:
         return combine(rows.sin(), weights, order)
 
     assert torch.autograd.gradcheck(there_and_back, (x, weights))
+    assert torch.autograd.gradgradcheck(there_and_back, (x, weights))
 
 
 def test_bfloat16_outputs_are_summed_in_float32() -> None:
@@ -208,6 +212,40 @@ def test_the_kernels_backward_takes_gradients_of_any_layout() -> None:
         grads.append(torch.autograd.grad(grouped_linear(*inputs, counts.to(device)).sum(), inputs))
     for exact, found in zip(*grads, strict=True):
         assert torch.allclose(found.cpu().double(), exact, rtol=1e-2, atol=1e-1)
+
+
+@needs_cuda
+def test_the_kernels_gradients_have_gradients() -> None:
+    counts = torch.tensor([3, 0, 5])
+    seconds = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        torch.manual_seed(0)
+        x, weight, grad = (
+            torch.randn(8, 32).bfloat16(),
+            torch.randn(3, 16, 32).bfloat16(),
+            torch.randn(8, 16).bfloat16(),
+        )
+        inputs = [tensor.to(device, dtype).requires_grad_() for tensor in (x, weight, grad)]
+        out = grouped_linear(inputs[0], inputs[1], counts.to(device))
+        firsts = torch.autograd.grad(out, inputs[:2], inputs[2], create_graph=True)
+        seconds.append(torch.autograd.grad([first.sum() for first in firsts], inputs))
+    for exact, found in zip(*seconds, strict=True):
+        assert torch.allclose(found.cpu().double(), exact, rtol=1e-2, atol=1e-1)
+
+
+@needs_cuda
+@pytest.mark.parametrize("index", [-1, 4])
+def test_the_gpu_refuses_experts_that_do_not_exist(index: int) -> None:
+    program = f"""
+import torch
+from stretto.moe import RoutedExperts
+torch.set_default_device("cuda")
+RoutedExperts(4, 8, 8)(torch.ones(3, 8), torch.tensor([[0], [{index}], [3]]), torch.ones(3, 1))
+torch.cuda.synchronize()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode != 0
+    assert "tokens are routed to experts that do not exist" in ended.stderr
 
 
 @needs_cuda

@@ -115,6 +115,28 @@ def routed(mesh: DeviceMesh, cases: list[Case], name: str, recomputed: bool = Fa
     return wrong
 
 
+def second_order(mesh: DeviceMesh, name: str) -> list[str]:
+    """What differs on this rank if a loss has gradients of outputs in it, from one process with all experts."""
+    case = Case((3, 2, 0, 4)[: mesh.size()], 2, 2, False, 4)
+    rank, found = mesh.get_local_rank(), []
+    with joined(mesh) as ranks:
+        for is_part in (False, True):
+            experts, x, indices, weights, grad = experts_of(case)
+            experts.gate_up_proj.data.mul_(50)  # so that second derivatives are not near 0
+            if is_part:
+                experts.shard(rank, mesh.size())
+                experts.exchange = exchanges(name)(ranks)
+                x, indices, weights, grad = (case.own(every, rank) for every in (x, indices, weights, grad))
+            leaves = x.requires_grad_(), weights.requires_grad_()
+            firsts = torch.autograd.grad((experts(x, indices, weights) * grad).sum(), leaves, create_graph=True)
+            torch.stack([first.square().sum() for first in firsts]).sum().backward()
+            found.append([*firsts, *map(_grad, (*leaves, *experts.parameters()))])
+    whole, part = found
+    local = slice(2 * rank, 2 * rank + 2)
+    expected = [*(case.own(every, rank) for every in whole[:4]), *(every[local] for every in whole[4:])]
+    return [f"tensor {k}" for k, pair in enumerate(zip(part, expected, strict=True)) if not alike(*pair)]
+
+
 def without_gradients(mesh: DeviceMesh, what: str, name: str) -> list[bool]:
     """Which gradients rank 0 and the others get, if rank 0 needs none (of what is named)."""
     case = Case((2,) * mesh.size(), 2, 2, False, 5)

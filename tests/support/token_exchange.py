@@ -85,20 +85,21 @@ class TokenExchange:
         return out_TD.to(dtype)
 
     def _exchange(self, rows: Tensor, taken: list[int], sent: list[int]) -> Tensor:
-        return _Exchange.apply(self._ranks.joining(rows), self._ranks, taken, sent)  # type: ignore[no-any-return, no-untyped-call]
+        return _exchange(rows, self._ranks, taken, sent)
+
+
+def _exchange(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:
+    return _Exchange.apply(ranks.joining(rows), ranks, taken, sent)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:
-        ctx.ranks, ctx.sizes = ranks, (sent, taken)
+        ctx.back = ranks, sent, taken
         arrived = rows.new_empty(sum(taken), rows.shape[1])
         ranks.all_to_all(arrived, rows.contiguous(), taken, sent)
         return arrived
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        taken, sent = ctx.sizes
-        arrived = grad.new_empty(sum(taken), grad.shape[1])
-        ctx.ranks.all_to_all(arrived, grad.contiguous(), taken, sent)
-        return arrived, None, None, None
+        return _exchange(grad, *ctx.back), None, None, None

@@ -20,6 +20,8 @@ from stretto.pipeline.named_layer import NamedLayer
 class EmbeddingLayer(NamedLayer):
     """The first layer: from tokens to their vectors."""
 
+    phase_name = "embedding"
+
     def __init__(self, config: ModelConfig, *, mtp: bool, balance: bool) -> None:
         super().__init__({"model.embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size)})
         self._mtp, self._balance = mtp, balance
@@ -78,6 +80,8 @@ class MtpModule(MoeBlock):
 
 class HeadLayer(NamedLayer):
     """The last layer: the final norm and the head, and the MTP module if there is one."""
+
+    phase_name = "loss"
 
     def __init__(self, config: ModelConfig, *, mtp: bool, balance: bool) -> None:
         modules: dict[str, nn.Module] = {"model.norm": nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)}

@@ -22,6 +22,8 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids")
 class CutEmbedding(NamedLayer):
     """Takes token ids N × T, or a dict of a tokenizer: "input_ids", and if given "attention_mask", "position_ids"."""
 
+    phase_name = "embedding"
+
     def __init__(self, embed_tokens: nn.Module) -> None:
         super().__init__({"model.embed_tokens": embed_tokens})
 
@@ -81,6 +83,8 @@ class CutDecoderLayer(NamedLayer):
 
 class CutHead(NamedLayer):
     """Returns logits N × T × V, or a `CutOutput` if there are `routers` whose loss is trained."""
+
+    phase_name = "loss"
 
     def __init__(self, norm: nn.Module, head: nn.Module, *, routers: int, router_weight: float) -> None:
         super().__init__({"model.norm": norm, "lm_head": head})

@@ -119,7 +119,7 @@ def _exchange(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all, whose backward sends gradients the opposite way."""
+    """An all-to-all, whose backward is one the opposite way, in which every rank takes part again."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int], fp8: bool) -> Tensor:
@@ -130,7 +130,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _moved(grad, *ctx.back), None, None, None, None
+        ranks, taken, sent = ctx.back
+        return _exchange(ranks.joining(grad), ranks, taken, sent, False), None, None, None, None
 
 
 def _moved(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:

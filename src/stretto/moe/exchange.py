@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from stretto.ir.errors import PipelineError
 from stretto.moe.permutation import Permutation, combine, dispatch, validate_rows
 
 
@@ -70,6 +71,49 @@ class Exchange(Protocol):
         ...
 
 
+def validate_exchange(exchange: object) -> None:
+    """Raise PipelineError if an object lacks methods of an exchange."""
+    methods = ("count", "sizes", "dispatch", "combine")
+    if missing := [name for name in methods if not callable(getattr(exchange, name, None))]:
+        raise PipelineError(
+            f"an exchange has the methods {', '.join(methods)}, and {type(exchange).__name__} has no "
+            f"{', '.join(missing)}; see stretto.moe.Exchange"
+        )
+
+
+# What an exchange returns is checked by what the host knows, so without a wait.
+
+
+def validate_counted(exchange: Exchange, counted: object, *, experts: int) -> None:
+    name = f"{type(exchange).__name__}.count"
+    if not isinstance(counted, Counted):
+        raise PipelineError(f"{name} must return a stretto.moe.Counted (got a {type(counted).__name__})")
+    if tuple(counted.counts_E.shape) != (experts,):
+        shape = tuple(counted.counts_E.shape)
+        raise PipelineError(f"{name} must return a count of rows for each of all {experts} experts (got shape {shape})")
+
+
+def validate_dispatched(exchange: Exchange, rows: object, *, experts: int) -> None:
+    name = f"{type(exchange).__name__}.dispatch"
+    if not isinstance(rows, Dispatched):
+        raise PipelineError(f"{name} must return a stretto.moe.Dispatched (got a {type(rows).__name__})")
+    if tuple(rows.counts_e.shape) != (experts,):
+        shape = tuple(rows.counts_e.shape)
+        raise PipelineError(
+            f"{name} must return a count of rows for each of this rank's {experts} experts (got shape {shape})"
+        )
+
+
+def validate_combined(exchange: Exchange, out: object, *, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    name = f"{type(exchange).__name__}.combine"
+    if not isinstance(out, Tensor):
+        raise PipelineError(f"{name} must return a tensor (got a {type(out).__name__})")
+    if (tuple(out.shape), out.dtype) != (shape, dtype):
+        raise PipelineError(
+            f"{name} must return tokens × features {shape} in {dtype} (got {tuple(out.shape)} in {out.dtype})"
+        )
+
+
 class Local:
     """The exchange of a rank that holds all experts: the rows only change their order."""
 
@@ -79,8 +123,11 @@ class Local:
 
     def sizes(self, counted: Counted) -> Permutation:
         assert isinstance(counted.state, Permutation)
-        if not counted.counts_E.is_cuda:
-            validate_rows(counted.state, int(counted.counts_E.sum()))
+        total = counted.counts_E.sum()
+        if total.is_cuda:  # where only the device can look at it without a wait
+            torch._assert_async(total == len(counted.state.source_R), "tokens are routed to experts that do not exist")
+        else:
+            validate_rows(counted.state, int(total))
         return counted.state
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Permutation) -> Dispatched:  # noqa: ARG002

@@ -86,17 +86,17 @@ class _ExpertLayer:
     # The next two pass on the very tensors that they get, since they have no backward.
 
     def tell(self, routed: Routed) -> _Sending:
-        counted = self.experts.exchanging().count(routed.indices_TK, self.experts.total)
+        counted = self.experts.count(routed.indices_TK)
         if self.count is not None:
             self.count(counted.counts_E)
         return _Sending(routed.x_TD, routed.weights_TK, routed.rest, counted)
 
     def sizes(self, sending: _Sending) -> _Sending:
-        return sending._replace(sent=self.experts.exchanging().sizes(sending.sent))
+        return sending._replace(sent=self.experts.sizes(sending.sent))
 
     def dispatch(self, sending: _Sending) -> _Arrived:
         x_TD, weights_TK, rest, sized = sending
-        rows = self.experts.exchanging().dispatch(x_TD, weights_TK, sized)
+        rows = self.experts.dispatch(x_TD, weights_TK, sized)
         return _Arrived(None if self.meanwhile is None else x_TD, weights_TK, rest, rows, x_TD.dtype)
 
     def sort(self, routed: Routed) -> _Arrived:
@@ -113,5 +113,4 @@ class _ExpertLayer:
 
     def combine(self, arrived: _Arrived) -> Any:
         _, weights_TK, rest, (rows_RD, _, state), dtype = arrived
-        out_TD = self.experts.exchanging().combine(rows_RD, state, weights_TK, dtype=dtype)
-        return self.finish(rest, self.experts.combined(out_TD))
+        return self.finish(rest, self.experts.combine(rows_RD, state, weights_TK, dtype=dtype))

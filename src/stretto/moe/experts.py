@@ -8,7 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.ir.errors import PipelineError
-from stretto.moe.exchange import Exchange, Local
+from stretto.moe.exchange import (
+    Counted,
+    Dispatched,
+    Exchange,
+    Local,
+    validate_combined,
+    validate_counted,
+    validate_dispatched,
+)
 from stretto.moe.expert_ranks import ExpertRanks
 from stretto.moe.grouped_linear import grouped_linear
 
@@ -102,6 +110,32 @@ class Experts(nn.Module):
             )
         return _LOCAL
 
+    # The exchange's phases, in this order.
+
+    def count(self, indices_TK: Tensor) -> Counted:
+        exchange = self.exchanging()
+        counted = exchange.count(indices_TK, self.total)
+        validate_counted(exchange, counted, experts=self.total)
+        return counted
+
+    def sizes(self, counted: Counted) -> Any:
+        return self.exchanging().sizes(counted)
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Any) -> Dispatched:
+        exchange = self.exchanging()
+        rows = exchange.dispatch(x_TD, weights_TK, sized)
+        validate_dispatched(exchange, rows, experts=len(self.down_proj))
+        return rows
+
+    def combine(self, rows_RD: Tensor, state: Any, weights_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """Combine, and note the output, so that its backward runs even if the layer does not use it."""
+        exchange = self.exchanging()
+        out_TD = exchange.combine(rows_RD, state, weights_TK, dtype=dtype)
+        validate_combined(exchange, out_TD, shape=(len(weights_TK), self.down_proj.shape[1]), dtype=dtype)
+        if self.members is not None and out_TD.requires_grad:
+            self.members.outputs.append(out_TD)
+        return out_TD
+
     def forward(self, *arguments: Any) -> Tensor:
         return self.run(grouped_linear, *arguments)
 
@@ -115,12 +149,6 @@ class Experts(nn.Module):
             raise PipelineError(f"{len(self.down_proj)} experts need as many counts of rows (got {len(counts_E)})")
         gate, up = product(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
         return product(self.act_fn(gate) * up, self.down_proj, counts_E)
-
-    def combined(self, out_TD: Tensor) -> Tensor:
-        """Note what an exchange has combined, so that its backward runs even if the layer does not use it."""
-        if self.members is not None and out_TD.requires_grad:
-            self.members.outputs.append(out_TD)
-        return out_TD
 
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape
@@ -137,11 +165,10 @@ class RoutedExperts(Experts):
     def run(self, product: Product, *arguments: Tensor) -> Tensor:
         """Run the experts with this grouped product, on tokens, the indices of their experts, and their weights."""
         x_TD, indices_TK, weights_TK = arguments
-        exchange = self.exchanging()
-        sized = exchange.sizes(exchange.count(indices_TK, self.total))
-        rows_RD, counts_e, state = exchange.dispatch(x_TD, weights_TK, sized)
+        sized = self.sizes(self.count(indices_TK))
+        rows_RD, counts_e, state = self.dispatch(x_TD, weights_TK, sized)
         rows_RD = self.run_sorted(product, rows_RD, counts_e)
-        return self.combined(exchange.combine(rows_RD, state, weights_TK, dtype=x_TD.dtype))
+        return self.combine(rows_RD, state, weights_TK, dtype=x_TD.dtype)
 
 
 _LOCAL = Local()

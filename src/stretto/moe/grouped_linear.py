@@ -60,10 +60,23 @@ class _Product(torch.autograd.Function):
 def grouped_outer(grad_TE: Tensor, x_TD: Tensor, counts_G: Tensor) -> Tensor:
     """Return the gradient of the matrices: for each group, the sum of its rows' outer products."""
     if _has_kernel(x_TD, grad_TE):
-        return _grouped_mm(grad_TE.contiguous().T, x_TD.contiguous(), offs=_ends(counts_G))
+        return _Outer.apply(grad_TE, x_TD, counts_G)  # type: ignore[no-any-return, no-untyped-call]
     counts = counts_G.tolist()
     parts = zip(torch.split(grad_TE, counts), torch.split(x_TD, counts), strict=True)
     return torch.stack([grad.T @ x for grad, x in parts])
+
+
+class _Outer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad_TE: Tensor, x_TD: Tensor, counts_G: Tensor) -> Tensor:
+        ctx.save_for_backward(grad_TE, x_TD, counts_G)
+        return _grouped_mm(grad_TE.contiguous().T, x_TD.contiguous(), offs=_ends(counts_G))
+
+    @staticmethod
+    def backward(ctx: Any, grad_GED: Tensor) -> Any:
+        grad_TE, x_TD, counts_G = ctx.saved_tensors
+        first = grouped_linear(x_TD, grad_GED, counts_G)
+        return first, grouped_linear(grad_TE, grad_GED.transpose(1, 2), counts_G), None
 
 
 def _has_kernel(x: Tensor, other: Tensor) -> bool:

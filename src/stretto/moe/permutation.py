@@ -94,6 +94,11 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
         rows_RD, weights_TK, source_R, target_R = ctx.saved_tensors
         rows_grad = weights_grad = None
+        if torch.is_grad_enabled():  # with create_graph, autograd must know the operations
+            rows_TKD = rows_RD.index_select(0, target_R).view(*weights_TK.shape, rows_RD.shape[-1])
+            grad_TKD = (grad_TD[:, None] * weights_TK[..., None]).to(rows_RD.dtype)
+            weights_grad = _exact_dots(rows_TKD, grad_TD).to(weights_TK.dtype)
+            return grad_TKD.flatten(0, 1).index_select(0, source_R), weights_grad, None, None, None
         if ctx.needs_input_grad[0]:
             grad_TKD = rows_RD.new_empty(*weights_TK.shape, rows_RD.shape[-1])
             torch.mul(grad_TD[:, None], weights_TK[..., None], out=grad_TKD)  # in float32, rounded once
@@ -120,10 +125,14 @@ def _weighted_sum(rows_TKD: Tensor, weights_TK: Tensor) -> Tensor:
 def _dots(rows_TKD: Tensor, grad_TD: Tensor) -> Tensor:
     """Return the product of each row with its token's gradient."""
     if not _has_float32_products(rows_TKD) or grad_TD.dtype != rows_TKD.dtype:
-        exact = torch.promote_types(grad_TD.dtype, torch.float32)
-        return (rows_TKD * grad_TD[:, None].to(exact)).sum(-1)
+        return _exact_dots(rows_TKD, grad_TD)
     dots_TK1: Tensor = torch.bmm(rows_TKD, grad_TD[..., None], out_dtype=torch.float32)
     return dots_TK1[..., 0]
+
+
+def _exact_dots(rows_TKD: Tensor, grad_TD: Tensor) -> Tensor:
+    exact = torch.promote_types(grad_TD.dtype, torch.float32)
+    return (rows_TKD * grad_TD[:, None].to(exact)).sum(-1)
 
 
 def _has_float32_products(rows_TKD: Tensor) -> bool:

@@ -33,12 +33,15 @@ def bypassed(number: int, layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def anatomy_of(layer: nn.Module) -> Layer:
-    """Return the phases of a layer; without any, it counts as one.
+    """Return the phases of a layer; without any, it counts as one, called by its `phase_name` or its class's name.
 
     If the layer has experts on several ranks, and no phase in which these exchange tokens, they may do so in all.
     """
     name = type(layer).__name__
-    phases = tuple(phase for phase, _ in layer.phases()) if is_phased(layer) else (Phase(name.lower()),)
+    alone = getattr(layer, "phase_name", name.lower())
+    if not isinstance(alone, str):
+        raise PipelineError(f"phase_name of {name} is the name of a phase (got {alone!r:.40})")
+    phases = tuple(phase for phase, _ in layer.phases()) if is_phased(layer) else (Phase(alone),)
     if not phases[-1].backward:
         raise PipelineError(f"the last phase of a layer has a backward, and {phases[-1].name!r} of {name} has none")
     if sharded_experts(layer) and not any(phase.is_joint for phase in phases):
