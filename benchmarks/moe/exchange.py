@@ -40,7 +40,7 @@ def timed(run: Callable[[], object]) -> float:
     for _ in range(REPEAT):
         torch.cuda.synchronize()
         dist.barrier()
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
         run()
         last.record()
