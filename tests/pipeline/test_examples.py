@@ -1,4 +1,4 @@
-"""The training example under torchrun, with a schedule of each family; the model of the demo is that of its engines."""
+"""The training examples under torchrun; the model of the demo is that of its engines."""
 
 import os
 import subprocess
@@ -7,29 +7,49 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import loop
 import stretto
+import train_moe
 from mini_engine.model import checkpoint, reference
+from stretto.model import CausalLM, causal_lm_loss
 from stretto.timeline.trace import parse_trace
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "train.py"
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+def trained(ranks: int, example: str, *arguments: str) -> list[float]:
+    """The losses that an example prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(EXAMPLES / example), *arguments], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(line.split("loss")[1]) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "zb_h1", "v_half", "dualpipe", "dualpipev"])
 def test_it_learns(schedule: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     trace = tmp_path / "step.trace.json"
-    done = subprocess.run(
-        [*command, str(EXAMPLE), schedule, str(trace)], capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split("loss")[1]) for line in done.stdout.splitlines()]
+    losses = trained(2, "train.py", schedule, str(trace))
     assert losses[0] > 4
     assert losses[-1] < 0.1
     assert stretto.check(parse_trace(trace.read_text()).program) == []
+
+
+@pytest.mark.parametrize("mesh", ["pp=2,ep=2", "dp=2,ep=2"])
+def test_the_mixture_of_experts_learns_on_a_mesh_and_is_saved_whole(mesh: str, tmp_path: Path) -> None:
+    losses = trained(4, "train_moe.py", mesh, str(tmp_path / "last"))
+    assert losses[0] > 5
+    assert losses[-1] < 3
+    model = CausalLM(train_moe.CONFIG)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path / "last", no_dist=True)
+    tokens = torch.arange(100, 117)[None]
+    total, count = causal_lm_loss(model(tokens[:, :-1]), tokens[:, 1:])
+    assert total / count < 3
 
 
 def test_the_demos_model_begins_and_ends_as_a_checkpoint_of_its_engines() -> None:
