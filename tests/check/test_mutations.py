@@ -4,12 +4,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import stretto
 from machines import actions_complete, completes
-from strategies import plans
+from strategies import mesh_plans, plans
 from stretto.check import Violation
 from stretto.program.needs import link_tasks
 from stretto.program.task import COMPUTE, RECEIVES, SENDS, Kind, Task
@@ -157,3 +158,34 @@ def test_a_plan_that_is_stuck_is_explained_by_its_actions(plan: stretto.Plan, da
     violations = stretto.check(program)
     assert (not violations) == actions_complete(list(program.tasks()), plan.placement)
     assert not speaks_of_transfers(violations)
+
+
+@settings(max_examples=200)
+@given(st.one_of(plans(), mesh_plans()), st.data())
+def test_tasks_joined_that_do_not_belong_together_are_found(plan: stretto.Plan, data: st.DataObject) -> None:
+    """Any two tasks, or what each is joined to already, become one ring."""
+    program = stretto.lower(plan)
+    a, b = (data.draw(st.integers(0, len(program) - 1)) for _ in range(2))
+    assume(b not in program.ends(a))
+    index = np.arange(len(program))
+    following = np.where(program.counterpart < 0, index, program.counterpart)
+    following[[a, b]] = following[[b, a]]
+    joined = replace(program, counterpart=np.where(following == index, -1, following))
+    violations = [violation for violation in stretto.check(joined) if violation.rule == "transfers"]
+    assert speaks_of(violations, program.task(a)) or speaks_of(violations, program.task(b))
+
+
+@given(st.one_of(plans(), mesh_plans()), st.data())
+def test_transfers_that_swap_their_other_ends_are_found(plan: stretto.Plan, data: st.DataObject) -> None:
+    """Every ring still has a send and a receive, but of different messages or on different links."""
+    program = stretto.lower(plan)
+    sends = np.flatnonzero(program.work.among(SENDS)).tolist()
+    assume(len(sends) > 1)
+    a, b = data.draw(st.permutations(sends))[:2]
+    counterpart = program.counterpart.copy()
+    to_a, to_b = counterpart[[a, b]].tolist()
+    counterpart[[a, b, to_a, to_b]] = to_b, to_a, b, a
+    violations = stretto.check(replace(program, counterpart=counterpart))
+    wrong = [violation for violation in violations if "that is not its other end" in violation.message]
+    assert sorted(violation.at for violation in wrong) == [(k,) for k in sorted((a, b, to_a, to_b))]
+    assert {violation.rule for violation in violations} == {"transfers"}
