@@ -12,8 +12,9 @@ import stretto
 from machines import actions_complete, completes
 from strategies import mesh_plans, plans
 from stretto.check import Violation
+from stretto.layers import EXPERT_PARALLEL_MOE
 from stretto.program.needs import link_tasks
-from stretto.program.task import COMPUTE, RECEIVES, SENDS, Kind, Task
+from stretto.program.task import COMPUTE, RECEIVES, SENDS, Kind, Lane, Task
 
 
 def found(tasks: Sequence[Task], plan: stretto.Plan) -> list[Violation]:
@@ -85,6 +86,19 @@ def test_a_task_on_the_wrong_device_is_found(plan: stretto.Plan, data: st.DataOb
     assert speaks_of(misplaced, task)
     # One mistake, few words: an action on the wrong device does not also count as missing or unsent.
     assert task.kind not in COMPUTE or {violation.rule for violation in violations} == {"placement"}
+
+
+@given(st.one_of(plans(), mesh_plans()), st.booleans(), st.data())
+def test_a_task_on_another_lane_is_found(plan: stretto.Plan, phases: bool, data: st.DataObject) -> None:
+    program = stretto.lower(plan, layers=[[EXPERT_PARALLEL_MOE]] * plan.stages if phases else None)
+    tasks = list(program.tasks())
+    index = data.draw(st.integers(0, len(tasks) - 1))
+    task = tasks[index]
+    others = sorted({"compute", "comm", "host", "d2h", "h2d", "reduce"} - {task.lane.name})
+    tasks[index] = replace(task, lane=Lane(task.device, data.draw(st.sampled_from(others))))
+    violations = stretto.check(link_tasks(tasks, plan.placement, program.anatomy))
+    says = f"{task} on device {task.device} is on lane {tasks[index].lane}, where such tasks are not done"
+    assert says in [violation.message for violation in violations]
 
 
 @given(plans(), st.data())
