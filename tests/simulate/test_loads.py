@@ -48,6 +48,18 @@ def test_all_tokens_on_one_rank() -> None:
     assert timeline.makespan == 40.75
 
 
+def test_a_slow_device_computes_slowly_and_exchanges_as_fast() -> None:
+    even, slow = (step(Costs(phases=PHASES, slowdown=slowdown)) for slowdown in (None, (1, 10)))
+    length = {
+        (str(a.task), a.task.lane.name): (b.end - b.start) / (a.end - a.start)
+        for a, b in zip(even.spans(), slow.spans(), strict=True)
+        if a.task.device == 1 and a.end > a.start
+    }
+    assert {lane for _, lane in length} == {"compute", "comm", "host"}
+    for (name, lane), factor in length.items():
+        assert factor == pytest.approx(10 if lane == "compute" else 1), name
+
+
 def test_loads_of_microbatches() -> None:
     timeline = step(Costs(phases=PHASES, loads=((1, 3), 1)), microbatches=2)
     length = {str(span.task): span.end - span.start for span in timeline.spans()}
@@ -72,7 +84,7 @@ def test_the_length_of_each_task_is_that_of_its_busiest_end(plan: stretto.Plan, 
     def length(k: int) -> float:
         task = program.task(k)
         phase, kind = task.phase[:-1], {"F": "F", "B": "I", "I": "I", "WGRAD": "W", "W": "W"}[task.kind.name]
-        time = getattr(PHASES[phase], kind) * slowdown[task.device]
+        time = getattr(PHASES[phase], kind) * (slowdown[task.device] if task.lane.name == "compute" else 1)
         if task.phase not in ("dispatch1", "mlp1", "combine1"):
             return float(time)
         replica, microbatch = divmod(task.microbatch, each)

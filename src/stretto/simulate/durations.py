@@ -24,15 +24,16 @@ def durations(program: Program, costs: Costs) -> Floats:
         for kind in UPDATES:
             time[work.kind == kind] = getattr(costs.bucket, kind.name.lower())
         return time
+    slowdown = np.where(program.compute, costs.device_factors(devices=devices)[program.device], 1.0)
     if program.is_own:
         time = np.array([float(costs.call_time(name)) for name in program.anatomy.calls])[work.part]
-        time[program.compute] *= costs.device_factors(devices=devices)[program.device[program.compute]]
+        time *= slowdown
         return time
     if costs.phases and program.anatomy.is_whole:
         raise CostError("the costs have times of phases, but the program has none; give its layers (--layers)")
     with np.errstate(over="ignore"):  # simulate() rejects a step of infinite length
         time = _whole_times(program, costs) if program.anatomy.is_whole else _part_times(program, costs)
-        time *= costs.device_factors(devices=devices)[program.device]  # transfers are still 0 here
+        time *= slowdown
         if costs.loads is not None:
             time *= _loads(program, costs)
         if program.anatomy.experts:
