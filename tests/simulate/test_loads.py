@@ -130,8 +130,12 @@ def test_loads_need_experts_on_several_ranks() -> None:
     plan = one_f_one_b(devices=2, microbatches=2)
     with pytest.raises(stretto.CostError, match="put it on a mesh with ep"):
         stretto.simulate(stretto.lower(plan, layers=[[EXPERT_PARALLEL_MOE]] * 2), costs)
-    with pytest.raises(stretto.CostError, match="give its layers"):
-        stretto.simulate(stretto.lower(plan.on_mesh({"pp": 2, "ep": 2}), experts=[0]), Costs(loads=(1, 2)))
+    mesh = plan.on_mesh({"pp": 2, "ep": 2})
+    for program in (mesh, stretto.lower(mesh, experts=[0]), stretto.lower(mesh, experts=[])):
+        with pytest.raises(stretto.CostError, match=r"give its layers: lower\(plan, layers=…\), --layers"):
+            stretto.simulate(program, Costs(loads=(1, 2)))
+    with pytest.raises(stretto.CostError, match="no stage of the program has experts"):
+        stretto.simulate(stretto.lower(mesh, layers=[[DENSE]] * 2), costs)
 
 
 def test_loads_are_kept_in_a_file(tmp_path: object) -> None:

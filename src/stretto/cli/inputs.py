@@ -241,8 +241,6 @@ def _lowered(name: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, sl
         costs = costs.for_stages(plan.stages, devices=slices)
     ep = 1 if plan.placement.mesh is None else plan.placement.mesh.ep
     layers = None if options.layers is None else cut_layers(parse_layers(options.layers, ep=ep), stages=plan.stages)
-    if ep > 1 and layers is None:
-        raise PlanError(f"on {ep} expert-parallel ranks, passes exchange tokens: give the model's --layers, e.g. moe*8")
     return lower(
         plan,
         layers=layers,
