@@ -36,6 +36,30 @@ def test_without_layers_whole_passes_are_exchanges(tmp_path: Path) -> None:
         assert busy == [6, 6, 18, 18]
 
 
+@pytest.mark.parametrize("file", ["x.csv", "x.json"])
+@pytest.mark.parametrize(
+    ("options", "sign"),
+    [
+        (("--layers", "moe*8"), "0F0.combine1"),
+        (("--offload", "1"), "0OFFLOAD0"),
+        (("--recompute",), "0RECOMPUTE0"),
+        (("--wgrad-microbatches", "2"), '"wgrad_microbatches":2'),
+    ],
+)
+def test_the_plan_in_a_file_is_lowered_as_the_schedule_it_is_of(
+    tmp_path: Path, file: str, options: tuple[str, ...], sign: str
+) -> None:
+    mesh = ("--mesh", "pp=2,ep=2") if file == "x.json" else ("-d", "2")
+    schedule = ("interleaved", "--overlap", *mesh, "-m", "4")
+    assert run("show", *schedule, "-o", file, cwd=tmp_path).returncode == 0
+    made, read = (
+        run("show", *target, *options, "--costs", "activation_bytes=1", "--json", cwd=tmp_path).stdout
+        for target in (schedule, (file,))
+    )
+    assert json.loads(made) == json.loads(read)
+    assert sign in read
+
+
 def test_show_draws_a_line_for_each_place() -> None:
     done = run("show", "gpipe", "--mesh", "dp=2,pp=1", "-m", "1")
     assert done.stdout.splitlines()[:2] == ["0 (dp 0) F0──B0──────", "1 (dp 1) F1──B1──────"]
