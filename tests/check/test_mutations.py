@@ -4,15 +4,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import stretto
 from machines import actions_complete, completes
-from strategies import plans
+from strategies import mesh_plans, plans
 from stretto.check import Violation
+from stretto.layers import EXPERT_PARALLEL_MOE
 from stretto.program.needs import link_tasks
-from stretto.program.task import COMPUTE, RECEIVES, SENDS, Kind, Task
+from stretto.program.task import COMPUTE, RECEIVES, SENDS, Kind, Lane, Task
 
 
 def found(tasks: Sequence[Task], plan: stretto.Plan) -> list[Violation]:
@@ -86,6 +88,19 @@ def test_a_task_on_the_wrong_device_is_found(plan: stretto.Plan, data: st.DataOb
     assert task.kind not in COMPUTE or {violation.rule for violation in violations} == {"placement"}
 
 
+@given(st.one_of(plans(), mesh_plans()), st.booleans(), st.data())
+def test_a_task_on_another_lane_is_found(plan: stretto.Plan, phases: bool, data: st.DataObject) -> None:
+    program = stretto.lower(plan, layers=[[EXPERT_PARALLEL_MOE]] * plan.stages if phases else None)
+    tasks = list(program.tasks())
+    index = data.draw(st.integers(0, len(tasks) - 1))
+    task = tasks[index]
+    others = sorted({"compute", "comm", "host", "d2h", "h2d", "reduce"} - {task.lane.name})
+    tasks[index] = replace(task, lane=Lane(task.device, data.draw(st.sampled_from(others))))
+    violations = stretto.check(link_tasks(tasks, plan.placement, program.anatomy))
+    says = f"{task} on device {task.device} is on lane {tasks[index].lane}, where such tasks are not done"
+    assert says in [violation.message for violation in violations]
+
+
 @given(plans(), st.data())
 def test_a_transfer_to_the_wrong_device_is_found(plan: stretto.Plan, data: st.DataObject) -> None:
     assume(plan.devices > 2)
@@ -157,3 +172,34 @@ def test_a_plan_that_is_stuck_is_explained_by_its_actions(plan: stretto.Plan, da
     violations = stretto.check(program)
     assert (not violations) == actions_complete(list(program.tasks()), plan.placement)
     assert not speaks_of_transfers(violations)
+
+
+@settings(max_examples=200)
+@given(st.one_of(plans(), mesh_plans()), st.data())
+def test_tasks_joined_that_do_not_belong_together_are_found(plan: stretto.Plan, data: st.DataObject) -> None:
+    """Any two tasks, or what each is joined to already, become one ring."""
+    program = stretto.lower(plan)
+    a, b = (data.draw(st.integers(0, len(program) - 1)) for _ in range(2))
+    assume(b not in program.ends(a))
+    index = np.arange(len(program))
+    following = np.where(program.counterpart < 0, index, program.counterpart)
+    following[[a, b]] = following[[b, a]]
+    joined = replace(program, counterpart=np.where(following == index, -1, following))
+    violations = [violation for violation in stretto.check(joined) if violation.rule == "transfers"]
+    assert speaks_of(violations, program.task(a)) or speaks_of(violations, program.task(b))
+
+
+@given(st.one_of(plans(), mesh_plans()), st.data())
+def test_transfers_that_swap_their_other_ends_are_found(plan: stretto.Plan, data: st.DataObject) -> None:
+    """Every ring still has a send and a receive, but of different messages or on different links."""
+    program = stretto.lower(plan)
+    sends = np.flatnonzero(program.work.among(SENDS)).tolist()
+    assume(len(sends) > 1)
+    a, b = data.draw(st.permutations(sends))[:2]
+    counterpart = program.counterpart.copy()
+    to_a, to_b = counterpart[[a, b]].tolist()
+    counterpart[[a, b, to_a, to_b]] = to_b, to_a, b, a
+    violations = stretto.check(replace(program, counterpart=counterpart))
+    wrong = [violation for violation in violations if "that is not its other end" in violation.message]
+    assert sorted(violation.at for violation in wrong) == [(k,) for k in sorted((a, b, to_a, to_b))]
+    assert {violation.rule for violation in violations} == {"transfers"}

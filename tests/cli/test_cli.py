@@ -327,7 +327,11 @@ BAD = {
     "unknown layer": (["simulate", "gpipe", "--layers", "moe*2,foo"], "'foo' is no layer; write e.g. moe or moe*3, of"),
     "no layers": (["simulate", "gpipe", "--layers", "moe*0"], "'moe*0' is no layer"),
     "few layers": (["simulate", "gpipe", "--layers", "moe*3"], "3 layers on 4 stages need 4 shares of at least 1"),
-    "layers of a file": (["simulate", "good.csv", "--layers", "moe"], "go with a schedule's name, not with a file"),
+    "layers of a program": (
+        ["simulate", "moved.csv", "--layers", "moe*2"],
+        "moved.csv: --layers, --offload, --recompute and --wgrad-microbatches go with a schedule or a plan",
+    ),
+    "too few layers for a file": (["simulate", "two.csv", "--layers", "moe"], "two.csv: 1 layers on 2 stages need 2"),
     "layers of an order": (
         ["show", "gpipe", "-o", "x.csv", "--layers", "moe*4"],
         "holds the order of a schedule's actions, and no costs, layers",
@@ -369,6 +373,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     (path / "bad.csv").write_text("nonsense,0F0")
     (path / "good.csv").write_text("0F0,0B0")
+    (path / "two.csv").write_text("0F0\n1F0")
+    (path / "moved.csv").write_text("0F0,0SEND_F0\n1RECV_F0,1F0")
     (path / "bad.json").write_text('{"rows": 3}')
     (path / "deep.json").write_text("[" * 100_000)
     (path / "bad.toml").write_text("F = = 1")

@@ -180,10 +180,32 @@ def test_experts_are_stages_that_exchange_tokens(experts: list[int], says: str) 
         )
 
 
+@settings(max_examples=30)
+@given(mesh_plans(least_ep=1))
+def test_without_layers_every_stage_has_experts(plan: stretto.Plan) -> None:
+    """A plan says nothing of experts, so nothing may run as if there were none."""
+    mesh = plan.placement.mesh
+    assert mesh is not None
+    stages = range(plan.stages) if mesh.ep > 1 else ()
+    program, said = stretto.lower(plan), stretto.lower(plan, experts=range(plan.stages))
+    assert program.anatomy.experts == said.anatomy.experts == tuple(stages)
+    assert list(program.tasks()) == list(said.tasks())
+    assert program.counterpart.tolist() == said.counterpart.tolist()
+    assert stretto.check(plan) == []
+    assert not stretto.lower(plan, experts=[]).exchanging.any()
+
+
+def test_a_slow_rank_holds_up_the_others_that_share_its_experts() -> None:
+    plan = gpipe(devices=1, microbatches=1).on_mesh({"pp": 1, "ep": 2, "dp": 2})
+    timeline = stretto.simulate(plan, stretto.Costs(slowdown=(1, 1, 1, 3), W=0))
+    ends = {span.task.device: span.end for span in timeline.spans() if span.task.kind is Kind.B}
+    assert ends == {0: 2, 2: 2, 1: 6, 3: 6}
+
+
 def test_counts_of_tasks_on_a_mesh_are_those_of_its_pipelines() -> None:
     """Every replica runs the plan; only sums are more."""
     plan = one_f_one_b(devices=2, microbatches=3)
-    alone, mesh = stretto.lower(plan), stretto.lower(plan.on_mesh({"dp": 2, "pp": 2, "ep": 3}))
+    alone, mesh = stretto.lower(plan), stretto.lower(plan.on_mesh({"dp": 2, "pp": 2, "ep": 3}), experts=[])
     kinds = [Counter(task.kind for task in program.tasks()) for program in (alone, mesh)]
     sums = kinds[1].pop(Kind.REDUCE)
     assert sums == 12

@@ -48,6 +48,18 @@ def test_all_tokens_on_one_rank() -> None:
     assert timeline.makespan == 40.75
 
 
+def test_a_slow_device_computes_slowly_and_exchanges_as_fast() -> None:
+    even, slow = (step(Costs(phases=PHASES, slowdown=slowdown)) for slowdown in (None, (1, 10)))
+    length = {
+        (str(a.task), a.task.lane.name): (b.end - b.start) / (a.end - a.start)
+        for a, b in zip(even.spans(), slow.spans(), strict=True)
+        if a.task.device == 1 and a.end > a.start
+    }
+    assert {lane for _, lane in length} == {"compute", "comm", "host"}
+    for (name, lane), factor in length.items():
+        assert factor == pytest.approx(10 if lane == "compute" else 1), name
+
+
 def test_loads_of_microbatches() -> None:
     timeline = step(Costs(phases=PHASES, loads=((1, 3), 1)), microbatches=2)
     length = {str(span.task): span.end - span.start for span in timeline.spans()}
@@ -72,7 +84,7 @@ def test_the_length_of_each_task_is_that_of_its_busiest_end(plan: stretto.Plan, 
     def length(k: int) -> float:
         task = program.task(k)
         phase, kind = task.phase[:-1], {"F": "F", "B": "I", "I": "I", "WGRAD": "W", "W": "W"}[task.kind.name]
-        time = getattr(PHASES[phase], kind) * slowdown[task.device]
+        time = getattr(PHASES[phase], kind) * (slowdown[task.device] if task.lane.name == "compute" else 1)
         if task.phase not in ("dispatch1", "mlp1", "combine1"):
             return float(time)
         replica, microbatch = divmod(task.microbatch, each)
@@ -118,8 +130,12 @@ def test_loads_need_experts_on_several_ranks() -> None:
     plan = one_f_one_b(devices=2, microbatches=2)
     with pytest.raises(stretto.CostError, match="put it on a mesh with ep"):
         stretto.simulate(stretto.lower(plan, layers=[[EXPERT_PARALLEL_MOE]] * 2), costs)
-    with pytest.raises(stretto.CostError, match="give its layers"):
-        stretto.simulate(stretto.lower(plan.on_mesh({"pp": 2, "ep": 2}), experts=[0]), Costs(loads=(1, 2)))
+    mesh = plan.on_mesh({"pp": 2, "ep": 2})
+    for program in (mesh, stretto.lower(mesh, experts=[0]), stretto.lower(mesh, experts=[])):
+        with pytest.raises(stretto.CostError, match=r"give its layers: lower\(plan, layers=…\), --layers"):
+            stretto.simulate(program, Costs(loads=(1, 2)))
+    with pytest.raises(stretto.CostError, match="no stage of the program has experts"):
+        stretto.simulate(stretto.lower(mesh, layers=[[DENSE]] * 2), costs)
 
 
 def test_loads_are_kept_in_a_file(tmp_path: object) -> None:

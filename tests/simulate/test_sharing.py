@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
-from strategies import plans
+from strategies import mesh_plans, plans
 from stretto import Costs
 from stretto.costs import BucketTimes, Link, SharedResource
 from stretto.layers import MOE
@@ -84,6 +84,37 @@ def test_a_transfer_goes_at_the_speed_of_its_slower_side() -> None:
     found = spans(stretto.simulate(stretto.lower(plan, offload=1), costs))
     assert found["0SEND_F0 0"] == found["1RECV_F0 1"] == (1, 9)  # halved beside the offload
     assert found["0OFFLOAD0 0"] == (1, 9)
+
+
+def test_every_end_of_what_ranks_do_together_gets_a_share() -> None:
+    """Two cores for four devices: a pass that two ranks run together, beside one on each of the other two."""
+    plan = gpipe(devices=2, microbatches=2).on_mesh({"pp": 2, "ep": 2})
+    costs = Costs(F=1, shared={"cores": SharedResource(2, {"compute": 1}, devices=4)})
+    found = spans(stretto.simulate(stretto.lower(plan, experts=[0]), costs))
+    assert found["0F0 0"] == found["0F2 1"] == (0, 1)
+    assert found["0F1 0"] == found["0F3 1"] == found["1F0 2"] == found["1F2 3"] == (1, 3)
+
+
+def test_both_ends_of_a_transfer_get_a_share() -> None:
+    """A bus of 3 for a transfer (two ends that want 2) and a copy that wants 2: each of the three gets 1."""
+    costs = Costs(
+        F=1,
+        link=Link(latency=4),
+        host=Link(latency=4),
+        shared={"bus": SharedResource(3, {"send": 2, "recv": 2, "d2h": 2}, devices=2)},
+    )
+    plan = stretto.parse_plan("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1F1,1F2,1F3,1B0,1B1,1B2,1B3")
+    found = spans(stretto.simulate(stretto.lower(plan, offload=1), costs))
+    assert found["0SEND_F0 0"] == found["1RECV_F0 1"] == found["0OFFLOAD0 0"] == (1, 9)
+
+
+@given(mesh_plans(), st.integers(1, 4))
+def test_rings_of_equal_ranks_share_as_tasks_of_their_own_do(plan: stretto.Plan, cores: int) -> None:
+    costs = Costs(F=2, shared={"cores": SharedResource(cores, {"compute": 1}, devices=99)})
+    together, apart = (
+        stretto.simulate(stretto.lower(plan, experts=experts), costs) for experts in (range(plan.stages), [])
+    )
+    assert together.makespan == pytest.approx(apart.makespan)
 
 
 @given(plans(), st.integers(0, 1), st.booleans())

@@ -5,6 +5,7 @@ from stretto.check.coverage import coverage
 from stretto.check.deadlock import action_graph, deadlock
 from stretto.check.dependencies import dependencies
 from stretto.check.experts import experts
+from stretto.check.meetings import alone
 from stretto.check.memory import memory
 from stretto.check.placement import judged_transfers, lanes, placement
 from stretto.check.sums import sums
@@ -29,12 +30,12 @@ def validate_sound(program: Program, what: str = "program") -> None:
 def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: float | None = None) -> list[Violation]:
     """Return everything that is wrong with a program; an empty list proves it sound.
 
-    Sound means: every action runs exactly once, where its stage lives; every task has what it needs before it starts;
-    every transfer has both ends, in the same order on both sides; offloaded activations are back before they are used;
-    no buffer is refilled before its contents were used or copied out; if the program sums any gradients, it sums them
-    over all devices that hold them, once the last is ready; expert-parallel ranks exchange tokens together and in the
-    same order; and the program ends even if each device moves one transfer, sum or exchange at a time and each blocks
-    until all its ends are ready.
+    Sound means: every action runs exactly once, where its stage lives, and every phase on its lane; every task has what
+    it needs before it starts; every transfer has both ends, which meet, in the same order on both sides; offloaded
+    activations are back before they are used; no buffer is refilled before its contents were used or copied out; if the
+    program sums any gradients, it sums them over all devices that hold them, once the last is ready; expert-parallel
+    ranks exchange tokens together and in the same order; and the program ends even if each device moves one transfer,
+    sum or exchange at a time and each blocks until all its ends are ready.
 
     `check` looks for a deadlock only if the other rules hold. If actions wait for each other in a circle, it does not
     report the order of transfers, which cannot be right then. In a user-defined program (`program_of`), sound means
@@ -63,6 +64,7 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
             *lanes(program),
             *placement(program, judged),
             *transfers(program, judged),
+            *alone(program, program.joint),
             *(() if circular else transfer_order(program)),
             *dependencies(program, waits, transfers=not circular),
             *buffers(program, waits),

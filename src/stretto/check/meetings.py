@@ -5,12 +5,26 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
+import numpy as np
+
 from stretto.check.violation import Violation
+from stretto.program.columns import Bools
 from stretto.program.program import Program
 
 _Name = TypeVar("_Name", bound=Hashable)
 Meetings: TypeAlias = Mapping[_Name, Mapping[int, list[int]]]
 """The tasks of each meeting, by device; a meeting has any name."""
+
+
+def alone(program: Program, joint: Bools) -> Iterator[Violation]:
+    """Require every task to run by itself, except those in `joint`."""
+    for index in np.flatnonzero((program.counterpart >= 0) & ~joint).tolist():
+        task, other = program.task(index), program.task(program.counterpart.item(index))
+        message = (
+            f"{task} on device {task.device} is joined to {other} on device {other.device}, "
+            "but devices do not run such tasks together"
+        )
+        yield Violation("transfers", message, (index,))
 
 
 def meet(program: Program, meetings: Meetings[_Name], where: str) -> Iterator[Violation]:

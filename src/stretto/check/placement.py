@@ -1,4 +1,4 @@
-"""Rule: every task runs on the device where its stage lives."""
+"""Rule: every task runs on a lane of its kind, or its phase's, on the device where its stage lives."""
 
 from collections.abc import Iterator
 
@@ -7,16 +7,32 @@ import numpy as np
 from stretto.check.violation import Violation
 from stretto.program.columns import Bools, Ints
 from stretto.program.program import Program
-from stretto.program.task import LANES, RECEIVES, SENDS, Kind
+from stretto.program.task import COMPUTE, LANES, PHASE_LANES, RECEIVES, SENDS, Kind
 
 
 def lanes(program: Program) -> Iterator[Violation]:
-    """Require every task to be on a lane of its kind."""
+    """Require every task to be on a lane of its kind, and every phase on its own."""
     fits = np.array([[kind in LANES and lane.name in LANES[kind] for kind in Kind] for lane in program.lanes])
-    for index in np.flatnonzero(~fits[program.lane, program.work.kind]).tolist():
+    number = np.array([PHASE_LANES.index(lane.name) if lane.name in PHASE_LANES else -1 for lane in program.lanes])
+    elsewhere = program.work.among(COMPUTE) & (number[program.lane] != _phase_lanes(program))
+    for index in np.flatnonzero(~fits[program.lane, program.work.kind] | elsewhere).tolist():
         task = program.task(index)
         message = f"{task} on device {task.device} is on lane {task.lane}, where such tasks are not done"
         yield Violation("placement", message, (index,))
+
+
+def _phase_lanes(program: Program) -> Ints:
+    """Return the lane of each task's phase, as an index into `PHASE_LANES`; weight gradients and pairs compute."""
+    work, anatomy = program.work, program.anatomy
+    own = np.zeros(len(program), dtype=np.int64)
+    for kinds, parts, rows in (
+        ((Kind.F,), anatomy.forward, anatomy.forward_rows),
+        ((Kind.B, Kind.I, Kind.RECOMPUTE), anatomy.backward, anatomy.backward_rows),
+    ):
+        lane = np.array([PHASE_LANES.index(part.phase.lane) for stage in parts for part in stage])
+        task = np.flatnonzero(work.among(kinds))
+        own[task] = lane[rows[work.stage[task]] + work.part[task]]
+    return own
 
 
 def placement(program: Program, judged: Bools) -> Iterator[Violation]:

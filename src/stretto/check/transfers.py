@@ -1,4 +1,4 @@
-"""Rule: every transfer has one send and one receive, in the same order on both sides."""
+"""Rule: every transfer has one send and one receive, which meet, in the same order on both sides."""
 
 from collections.abc import Iterator
 
@@ -7,6 +7,7 @@ import numpy as np
 from stretto.check.placement import home_devices, settled, transfer_ends
 from stretto.check.violation import Violation
 from stretto.program.columns import Bools
+from stretto.program.needs import messages
 from stretto.program.program import Program
 from stretto.program.task import BACKWARDS, SENDS, Kind
 
@@ -17,6 +18,7 @@ def transfers(program: Program, judged: Bools) -> Iterator[Violation]:
     if program.work.among((*BACKWARDS, Kind.SEND_B, Kind.RECV_B)).any():
         yield from _ends(program, judged, gradient=True)
     yield from _unmatched(program, judged)
+    yield from _strangers(program)
 
 
 def _ends(program: Program, judged: Bools, *, gradient: bool) -> Iterator[Violation]:
@@ -64,9 +66,29 @@ def _unmatched(program: Program, judged: Bools) -> Iterator[Violation]:
         yield Violation("transfers", message, (index,))
 
 
+def _strangers(program: Program) -> Iterator[Violation]:
+    """Report transfers whose ends form a ring with anything but their other end."""
+    for index in np.flatnonzero(program.moving & (program.counterpart >= 0) & ~_met(program)).tolist():
+        task, others = program.task(index), [program.task(end) for end in program.ends(index)[1:]]
+        names = ", ".join(f"{other} on device {other.device}" for other in others)
+        message = f"{task} on device {task.device} is joined to {names}, but that is not its other end"
+        yield Violation("transfers", message, (index,))
+
+
+def _met(program: Program) -> Bools:
+    """Return which tasks are ends of a transfer that meet: a send and a receive of one message on one link."""
+    ends = np.flatnonzero(program.moving & (program.counterpart >= 0))
+    message, sends = np.full(len(program), -1), program.work.among(SENDS)
+    message[ends] = messages(program.lanes, program.lane, program.work, ends)
+    other = program.counterpart[ends]
+    met = np.zeros(len(program), dtype=np.bool_)
+    met[ends] = (program.counterpart[other] == ends) & (message[other] == message[ends]) & (sends[other] != sends[ends])
+    return met
+
+
 def transfer_order(program: Program) -> Iterator[Violation]:
     """Require each link's receives to be in the order of its sends."""
-    sent = np.flatnonzero(program.work.among(SENDS) & (program.counterpart >= 0))
+    sent = np.flatnonzero(program.work.among(SENDS) & _met(program))
     sent = sent[np.argsort(program.lane[sent], kind="stable")]
     first, second = sent[:-1], sent[1:]
     swapped = (program.lane[first] == program.lane[second]) & (program.counterpart[first] > program.counterpart[second])

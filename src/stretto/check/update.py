@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from stretto.check.meetings import alone
 from stretto.check.violation import Violation
 from stretto.check.waits import Waits
 from stretto.program.buffers import by_bucket
@@ -13,21 +14,22 @@ from stretto.program.task import UPDATES, Kind
 
 
 def update(program: Program, waits: Waits) -> Iterator[Violation]:
-    alone = program.placement.stages == 1  # a stage is a device that buckets come from
-    yield from _coverage(program, alone=alone)
+    single = program.placement.stages == 1  # a stage is a device that buckets come from
+    yield from _coverage(program, single=single)
     yield from _sources(program)
+    yield from alone(program, program.work.kind == Kind.BROADCAST)
     copied, sent, loaded = (by_bucket(program.work, program.device, kind) for kind in UPDATES)
-    if not alone:
+    if not single:
         yield from _meetings(program, sent)
     yield from waits.missing(sent, copied)
-    yield from waits.missing(loaded, copied if alone else sent)
+    yield from waits.missing(loaded, copied if single else sent)
 
 
-def _coverage(program: Program, *, alone: bool) -> Iterator[Violation]:
+def _coverage(program: Program, *, single: bool) -> Iterator[Violation]:
     devices, buckets = program.placement.stages, program.placement.microbatches
     source = np.arange(buckets) % devices
     for kind in UPDATES:
-        expected: Bools = np.full((devices, buckets), not (alone and kind is Kind.BROADCAST))
+        expected: Bools = np.full((devices, buckets), not (single and kind is Kind.BROADCAST))
         if kind is Kind.H2D:
             expected = np.arange(devices)[:, None] == source
         task = np.flatnonzero(program.work.kind == kind)

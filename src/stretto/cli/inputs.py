@@ -21,7 +21,7 @@ from stretto.layers import cut_layers, parse_layers
 from stretto.program.lower import lower
 from stretto.program.program import Program
 from stretto.program.task import COPIES
-from stretto.program.text import parse_program
+from stretto.program.text import parse_order
 from stretto.schedules.registry import schedule_named
 from stretto.simulate import simulate
 from stretto.timeline import Timeline, load_timeline
@@ -186,15 +186,24 @@ def is_trace(target: str) -> bool:
     return target.lower().endswith(".trace.json")
 
 
-def read_program(path: Path) -> Program:
-    """Read a program from a file, without checking it."""
+def read_program(
+    path: Path, options: LowerOptions | None = None, costs: Costs | None = None, *, slices: int | None = None
+) -> Program:
+    """Read a program from a file, or lower the plan in it, without checking it."""
+    options = options or LowerOptions()
     if is_trace(path.name):
         return load_timeline(path).program
     text = read_text(path)
     try:
-        if path.suffix.lower() == ".json":
-            return lower(parse_plan_json(text))
-        return parse_program(text)
+        order = parse_plan_json(text) if path.suffix.lower() == ".json" else parse_order(text)
+        if isinstance(order, Plan):
+            return _lowered(order, options, costs or Costs(), slices=slices)
+        if options.given():
+            raise PlanError(
+                "--layers, --offload, --recompute and --wgrad-microbatches go with a schedule or a plan, and this is a "
+                "program, with transfers"
+            )
+        return order
     except (TextError, PlanError, ProgramError) as error:
         raise TextError(f"{path}: {error}") from None
 
@@ -225,9 +234,11 @@ def make_plan(name: str, sizes: Sizes) -> Plan:
 def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, slices: int | None) -> Program:
     """Lower a schedule, or read a file; raise ProgramError if `check` finds violations in it."""
     if is_file(target):
-        program = _read_file(target, sizes, options)
+        if sizes.given():
+            raise PlanError(f"{target} has its own sizes; --devices, --mesh and the like go with a schedule's name")
+        program = read_program(Path(target), options, costs, slices=slices)
     else:
-        program = _lowered(target, sizes, options, costs, slices=slices)
+        program = _lowered(make_plan(target, sizes), options, costs, slices=slices)
     if violations := check(program):
         where = f"; see stretto check {target}" if is_file(target) else ""
         more = f" (and {len(violations) - 1} more{where})" if len(violations) > 1 else ""
@@ -235,14 +246,11 @@ def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Cost
     return program
 
 
-def _lowered(name: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, slices: int | None) -> Program:
-    plan = make_plan(name, sizes)
+def _lowered(plan: Plan, options: LowerOptions, costs: Costs, *, slices: int | None) -> Program:
     if slices is not None:
         costs = costs.for_stages(plan.stages, devices=slices)
     ep = 1 if plan.placement.mesh is None else plan.placement.mesh.ep
     layers = None if options.layers is None else cut_layers(parse_layers(options.layers, ep=ep), stages=plan.stages)
-    if ep > 1 and layers is None:
-        raise PlanError(f"on {ep} expert-parallel ranks, passes exchange tokens: give the model's --layers, e.g. moe*8")
     return lower(
         plan,
         layers=layers,
@@ -251,17 +259,6 @@ def _lowered(name: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, sl
         recompute=options.recompute,
         wgrad_microbatches=options.wgrad_microbatches,
     )
-
-
-def _read_file(target: str, sizes: Sizes, options: LowerOptions) -> Program:
-    if options.given():
-        raise PlanError(
-            "--layers, --offload, --recompute and --wgrad-microbatches go with a schedule's name, not with a file such "
-            f"as {target}"
-        )
-    if sizes.given():
-        raise PlanError(f"{target} has its own sizes; --devices, --mesh and the like go with a schedule's name")
-    return read_program(Path(target))
 
 
 def training_of(
@@ -286,7 +283,7 @@ def timeline_of(
     """
     if is_trace(target):
         if options.given() or sizes.given():
-            raise PlanError(f"{target} is a timeline: sizes, --layers and the like go with a schedule's name")
+            raise PlanError(f"{target} is a timeline: sizes, --layers and the like go with a schedule or a plan")
         if table.times:
             raise CostError(f"{target} has its own times; leave {table.times[0]} out, only bytes matter here")
         return load_timeline(target)

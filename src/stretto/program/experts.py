@@ -12,10 +12,10 @@ from stretto.program.task import Kind
 _BACKWARDS = (Kind.B, Kind.I, Kind.RECOMPUTE)
 
 
-def joint_passes(work: TaskColumns, anatomy: Anatomy) -> Bools:
+def joint_passes(work: TaskColumns, anatomy: Anatomy, placement: Placement) -> Bools:
     """Return which tasks expert-parallel ranks run together."""
     joint = np.zeros(len(work), dtype=np.bool_)
-    if not anatomy.experts:
+    if not anatomy.experts or placement.mesh is None:
         return joint
     for kinds, parts, rows in (
         ((Kind.F,), anatomy.forward, anatomy.forward_rows),
@@ -35,7 +35,7 @@ def meeting_points(work: TaskColumns, anatomy: Anatomy, placement: Placement) ->
     The ends of one meeting do the same for microbatches of the same number, each in its own replica.
     """
     point = np.full(len(work), -1)
-    task = np.flatnonzero(joint_passes(work, anatomy))
+    task = np.flatnonzero(joint_passes(work, anatomy, placement))
     if not len(task) or placement.mesh is None:
         return point
     mesh, each = placement.mesh, placement.microbatches // placement.replicas

@@ -123,10 +123,11 @@ def lower(
     The gradients of a stage that lives on several devices are summed over them on a `reduce` lane, as soon as the
     stage's last weight gradients are ready. So are the gradients of stages that share weights, listed in `ties`.
 
-    On a mesh with several expert-parallel ranks, `experts` lists the stages whose experts are shared out among them;
-    unless given, every stage whose layers have phases on the comm lane. These ranks run such phases together, or the
-    stage's whole passes if it is not cut into phases, each rank with its own microbatch of the same number. The
-    experts' gradients are summed over the devices that hold the same experts, all others over all devices.
+    On a mesh with several expert-parallel ranks, `experts` lists the stages whose experts are shared out among them.
+    Unless given, these are all stages whose layers have phases on the comm lane, and without `layers` all stages;
+    `experts=[]` says that there are none. The ranks run such phases together, or the stage's whole passes if it is not
+    cut into phases, each rank with its own microbatch of the same number. The experts' gradients are summed over the
+    devices that hold the same experts, all others over all devices.
 
     With `offload`, what a forward saved is copied to host memory and back before its backward, on separate lanes. Each
     copy may take as long as `offload` actions; 1 is Kimi K2's rule. With `recompute`, what a forward discarded is
@@ -196,11 +197,9 @@ def _experts(plan: Plan, layers: Sequence[Sequence[Layer]] | None, experts: Sequ
         return ()
     if experts is not None:
         return experts
-    return [
-        stage
-        for stage, own in enumerate(layers or ())
-        if any(phase.is_joint for layer in own for phase in layer.phases)
-    ]
+    if layers is None:
+        return range(plan.stages)
+    return [stage for stage, own in enumerate(layers) if any(phase.is_joint for layer in own for phase in layer.phases)]
 
 
 def _actions(plan: Plan) -> _Actions:

@@ -131,7 +131,7 @@ def _counterparts(lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns) -> Int
     """Match the n-th send of a tensor from one device to another with its n-th receive."""
     counterpart = np.full(len(work), -1, dtype=np.int64)
     send, receive = np.flatnonzero(work.among(SENDS)), np.flatnonzero(work.among(RECEIVES))
-    sent, received = (_meeting_points(lanes, lane, work, ends) for ends in (send, receive))
+    sent, received = (messages(lanes, lane, work, ends) for ends in (send, receive))
     send_order, receive_order = np.argsort(sent, kind="stable"), np.argsort(received, kind="stable")
     sent, received = sent[send_order], received[receive_order]
     repeat = np.arange(len(sent)) - np.searchsorted(sent, sent)  # how many equal ones were sent before
@@ -143,7 +143,7 @@ def _counterparts(lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns) -> Int
     return counterpart
 
 
-def _meeting_points(lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns, ends: Ints) -> Ints:
+def messages(lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns, ends: Ints) -> Ints:
     """Return a number for what each end moves and along which link; a matching send and receive share it."""
     devices = 1 + max(max(lane.device, lane.peer or 0) for lane in lanes)
     link = np.array(

@@ -92,7 +92,7 @@ class Program:
     @property
     def exchanging(self) -> Bools:
         """Which tasks expert-parallel ranks run together."""
-        return joint_passes(self.work, self.anatomy)
+        return joint_passes(self.work, self.anatomy, self.placement)
 
     @property
     def is_update(self) -> bool:

@@ -8,7 +8,7 @@ from stretto.ir.placement import Placement
 from stretto.ir.plan import Plan, infer_placement
 from stretto.ir.text import Item, parse_rows
 from stretto.program.anatomy import Anatomy
-from stretto.program.lower import lower
+from stretto.program.lower import lowered
 from stretto.program.needs import link_tasks
 from stretto.program.program import Program
 from stretto.program.sums import Sums
@@ -23,11 +23,16 @@ def parse_program(text: str) -> Program:
     0F0,0SEND_F0
     1RECV_F0,1F0
     """
+    return lowered(parse_order(text))
+
+
+def parse_order(text: str) -> Plan | Program:
+    """Read a plan from compute-only CSV, or a program from CSV with transfers."""
     rows = parse_rows(text)
     cells = [tuple(item for item in row if not isinstance(item, Transfer | Reduce)) for row in rows]
     placement = infer_placement(cells)
     if not any(isinstance(item, Transfer) for row in rows for item in row):
-        return lower(Plan(tuple(cells), placement))
+        return Plan(tuple(cells), placement)
     summed = {*Sums(placement, Anatomy.whole(placement.stages)).stage.tolist()}
     kept = [[item for item in row if not isinstance(item, Reduce) or item.stage in summed] for row in rows]
     return link_tasks((task for device, row in enumerate(kept) for task in _tasks(device, row, placement)), placement)

@@ -13,6 +13,8 @@ from stretto.program.task import COPIES, EXPERT_SUM, UPDATES, WEIGHTS, Kind
 from stretto.program.timing import part_times
 from stretto.timeline.memory import Floats
 
+_GIVE_LAYERS = "give its layers: lower(plan, layers=…), --layers"
+
 
 def durations(program: Program, costs: Costs) -> Floats:
     """Return the time of each task; all ends of a transfer or collective take the same time, the longest of any."""
@@ -24,15 +26,16 @@ def durations(program: Program, costs: Costs) -> Floats:
         for kind in UPDATES:
             time[work.kind == kind] = getattr(costs.bucket, kind.name.lower())
         return time
+    slowdown = np.where(program.compute, costs.device_factors(devices=devices)[program.device], 1.0)
     if program.is_own:
         time = np.array([float(costs.call_time(name)) for name in program.anatomy.calls])[work.part]
-        time[program.compute] *= costs.device_factors(devices=devices)[program.device[program.compute]]
+        time *= slowdown
         return time
     if costs.phases and program.anatomy.is_whole:
-        raise CostError("the costs have times of phases, but the program has none; give its layers (--layers)")
+        raise CostError(f"the costs have times of phases, but the program has none; {_GIVE_LAYERS}")
     with np.errstate(over="ignore"):  # simulate() rejects a step of infinite length
         time = _whole_times(program, costs) if program.anatomy.is_whole else _part_times(program, costs)
-        time *= costs.device_factors(devices=devices)[program.device]  # transfers are still 0 here
+        time *= slowdown
         if costs.loads is not None:
             time *= _loads(program, costs)
         if program.anatomy.experts:
@@ -100,10 +103,14 @@ def _part_times(program: Program, costs: Costs) -> Floats:
 def _loads(program: Program, costs: Costs) -> Floats:
     """Return the factor on each task's time that comes from how many tokens its rank's experts got."""
     placement, anatomy, work = program.placement, program.anatomy, program.work
-    if placement.mesh is None or not anatomy.experts:
-        raise CostError("loads are of experts on several ranks, but the plan has none; put it on a mesh with ep")
+    if placement.mesh is None or placement.mesh.ep == 1:
+        raise CostError(
+            "loads are of experts on several ranks, but the plan has no such ranks; put it on a mesh with ep"
+        )
     if anatomy.is_whole:
-        raise CostError("loads are of phases from dispatch to combine, but the program has none; give its layers")
+        raise CostError(f"loads are of phases from dispatch to combine, but the program has none; {_GIVE_LAYERS}")
+    if not anatomy.experts:
+        raise CostError("loads are of experts on several ranks, but no stage of the program has experts")
     each = placement.microbatches // placement.replicas
     factors = costs.load_factors(ranks=placement.mesh.ep, microbatches=each)
     ranks = np.array([placement.mesh.ep_rank(replica) for replica in range(placement.replicas)])

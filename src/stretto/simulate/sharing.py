@@ -1,6 +1,8 @@
 """The engine for lanes that share resources: tasks slow each other down, so time goes from event to event."""
 
+from collections import defaultdict
 from heapq import heappop, heappush
+from itertools import chain
 
 import numpy as np
 
@@ -19,16 +21,17 @@ Draws = list[list[tuple["_Resource", float]]]
 
 
 class _Resource:
-    """A shared resource: its capacity, and how much of it each running node wants."""
+    """A shared resource: its capacity, and how much of it each end of each running node wants."""
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
-        self.wants: dict[int, float] = {}
+        self.wants: dict[int, list[float]] = defaultdict(list)
 
     def level(self) -> float:
-        """Return the most any node gets: nodes that want less get all they want, the others share the rest equally."""
-        left, sharers = self.capacity, len(self.wants)
-        for want in sorted(self.wants.values()):
+        """Return the most any end gets: ends that want less get all they want, the others share the rest equally."""
+        wants = sorted(chain.from_iterable(self.wants.values()))
+        left, sharers = self.capacity, len(wants)
+        for want in wants:
             if want * sharers >= left:
                 return left / sharers
             left -= want
@@ -37,7 +40,7 @@ class _Resource:
 
 
 def _draws(program: Program, costs: Costs, graph: Graph) -> Draws:
-    """Return what each node draws on, and how much; a transfer draws on both sides."""
+    """Return what each node draws on, and how much; a transfer or collective draws on something at every end."""
     resources: dict[tuple[str, int], _Resource] = {}
     of_lane: list[list[tuple[_Resource, float]]] = []
     for lane in program.lanes:
@@ -81,7 +84,7 @@ class _Replay:
         for node in nodes:
             self._start[node] = self._seen[node] = self._now
             for resource, want in self._draws[node]:
-                resource.wants[node] = resource.wants.get(node, 0.0) + want
+                resource.wants[node].append(want)
         self._adjust(nodes, nodes)
 
     def _finish(self) -> list[int]:
@@ -112,11 +115,11 @@ class _Replay:
         levels: dict[int, float] = {}
         for node in affected:
             speed = 1.0
-            for resource, _ in self._draws[node]:
+            for resource, want in self._draws[node]:
                 if id(resource) not in levels:
                     levels[id(resource)] = resource.level()
-                if levels[id(resource)] < resource.wants[node]:
-                    speed = min(speed, levels[id(resource)] / resource.wants[node])
+                if levels[id(resource)] < want:
+                    speed = min(speed, levels[id(resource)] / want)
             if speed != self._speed[node] or not self._turn[node]:
                 self._left[node] -= (self._now - self._seen[node]) * self._speed[node]
                 self._seen[node], self._speed[node] = self._now, speed
