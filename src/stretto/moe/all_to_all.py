@@ -79,15 +79,19 @@ class AllToAll:
         return Sized(order, arriving_ne, sent, arriving)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Sized) -> Dispatched:  # noqa: ARG002
-        rows_RD = dispatch(self._ranks.joining(x_TD), sized.order)
-        rows_AD = _exchange(rows_RD, self._ranks, sized.arriving, sized.sent, self._fp8)
+        x_TD = self._ranks.joining(x_TD)
         by_expert = _transposed(sized.arriving_ne, rows=sum(sized.arriving))
         route = Route(sized.order, by_expert, sized.sent, sized.arriving)
-        return Dispatched(dispatch(rows_AD, by_expert), by_expert.counts_E, route)
+        if self._fp8:
+            rows_AD: Tensor = _DispatchFp8.apply(x_TD, self._ranks, route)  # type: ignore[no-untyped-call]
+        else:
+            rows_RD = _exchange(dispatch(x_TD, sized.order), self._ranks, sized.arriving, sized.sent)
+            rows_AD = dispatch(rows_RD, by_expert)
+        return Dispatched(rows_AD, by_expert.counts_E, route)
 
     def combine(self, rows_RD: Tensor, state: Route, weights_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
         rows_AD = dispatch(self._ranks.joining(rows_RD), state.by_expert.inverse())
-        rows_RD = _exchange(rows_AD, self._ranks, state.sent, state.arriving, False)
+        rows_RD = _exchange(rows_AD, self._ranks, state.sent, state.arriving)
         return combine(rows_RD, weights_TK, state.order, dtype=dtype)
 
 
@@ -114,24 +118,44 @@ def _transposed(counts_ne: Tensor, *, rows: int) -> Permutation:
     return Permutation(source, moved(before_en.T - before_ne, counts_ne), counts_ne.sum(0))
 
 
-def _exchange(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int], fp8: bool) -> Tensor:
-    return _Exchange.apply(rows, ranks, taken, sent, fp8)  # type: ignore[no-any-return, no-untyped-call]
+def _exchange(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:
+    return _Exchange.apply(rows, ranks, taken, sent)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):
     """An all-to-all, whose backward is one the opposite way, in which every rank takes part again."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int], fp8: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:
         ctx.back = ranks, sent, taken
-        if not fp8:
-            return _moved(rows, ranks, taken, sent)
-        return unpack(_moved(pack(rows), ranks, taken, sent), features=rows.shape[1], dtype=rows.dtype)
+        return _moved(rows, ranks, taken, sent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ranks, taken, sent = ctx.back
-        return _exchange(ranks.joining(grad), ranks, taken, sent, False), None, None, None, None
+        return _exchange(ranks.joining(grad), ranks, taken, sent), None, None, None
+
+
+class _DispatchFp8(torch.autograd.Function):
+    """Takes tokens to their experts as bytes, which are made once for each token; gradients come back as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, ranks: ExpertRanks, route: Route) -> Tensor:
+        tokens, features = x_TD.shape
+        ctx.save_for_backward(*route.order, *route.by_expert)
+        chosen = len(route.order.source_R) // max(1, tokens)
+        ctx.back, ctx.shape = (ranks, route.sent, route.arriving), (tokens, chosen, features)
+        token_R = route.order.source_R // max(1, chosen)
+        packed = _moved(pack(x_TD).index_select(0, token_R), ranks, route.arriving, route.sent)
+        return unpack(packed.index_select(0, route.by_expert.source_R), features=features, dtype=x_TD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_AD: Tensor) -> Any:
+        order, by_expert = Permutation(*ctx.saved_tensors[:3]), Permutation(*ctx.saved_tensors[3:])
+        ranks, taken, sent = ctx.back
+        rows_AD = dispatch(ranks.joining(grad_AD), by_expert.inverse())
+        rows_RD = _exchange(rows_AD, ranks, taken, sent)
+        return rows_RD.index_select(0, order.target_R).view(ctx.shape).sum(1), None, None
 
 
 def _moved(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:

@@ -29,9 +29,14 @@ def unpack(packed: Tensor, *, features: int, dtype: torch.dtype) -> Tensor:
     float8_RD = packed[:, :features].view(torch.float8_e4m3fn)
     scales = packed[:, features:].clone(memory_format=torch.contiguous_format).flatten()  # aligned to four bytes
     scales_Rt = scales.view(torch.float32).view(len(packed), _tiles(features))
-    x_RD = float8_RD.to(torch.promote_types(dtype, torch.float32)) * _of_features(scales_Rt, features)
-    most = torch.finfo(dtype).max  # which rounding may have exceeded
-    return x_RD.clamp(-most, most).to(dtype)
+    # bfloat16 has all float8 numbers and all scales, and a product is rounded once, as if it were computed in float32
+    exact = dtype if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32)
+    x_RD, most = float8_RD.to(exact), torch.finfo(dtype).max  # which rounding may exceed
+    if features % _TILE:
+        x_RD *= _of_features(scales_Rt, features)
+    else:
+        x_RD.view(len(packed), _tiles(features), _TILE).mul_(scales_Rt.to(exact)[..., None])
+    return x_RD.clamp_(-most, most).to(dtype)
 
 
 def _scales(x_RD: Tensor) -> Tensor:
