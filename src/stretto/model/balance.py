@@ -10,7 +10,8 @@ from stretto.pipeline.pipeline import Pipeline
 def update_router_biases(pipe: Pipeline, *, rate: float = 1e-3) -> dict[int, Tensor]:
     """Update the biases of all routers of a pipeline from the tokens that their experts got since the last update.
 
-    All ranks must call this. Returns the number of tokens of each expert, by layer, for this rank's layers.
+    All ranks must call this. Returns the number of tokens of each expert, for this rank's layers with routers, by the
+    layer's number in the list of layers (the embedding is 0).
     """
     routers = {number: router for number, layer in pipe.layers.items() if (router := _router_of(number, layer))}
     own = {number: router.counts_E for number, router in routers.items()}

@@ -14,23 +14,28 @@ from stretto.moe.permutation import Permutation, combine, dispatch, validate_row
 
 
 class Counted(NamedTuple):
-    """What `Exchange.count` has begun."""
+    """What `Exchange.count` has begun.
+
+    - `counts_E`: how many of this rank's own rows go to each of all E experts, a tensor of whole numbers on the tokens'
+      device.
+    - `state`: what the exchange needs next, a pytree of tensors and plain values.
+    """
 
     counts_E: Tensor
-    """How many of this rank's own rows go to each of all experts."""
     state: Any
-    """What the exchange needs next: a pytree of tensors and plain values."""
 
 
 class Dispatched(NamedTuple):
-    """Rows that have arrived at this rank's experts."""
+    """Rows that have arrived at this rank's experts.
+
+    - `rows_RD`: rows × D features, in order of this rank's experts. A token has a row for each expert that it goes to.
+    - `counts_e`: how many of these rows each of this rank's e experts has, a tensor of whole numbers on their device.
+    - `state`: what `Exchange.combine` needs, a pytree of tensors, which may carry gradients, and plain values.
+    """
 
     rows_RD: Tensor
-    """The rows in order of this rank's experts."""
     counts_e: Tensor
-    """The number of rows of each of this rank's experts, on the rows' device."""
     state: Any
-    """What `Exchange.combine` needs: a pytree of tensors, which may carry gradients, and plain values."""
 
 
 class Exchange(Protocol):

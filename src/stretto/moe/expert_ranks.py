@@ -27,21 +27,25 @@ class Waits(Protocol):
 class ExpertRanks:
     """This rank among those that hold a layer's experts. A `Pipeline` makes it, and an `Exchange` communicates with it.
 
-    All its operations are collectives: each rank must run the same ones in the same order.
+    `all_to_all` is a collective: each rank must run the same ones in the same order.
+
+    - `rank`, `size`: this rank's number among the expert-parallel ranks, and how many there are. Of E experts, rank r
+      holds r · E / size to (r + 1) · E / size − 1.
+    - `group`: their `torch.distributed` process group, for kernels that need one. The pipeline makes it, and uses it
+      for nothing but this exchange. The functions of `torch.distributed` do not know it: call its methods.
+    - `turn`, `current`: what the runtime runs, and the number of the experts that run; `mark` combines them.
+    - `outputs`: what experts have returned in this turn. The runtime runs their backwards, also if a layer does not use
+      them.
+    - `anchor`: the dummy scalar of `joining`. It gets no gradient.
     """
 
     def __init__(self, team: Waits, group: dist.ProcessGroup) -> None:
-        """`group` is only used here."""
         self._team, self.group = team, group
         self.rank, self.size = group.rank(), group.size()
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
-        """The dummy scalar that makes every rank take part in backwards (`joining`). It gets no gradient."""
         self.turn: tuple[int, ...] = ()
-        """What the runtime runs, as numbers that are the same on all ranks."""
         self.current = 0
-        """The number of the experts that run."""
         self.outputs: list[Tensor] = []
-        """What experts have returned in this turn: their backwards must run, also if a layer uses none of it."""
 
     def all_to_all(
         self, taken: Tensor, sent: Tensor, taken_sizes: list[int] | None = None, sent_sizes: list[int] | None = None
