@@ -74,7 +74,7 @@ EXPERT_PARALLEL_MOE = Layer(
     ),
 )
 """The same with experts on several ranks: they first tell each other how many rows will come ("counts"), and the hosts
-wait for these numbers ("sizes")."""
+wait for these numbers ("sizes"). On a mesh with ep, `MOE` is the same without this exchange of counts."""
 MTP = Layer("mtp", (*MOE.phases, _LOSS))
 """Multi-token prediction: one more MoE layer with a loss of its own."""
 LOSS = Layer("loss", (_LOSS,))

@@ -228,6 +228,14 @@ BAD = {
     "negative cost": (["simulate", "gpipe", "--costs", "F=-1"], "F must be a number of at least 0 (got -1.0)"),
     "NaN cost": (["simulate", "gpipe", "--costs", "F=nan"], "F must be a number of at least 0 (got nan)"),
     "no cost": (["simulate", "gpipe", "--costs", "F=one"], "cost F must be a number (got 'one')"),
+    "loads by name": (
+        ["simulate", "gpipe", "--costs", "F=1,loads=[1.2,0.8]"],
+        "cost loads is given in a TOML file (--costs costs.toml), as a list: loads = [1.2, 0.8]",
+    ),
+    "a table by name": (
+        ["simulate", "gpipe", "--costs", "phases=1"],
+        "cost phases is given in a TOML file (--costs costs.toml)",
+    ),
     "unknown cost": (["simulate", "gpipe", "--costs", "X=1"], "unknown cost 'X'; known are F, B,"),
     "no unit": (["simulate", "gpipe", "--costs", "unit=h"], "unit is s if times are seconds, or left out (got 'h')"),
     "cost twice": (["simulate", "gpipe", "--costs", "F=1,F=2"], "cost F is given twice"),

@@ -119,3 +119,15 @@ def test_a_mesh_goes_with_a_schedule(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("0F0,0B0")
     done = run("simulate", "x.csv", "--mesh", "pp=1", cwd=tmp_path)
     assert done.stderr == "stretto: x.csv has its own sizes; --devices, --mesh and the like go with a schedule's name\n"
+
+
+def test_the_lines_for_meshes_in_the_example_may_be_uncommented(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "examples" / "phases.toml").read_text()
+    for name in ("loads", "counts", "sizes"):
+        assert f"\n# {name} = " in text
+        text = text.replace(f"\n# {name} = ", f"\n{name} = ")
+    (tmp_path / "costs.toml").write_text(text)
+    done = run("simulate", "1f1b", *MESH, "--costs", "costs.toml", "--json", cwd=tmp_path)
+    busy = [device["busy"] for device in json.loads(done.stdout)["devices"]]
+    assert busy[0] > busy[1]
+    assert busy[2] > busy[3]

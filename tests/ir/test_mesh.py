@@ -1,5 +1,7 @@
 """Meshes of devices: numbered as PyTorch's DeviceMesh, read as they print."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from stretto.ir.errors import PlanError, TextError
 from stretto.ir.mesh import NAMES, MeshShape
 from stretto.ir.placement import Placement
-from stretto.ir.text import parse_plan_json, plan_to_json
+from stretto.ir.text import load_plan, parse_plan_json, plan_to_json
 from stretto.schedules import dualpipe, gpipe
 
 shapes = st.permutations(NAMES).flatmap(
@@ -54,6 +56,16 @@ def test_sizes_that_make_no_mesh_are_refused(sizes: dict[str, int]) -> None:
 def test_a_plan_on_a_mesh_keeps_it_in_json() -> None:
     plan = dualpipe(devices=2, microbatches=4).on_mesh({"dp": 2, "pp": 2, "ep": 2})
     assert parse_plan_json(plan_to_json(plan)) == plan
+
+
+def test_a_plan_on_a_mesh_is_not_saved_as_csv(tmp_path: Path) -> None:
+    """Its text reads back as another plan, without the mesh."""
+    plan = gpipe(devices=2, microbatches=2).on_mesh({"pp": 2, "ep": 2})
+    with pytest.raises(TextError, match=r"a \.csv holds no mesh, and this plan is for pp=2,ep=2; save it as \.json"):
+        plan.save(tmp_path / "x.csv")
+    assert not (tmp_path / "x.csv").exists()
+    plan.save(tmp_path / "x.json")
+    assert load_plan(tmp_path / "x.json") == plan
 
 
 @pytest.mark.parametrize("routes", [((0, 1), (2, 3)), ((0, 2), (1, 4)), ((0, 2),)])

@@ -41,7 +41,8 @@ MeshOption = Annotated[
         "--mesh",
         help="Instead of --devices: pipelines side by side, e.g. pp=4,ep=2,dp=2, outermost first as in a DeviceMesh. "
         "Each of the ep × dp pipelines of pp devices runs its own microbatches; along ep they share out the experts "
-        "of moe layers (--layers) and exchange tokens; stages that several devices hold sum their gradients.",
+        "of moe layers (--layers; without, of all stages) and exchange tokens, and loads in --costs make that uneven; "
+        "stages that several devices hold sum their gradients.",
     ),
 ]
 StagesPerDevice = Annotated[int | None, typer.Option(help="Stages per device (v), for interleaved. [default: 2]")]
@@ -54,8 +55,8 @@ CostsOption = Annotated[
         "lists give a value each. "
         "B defaults to I+W, FB (a woven pair) to F+B. BW is the part of B that runs after the gradient is sent; "
         "reduce is the sum of a stage's gradients over its devices, if it has several, and reduce_experts that of its "
-        "experts' on a mesh. Also sizes, e.g. "
-        "activation_bytes=2GB.",
+        "experts' on a mesh. loads = [1.2, 0.8], in a file, gives the tokens of each expert-parallel rank, relative to "
+        "an even share. Also sizes, e.g. activation_bytes=2GB.",
     ),
 ]
 Layers = Annotated[

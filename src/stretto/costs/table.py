@@ -52,15 +52,17 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     reduce_tied: float = 0.0
     """The same for weights that stages share."""
     slowdown: tuple[float, ...] | None = None
-    """A factor on all compute times, per device."""
+    """A factor on the times of all tasks on compute lanes, per device."""
     loads: Loads | None = None
     """A factor on the times of expert-parallel ranks from a layer's dispatch to its combine, for uneven routing: one
-    entry for each rank, which is a number, or a list with a number for each of a replica's microbatches."""
+    entry for each rank, which is a number, or a list with a number for each of a replica's microbatches. 1 is an even
+    share, whose times `phases` has; the factors need not average 1."""
     link: Link = Link()
     links: dict[str, Link] = {}
     """Links that differ from `link`, by "source>target" device, e.g. "3>4"."""
     phases: dict[str, PhaseTimes] = {}
-    """Times of phases, by "phase" or "layer.phase", e.g. "attn" or "moe.mlp"; for programs with layers."""
+    """Times of phases, by "phase" or "layer.phase", e.g. "attn" or "moe.mlp"; for programs with layers. A phase without
+    a backward, such as "counts", takes 0 if it is left out; every other phase must be there."""
     calls: dict[str, float] = {}
     """Times of calls in a user's own program, by name, or by name without the number at its end; if empty, every call
     takes 1."""

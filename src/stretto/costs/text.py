@@ -24,6 +24,9 @@ def parse_costs(text: str) -> Costs:
     table: dict[str, float | str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (side.strip() for side in part.partition("="))
+        if name in Costs.__struct_fields__ and name not in ("unit", *TIMES, *BYTES):
+            example = f", as a list: {name} = [1.2, 0.8]" if name in ("slowdown", "loads") else ""
+            raise CostError(f"cost {name} is given in a TOML file (--costs costs.toml){example}")
         if name not in ("unit", *TIMES, *BYTES):
             raise CostError(f"unknown cost {name!r:.40}; known are {', '.join((*TIMES, *BYTES, 'unit'))}")
         if name in table:

@@ -19,7 +19,7 @@ class Plan:
     """One row of actions and pairs per device, and the placement they follow.
 
     A plan prints as PyTorch's compute-only CSV, which `parse_plan` reads back as the same plan if every device has
-    actions and there are at most two routes; the JSON of `save` holds any plan.
+    actions, no mesh is given, and there is one route, or two that differ; the JSON of `save` holds any plan.
     """
 
     rows: tuple[tuple[Cell, ...], ...]
@@ -66,7 +66,7 @@ class Plan:
         return Plan(tuple(rows), self.placement.on_mesh(shape))
 
     def save(self, path: str | Path) -> None:
-        """Write PyTorch's CSV (.csv), or JSON with the placement (.json); `load_plan` reads both."""
+        """Write PyTorch's CSV (.csv), or JSON with the placement (.json); `load_plan` reads both. CSV holds no mesh."""
         from stretto.ir.text import save_plan  # here, because it imports this module
 
         save_plan(self, path)

@@ -49,6 +49,8 @@ def load_plan(path: str | Path) -> Plan:
 def save_plan(plan: Plan, path: str | Path) -> None:
     match file_path(path).suffix.lower():
         case ".csv":
+            if plan.placement.mesh is not None:
+                raise TextError(f"a .csv holds no mesh, and this plan is for {plan.placement.mesh}; save it as .json")
             write_text(path, f"{plan}\n")
         case ".json":
             write_text(path, plan_to_json(plan) + "\n")

@@ -163,7 +163,7 @@ class Program:
 
     def __str__(self) -> str:
         """Return a line per device, in issue order: PyTorch's CSV with transfers, if of whole actions without sums of
-        ties or experts.
+        ties or experts. CSV has no mesh and no exchanges between expert-parallel ranks, so these do not read back.
         """
         rows: list[list[str]] = [[] for _ in range(self.devices)]
         for task in self.tasks():
