@@ -75,6 +75,7 @@ class _Outer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_GED: Tensor) -> Any:
         grad_TE, x_TD, counts_G = ctx.saved_tensors
+        grad_GED = grad_GED.contiguous()  # the kernel refuses those of a sum
         first = grouped_linear(x_TD, grad_GED, counts_G)
         return first, grouped_linear(grad_TE, grad_GED.transpose(1, 2), counts_G), None
 
