@@ -325,8 +325,9 @@ def uneven(mesh: DeviceMesh, sizes: Sizes, how: str, more: dict[str, Any]) -> li
     """What differs from one process if experts or ranks get no token, or microbatches have one token each."""
     member = Member(mesh, sizes)
     torch.manual_seed(4)
-    whole = nn.Sequential(*(Crowd(how) for _ in range(2 * member.shape.pp))).double()
-    x = torch.randn(MICROBATCHES * member.shape.replicas * (1 if how == "one token" else 3), 6, dtype=torch.float64)
+    whole = nn.Sequential(*(Crowd(how) for _ in range(2 * member.shape.pp))).to(DEVICE, torch.float64)
+    rows = MICROBATCHES * member.shape.replicas * (1 if how == "one token" else 3)
+    x = torch.randn(rows, 6, dtype=torch.float64).to(DEVICE)
 
     if how == "a replica":  # only the first has losses that depend on anything
         for replica, rows in enumerate(x.chunk(member.shape.replicas)):
@@ -334,7 +335,7 @@ def uneven(mesh: DeviceMesh, sizes: Sizes, how: str, more: dict[str, Any]) -> li
 
     def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
         if how in ("constant", "a replica") and float(target[0, 0]) > 0:  # there is no backward to run
-            return torch.zeros((), dtype=torch.float64), len(output)
+            return output.new_zeros(()), len(output)
         return (output - target).square().sum(), len(output)
 
     twin = copy.deepcopy(whole)
@@ -364,9 +365,9 @@ def evaluated(mesh: DeviceMesh, sizes: Sizes, counts: bool) -> str:
     """What differs if pipelines evaluate batches of different sizes, some of fewer rows than microbatches."""
     member = Member(mesh, sizes)
     torch.manual_seed(4)
-    whole = nn.Sequential(*(Crowd("") for _ in range(2 * member.shape.pp))).double()
+    whole = nn.Sequential(*(Crowd("") for _ in range(2 * member.shape.pp))).to(DEVICE, torch.float64)
     sizes_of = [3 + 2 * replica for replica in range(member.shape.replicas)]
-    x = torch.randn(sum(sizes_of), 6, dtype=torch.float64)
+    x = torch.randn(sum(sizes_of), 6, dtype=torch.float64).to(DEVICE)
 
     def loss(output: Tensor, target: Tensor) -> Any:
         error = (output - target).square().sum()
