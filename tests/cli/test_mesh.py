@@ -53,7 +53,7 @@ def test_the_plan_in_a_file_is_lowered_as_the_schedule_it_is_of(
     schedule = ("interleaved", "--overlap", *mesh, "-m", "4")
     assert run("show", *schedule, "-o", file, cwd=tmp_path).returncode == 0
     made, read = (
-        run("show", *target, *options, "--costs", "activation_bytes=1", "--json", cwd=tmp_path).stdout
+        run("show", *target, *options, "--costs", "activation_bytes=2,recompute_bytes=1", "--json", cwd=tmp_path).stdout
         for target in (schedule, (file,))
     )
     assert json.loads(made) == json.loads(read)
