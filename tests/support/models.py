@@ -298,7 +298,7 @@ REFUSED = {
     "nothing counted": "the loss counted nothing in the whole step: all its counts are 0",
     "a name for a plan": "plan is a Plan, such as stretto.schedules.zb_v(devices=4, microbatches=8) (got 'zb_v')",
     "no mesh": "mesh is a DeviceMesh, as init_device_mesh makes it (got None)",
-    "two dimensions": 'mesh has 2 dimensions (dp, pp); give one of them, such as mesh["pp"]',
+    "two dimensions": 'mesh has 2 dimensions (tp, pp); a pipeline takes "pp", "ep" and "dp"',
     "no loss": "loss is a function of output and target (got None)",
     "one module": "layers are a list of modules, or a function that builds one (got Block)",
     "no module": "layer 1 is no nn.Module (got function)",
@@ -421,7 +421,7 @@ def refused(mesh: Any, name: str) -> str:
             case "no mesh":
                 pipeline(None, case)
             case "two dimensions":
-                pipeline(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp")), case)
+                pipeline(init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "pp")), case)
             case "no loss":
                 pipeline(mesh, case, loss=None)
             case "one module":

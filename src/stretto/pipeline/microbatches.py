@@ -17,6 +17,7 @@ from stretto.pipeline.pytree import Value, tensors_of, version_of
 class Microbatches:
     """The numbers of this rank's microbatches among those of all replicas.
 
+    >>> from stretto.ir.mesh import MeshShape
     >>> Microbatches.of(Placement(((0,), (1,)), 8, MeshShape.of({"dp": 2})), device=1)
     Microbatches(first=4, count=4, replicas=2)
     """

@@ -106,11 +106,16 @@ def _unlike(rows: Sequence[float]) -> str:
 
 
 def sum_tables(
-    team: Team, named_tables: Sequence[tuple[str, Tensor]], then: Callable[[], None], *, flags: Sequence[bool] = ()
+    team: Team,
+    named_tables: Sequence[tuple[str, Tensor]],
+    then: Callable[[], None],
+    *,
+    flags: Sequence[bool] = (False,),
 ) -> list[Total]:
     """Start to sum each table over all ranks, and with them the number of ranks that have each of the flags.
 
-    A table's name is what errors call its function. `then` makes the host wait for a device.
+    There is at least one flag, so that ranks meet even if tables are empty. A table's name is what errors call its
+    function. `then` makes the host wait for a device.
     """
     names, tables = zip(*named_tables, strict=True)
     flagged = [torch.full((1,), float(flag), dtype=torch.float64, device=team.device) for flag in flags]
