@@ -11,6 +11,7 @@ from stretto.execute.executor import Act, Executor, Issue
 from stretto.execute.recorder import Recorder
 from stretto.program.task import Lane
 
+_FIRST = ("comm", "send", "recv")  # lanes whose kernels the device prefers
 _AHEAD = 256  # tasks of several lanes that the host may queue ahead of the device
 
 
@@ -80,7 +81,7 @@ class DeviceLanes:
         ]
         self._events: dict[int, Any] = {need: _event() for needs in self._needs for need in needs}
         lanes = {task.lane for task in tasks if task.lane.name != "compute"}
-        self._lane_streams: dict[Lane, Any] = {lane: _stream() for lane in sorted(lanes)}
+        self._lane_streams: dict[Lane, Any] = {lane: _stream(lane) for lane in sorted(lanes)}
         self._streams = [self._lane_streams.get(task.lane) for task in tasks]  # None is the caller's stream
         self._main: Any = None
         self._begun: dict[int, Begun] = {}
@@ -205,5 +206,8 @@ def _event() -> Any:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def _stream() -> Any:
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+def _stream(lane: Lane) -> Any:
+    """Make a lane's stream. Small kernels around messages come first: behind those of compute, which fill the device,
+    they would wait for as long as these take.
+    """
+    return torch.cuda.Stream(priority=-1 if lane.name in _FIRST else 0)  # type: ignore[no-untyped-call]

@@ -92,6 +92,7 @@ def _group(backend: str, store: c10d.Store, rank: int, size: int, timeout: timed
         kind, device = dist.ProcessGroup.BackendType.NCCL, "cuda"
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
+        options.is_high_priority_stream = True  # or its kernels would wait for those of compute, which fill the device
         part = dist.ProcessGroupNCCL(store, rank, size, options)
     else:
         raise StrettoError(f"process groups of gloo, nccl, onegpu and onecpu can be used (got {backend or 'none'!r})")

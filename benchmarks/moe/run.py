@@ -1,0 +1,345 @@
+"""Whether expert communication hides behind compute: our MLA + MoE layers on pp × ep ranks of one GPU, in bfloat16.
+
+    stretto onegpu run --devices 4 --link network benchmarks/moe/run.py pp=2,ep=2 [--routing skewed] [--out FOLDER]
+
+Ours by several schedules, with pairs woven and with the same pairs run one pass after the other; and PyTorch's
+pipelines on the same layers and exchanges. Each step has 16 microbatches of one sequence on every pipeline. The table
+has the least and the median of some steps, all ranks together; and of ours, from a recorded step: the time of expert
+communication in the steady state, from the first backward to the last forward, how much of it compute hides, for how
+long the worst device waited for its host; and the most that a rank held beyond the weights. With --out, recorded
+timelines are saved.
+"""
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+import stretto
+import stretto.onegpu
+from stretto.execute.members import Members
+from stretto.execute.team import Team
+from stretto.ir.plan import Cell, actions_of
+from stretto.layers import Phase
+from stretto.model import ModelConfig
+from stretto.model.blocks import Activations, MoeBlock
+from stretto.moe import AllToAll, ExpertRanks, Routed, expert_phases
+from stretto.moe.experts import experts_of
+from stretto.program.task import Kind
+from stretto.schedules import dualpipe, dualpipev, interleaved, zb_v
+from stretto.timeline import Timeline
+
+LAYERS, MICROBATCHES, WARM_UP, STEPS = 8, 16, 2, 6
+CONFIG = ModelConfig(
+    vocab_size=1,
+    hidden_size=3584,
+    intermediate_size=1,
+    moe_intermediate_size=768,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=16,
+    n_routed_experts=32,
+    num_experts_per_tok=8,
+    first_k_dense_replace=0,
+    q_lora_rank=768,
+    routed_scaling_factor=2.5,
+)
+SKEW = 0.12
+"""The standard deviation of the routers' biases when routing is skewed; scores have one of about 0.2."""
+PLANS: dict[str, Callable[..., stretto.Plan]] = {
+    "interleaved": partial(interleaved, overlap=True),
+    "DualPipeV": dualpipev,
+    "DualPipe": dualpipe,
+    "ZB-V": zb_v,
+}
+PEERS = {
+    "interleaved": torch_schedules.ScheduleInterleaved1F1B,
+    "ZB-V": torch_schedules.ScheduleZBVZeroBubble,
+    "DualPipeV": torch_schedules.ScheduleDualPipeV,
+}
+Spans = NDArray[np.float64]
+
+
+class Layer(nn.Module):
+    """A block of the model, on a plain tensor."""
+
+    def __init__(self, number: int, *, skewed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.block = MoeBlock(CONFIG)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02 if "gate.weight" in name else 0.006)
+        if skewed:
+            self.block.mlp.gate.e_score_correction_bias.normal_(std=SKEW)
+        self.to("cuda", torch.bfloat16)
+
+    def phases(self) -> list[tuple[Phase, Callable[[Any], Any]]]:
+        block = self.block
+        return expert_phases(
+            block.mlp.experts, route=self._route, meanwhile=self._share, finish=_add, count=block.mlp.gate.count
+        )
+
+    def _route(self, x_NTD: Tensor) -> Routed:
+        x_TD, indices_TK, weights_TK, rest = self.block._route(Activations(x_NTD))
+        return Routed(x_TD, indices_TK, weights_TK, rest.x_NTD)
+
+    def _share(self, x_NTD: Tensor, h_TD: Tensor) -> Tensor:
+        assert self.block.mlp.shared_experts is not None
+        return _add(x_NTD, self.block.mlp.shared_experts(h_TD))
+
+    def forward(self, value: Any) -> Any:
+        for _, run in self.phases():
+            value = run(value)
+        return value
+
+
+def _add(x_NTD: Tensor, out_TD: Tensor) -> Tensor:
+    return x_NTD + out_TD.view_as(x_NTD)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output.float() - target.float()).square().mean()
+
+
+@dataclass
+class Made:
+    step: Callable[[], object]
+    modules: list[nn.Module]
+    record: Callable[[], Timeline | None] | None = None
+    """The timeline of a step, on rank 0."""
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Place:
+    """This rank's mesh, batch, and routing."""
+
+    mesh: DeviceMesh
+    x: Tensor
+    y: Tensor
+    skewed: bool
+
+
+def ours(place: Place, plan: stretto.Plan, costs: stretto.Costs | None, together: int) -> Made:
+    pipe = stretto.Pipeline(
+        lambda number: Layer(number, skewed=place.skewed),
+        layer_count=LAYERS,
+        plan=plan,
+        loss=loss,
+        mesh=place.mesh,
+        costs=costs,
+        wgrad_microbatches=together,
+        timeout=60,
+    )
+    return Made(
+        lambda: pipe.step(place.x, place.y, check_finite=False),
+        list(pipe.modules()),
+        lambda: pipe.step(place.x, place.y, record=True).timeline,
+        pipe.close,
+    )
+
+
+def torchs(place: Place, schedule: type[Any]) -> Made:
+    """PyTorch's pipeline, whose layers exchange tokens with the same kernels, where they run."""
+    pp, ep = place.mesh["pp"], place.mesh["ep"]
+    team = Team(Members.of_group(ep.get_group()), torch.device("cuda"), timeout=60)
+    assert team.everybody is not None
+    ranks = ExpertRanks(team, team.everybody)
+    exchange = AllToAll(ranks)
+    rank, count = pp.get_local_rank(), 2 * pp.size()
+    turns = schedule in (torch_schedules.ScheduleZBVZeroBubble, torch_schedules.ScheduleDualPipeV)
+    here = [rank, count - 1 - rank] if turns else [rank, rank + pp.size()]
+    each = LAYERS // count
+    stages = []
+    for k in here:
+        module = nn.Sequential(*(Layer(number, skewed=place.skewed) for number in range(k * each, (k + 1) * each)))
+        for experts in experts_of(module):
+            experts.shard(ep.get_local_rank(), ep.size())
+            experts.exchange = exchange
+            experts.forward = partial(experts.run, _product)  # type: ignore[method-assign]
+            for weight in experts.parameters():
+                weight.data = weight.data.clone()  # so that the other ranks' experts are free
+        stages.append(PipelineStage(module, k, count, torch.device("cuda", 0), group=pp.get_group()))
+    runner = schedule(stages, n_microbatches=MICROBATCHES, loss_fn=loss)
+    given = (place.x,) if 0 in here else ()
+    wanted = {"target": place.y, "losses": []} if count - 1 in here else {}
+    modules = [stage.submod for stage in stages]
+    own = {id(weight) for module in modules for experts in experts_of(module) for weight in experts.parameters()}
+    shared = [weight for module in modules for weight in module.parameters() if id(weight) not in own]
+
+    def step() -> None:
+        runner.step(*given, **wanted)
+        flat = torch.cat([weight.grad.flatten() for weight in shared if weight.grad is not None])
+        dist.all_reduce(flat, group=ep.get_group())
+
+    return Made(step, modules, close=team.close)
+
+
+def _product(x: Tensor, weight: nn.Parameter, counts: Tensor) -> Tensor:
+    """A grouped product with PyTorch's own backward, which is the only one that its pipelines can split."""
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+
+
+def unwoven(plan: stretto.Plan) -> stretto.Plan:
+    """The same plan, with the two passes of each pair one after the other: the forward first."""
+
+    def apart(row: tuple[Cell, ...]) -> tuple[Cell, ...]:
+        return tuple(action for cell in row for action in actions_of(cell))
+
+    return replace(plan, rows=tuple(map(apart, plan.rows)))
+
+
+@dataclass
+class Hidden:
+    """Milliseconds of expert communication in the steady state, on the mean device, and the part behind compute."""
+
+    total: float
+    hidden: float
+    late: float
+
+
+def hidden(timeline: Timeline) -> Hidden:
+    program, totals = timeline.program, []
+    comm, compute, device = program.on_lane("comm"), program.compute, program.device
+    backward = program.work.kind == Kind.B
+    for number in range(program.devices):
+        here = device == number
+        forwards = here & compute & (program.work.kind == Kind.F)
+        first, last = timeline.start[here & backward].min(), timeline.end[forwards].max()
+        busy = spans(timeline, here & comm, first, last)
+        computing = spans(timeline, here & compute, first, last)
+        totals.append((length(busy), length(busy) + length(computing) - length(np.concatenate([busy, computing]))))
+    total, behind = np.mean(totals, axis=0) * 1e3
+    return Hidden(total, behind, max(device.host_late for device in timeline.summary().devices) * 1e3)
+
+
+def spans(timeline: Timeline, chosen: NDArray[np.bool_], first: float, last: float) -> Spans:
+    times = np.stack([timeline.start[chosen], timeline.end[chosen]], axis=1).clip(first, last)
+    return times[times[:, 1] > times[:, 0]]
+
+
+def length(spans: Spans) -> float:
+    """The time that any of these spans covers."""
+    if not len(spans):
+        return 0.0
+    spans = spans[np.argsort(spans[:, 0])]
+    reach = np.maximum.accumulate(spans[:, 1])
+    return float(np.maximum(0.0, reach - np.maximum(spans[:, 0], np.append(-np.inf, reach[:-1]))).sum())
+
+
+@dataclass
+class Found:
+    least: float
+    median: float
+    queued: float
+    held: float
+    """GiB beyond the weights."""
+    timeline: Timeline | None
+
+    def row(self, name: str) -> str:
+        start = f"| {name} | {self.least:.1f} | {self.median:.1f} | {self.queued:.1f} "
+        if self.timeline is None:
+            return f"{start}| | | | {self.held:.1f} |"
+        seen = hidden(self.timeline)
+        share = f"{seen.total:.1f} | {seen.hidden / max(seen.total, 1e-9):.0%} | {seen.late:.1f}"
+        return f"{start}| {share} | {self.held:.1f} |"
+
+
+def measure(make: Callable[[], Made]) -> Found:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    made = make()
+    parameters = {id(weight): weight for module in made.modules for weight in module.parameters()}
+    weights = sum(weight.nbytes for weight in parameters.values())
+    rows = []
+    for _ in range(WARM_UP + STEPS):
+        for weight in parameters.values():
+            weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        start = time.perf_counter()
+        made.step()
+        queued = time.perf_counter() - start
+        torch.cuda.synchronize()
+        took, held = time.perf_counter() - start, torch.cuda.max_memory_allocated() - before - weights
+        worst = torch.tensor([took, queued, float(held)], dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        rows.append(worst)
+    took_all, queued_all, held_all = torch.stack(rows[WARM_UP:]).T
+    timelines = [] if made.record is None else [made.record() for _ in range(2)]  # the first allocates
+    made.close()
+    return Found(
+        float(took_all.min()) * 1e3,
+        float(took_all.median()) * 1e3,
+        float(queued_all.min()) * 1e3,
+        float(held_all.max()) / 2**30,
+        timelines[-1] if timelines else None,
+    )
+
+
+def cases(place: Place, costs: stretto.Costs | None) -> Iterator[tuple[str, Callable[[], Made]]]:
+    for name, make in PLANS.items():
+        plan = make(devices=place.mesh["pp"].size(), microbatches=MICROBATCHES)
+        alone = unwoven(plan)
+        if alone != plan:
+            yield f"ours, {name}, not woven", partial(ours, place, alone, costs, 1)
+        yield f"ours, {name}", partial(ours, place, plan, costs, 1)
+        if name in PEERS:
+            yield f"PyTorch, {name}", partial(torchs, place, PEERS[name])
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mesh", nargs="?", default="pp=2,ep=2")
+    parser.add_argument("--routing", choices=("balanced", "skewed"), default="balanced")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--only", action="append", help="only this case; may be given several times")
+    parser.add_argument("--out", type=Path, help="a folder for recorded timelines")
+    parser.add_argument("--costs", type=Path, help="costs to weave by, as a .toml file")
+    options = parser.parse_args()
+    sizes = {name: int(size) for name, size in (word.split("=") for word in options.mesh.split(","))}
+    torch.cuda.set_device(0)
+    dist.init_process_group("onegpu")
+    mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    torch.manual_seed(1000 + mesh["ep"].get_local_rank())
+    x = torch.randn(MICROBATCHES, options.tokens, CONFIG.hidden_size, device="cuda", dtype=torch.bfloat16)
+    place = Place(mesh, x, torch.randn_like(x), options.routing == "skewed")
+    say(f"\n{options.mesh}, routing {options.routing}, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
+    say("| | least, ms | median, ms | queued after, ms | EP, ms | hidden | host late, ms | GiB |")
+    say("|---|---|---|---|---|---|---|---|")
+    costs = stretto.load_costs(options.costs) if options.costs else None
+    for name, make in cases(place, costs):
+        if options.only and name not in options.only:
+            continue
+        found = measure(make)
+        say(found.row(name))
+        if found.timeline is not None and options.out:
+            words = f"{options.mesh} {options.routing} {name}".lower().replace(",", " ").replace("=", "").split()
+            file = "-".join(words)
+            found.timeline.save(options.out / f"{file}.trace.json")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
