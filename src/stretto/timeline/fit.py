@@ -8,7 +8,7 @@ import numpy as np
 
 from stretto.costs import Costs, Link, PerStage, PhaseTimes, family
 from stretto.ir.errors import CostError
-from stretto.program.columns import Bools, TaskColumns
+from stretto.program.columns import Bools, TaskColumns, grouped
 from stretto.program.graph import leaders
 from stretto.program.sums import reduces
 from stretto.program.task import BACKWARDS, EXPERT_SUM, FORWARDS, SENDS, WEIGHTS, Kind
@@ -170,16 +170,22 @@ def _phases(timelines: Sequence[Timeline]) -> Costs:
 def _collect(samples: _Samples, timeline: Timeline) -> None:
     """Add a timeline's times of phases to the samples."""
     work, anatomy, length = timeline.program.work, timeline.program.anatomy, _lengths(timeline)
-    for name, kinds in (("F", FORWARDS), ("I", BACKWARDS), ("W", WEIGHTS), ("R", (Kind.RECOMPUTE,))):
-        chosen = work.among(kinds)
-        for stage, parts in enumerate(anatomy.forward if name == "F" else anatomy.backward):
-            steps = anatomy.weight_steps[stage] if name == "W" else range(len(parts))
-            for number, step in enumerate(steps):
-                key = f"{parts[step].kind}.{parts[step].phase.name}"
-                tasks = chosen & (work.stage == stage) & (work.part == number)
-                for woven in (False, True):
-                    times = length[tasks & (work.woven == woven)]
-                    samples.setdefault((key, woven), {}).setdefault(name, []).append(times)
+    forward, backward = [*chain(*anatomy.forward)], [*chain(*anatomy.backward)]
+    weights = [backward[row] for row in anatomy.weight_needs]
+    for name, kinds, parts, rows in (
+        ("F", FORWARDS, forward, anatomy.forward_rows),
+        ("I", BACKWARDS, backward, anatomy.backward_rows),
+        ("W", WEIGHTS, weights, anatomy.weight_rows),
+        ("R", (Kind.RECOMPUTE,), backward, anatomy.backward_rows),
+    ):
+        task = np.flatnonzero(work.among(kinds))
+        row = rows[work.stage[task]] + work.part[task]
+        order, start = grouped(2 * row + work.woven[task], 2 * len(parts))
+        times = np.split(length[task[order]], start[1:-1])
+        for number, part in enumerate(parts):
+            for woven in (False, True):
+                kinds_of = samples.setdefault((f"{part.kind}.{part.phase.name}", woven), {})
+                kinds_of.setdefault(name, []).append(times[2 * number + woven])
 
 
 def _transfer(timelines: Sequence[Timeline]) -> float:
