@@ -489,6 +489,43 @@ def test_compare_says_how_far_off_a_simulation_with_fitted_costs_is(tmp_path: Pa
     assert fitted["makespan"] > alone["makespan"]
 
 
+def test_compare_fits_one_cost_table_to_several_traces(tmp_path: Path) -> None:
+    """Phases take longer in pairs; the costs of a run without pairs do not know it, those of both runs do."""
+    text = Path(PHASES).read_text()
+    text += "[woven]\nattn = { F = 1.4, I = 1.5, W = 0.8 }\ndispatch = { F = 0.9, I = 0.9 }\n"
+    (tmp_path / "costs.toml").write_text(text)
+    for name in ("zb_v", "dualpipev"):
+        done = run(
+            *("show", name, "--layers", "moe*8", "--costs", "costs.toml", "-o", f"{name}.trace.json"), cwd=tmp_path
+        )
+        assert done.returncode == 0
+    names = ["zb_v.trace.json", "dualpipev.trace.json"]
+    done = run("compare", *names, "--fit", "--together", cwd=tmp_path)
+    assert done.stdout.splitlines()[-2:] == [
+        f"{name}: a simulation with the costs fitted to all is +0.0% off" for name in names
+    ]
+    run("show", "1f1b", "-o", "whole.trace.json", cwd=tmp_path)
+    done = run("compare", names[0], "whole.trace.json", "--fit", "--together", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "stretto: timelines of phases are not fitted together with timelines of whole passes\n",
+    )
+
+
+def test_the_lines_for_pairs_in_the_example_may_be_uncommented(tmp_path: Path) -> None:
+    text = Path(PHASES).read_text()
+    assert "\n# [woven] " in text
+    before, woven = text.split("\n# [woven] ")
+    (tmp_path / "costs.toml").write_text(before + "\n[woven] " + woven.replace("\n# ", "\n"))
+    given = ("--layers", "moe*8", "-m", "8", "--json")
+    for schedule, longer in (("1f1b", False), ("dualpipev", True)):
+        alone, paired = (
+            json.loads(run("simulate", schedule, *given, "--costs", costs, cwd=tmp_path).stdout)["makespan"]
+            for costs in (PHASES, "costs.toml")
+        )
+        assert (paired > alone) == longer
+
+
 def test_compare_draws_and_takes_traces(tmp_path: Path) -> None:
     run("show", "dualpipe", "-o", "mine.trace.json", cwd=tmp_path)
     done = run("compare", "mine.trace.json", "1f1b", "-o", "both.svg", cwd=tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
@@ -92,7 +92,6 @@ WOVEN = st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(st.data(), UNWOVEN, WOVEN, plans(devices=3, microbatches=6), st.booleans(), st.integers(0, 3))
 def test_runs_with_and_without_pairs_give_the_times_of_both(
     data: st.DataObject,
