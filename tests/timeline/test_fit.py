@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
-from strategies import costs, plans
+from strategies import costs, mesh_plans, plans
 from stretto import Costs
 from stretto.costs import Link, PhaseTimes
-from stretto.layers import DENSE, MOE, Layer
+from stretto.layers import DENSE, EXPERT_PARALLEL_MOE, MOE, Layer
 from stretto.program.task import COMPUTE, Kind
 from stretto.schedules import dualpipe, dualpipev, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 
@@ -224,3 +224,17 @@ def test_timelines_that_do_not_go_together_are_refused(name: str) -> None:
     with pytest.raises(stretto.CostError, match=says) as caught:
         stretto.fit(*timelines())
     assert "\n" not in str(caught.value)
+
+
+@given(mesh_plans(devices=2, microbatches=4, dp=1), mesh_plans(devices=2, microbatches=4, dp=1))
+def test_exchanges_between_ranks_are_pooled_too(one: stretto.Plan, other: stretto.Plan) -> None:
+    """Experts' ranks, their waits and counts included; times that were never seen in pairs are those outside."""
+    times = MOE_TIMES | {"counts": PhaseTimes(1), "sizes": PhaseTimes(2)}
+    table = Costs(phases=times, woven={name: PhaseTimes(x.F + 1, x.I + 2, x.W + 3) for name, x in times.items()})
+    runs = [
+        stretto.simulate(stretto.lower(plan, layers=[[EXPERT_PARALLEL_MOE]] * plan.stages, costs=table), table)
+        for plan in (one, other)
+    ]
+    fitted = stretto.fit(*runs)
+    for run in runs:
+        assert np.array_equal(stretto.simulate(run.program, fitted).end, run.end)
