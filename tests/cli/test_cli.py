@@ -293,8 +293,12 @@ BAD = {
         ["simulate", "gpipe", "--costs", "activation_bytes=1,offload_bytes=2"],
         "offload_bytes and recompute_bytes are parts of activation_bytes, but exceed them on stage 0 (2 > 1)",
     ),
-    "fit of nothing": (["compare", "1f1b", "--fit"], "--fit goes with a .trace.json, and --cores with --fit"),
-    "cores of nothing": (["compare", "plan.trace.json", "--cores", "2"], "--cores with --fit"),
+    "fit of nothing": (
+        ["compare", "1f1b", "--fit"],
+        "--fit goes with a .trace.json, and --cores and --together with --fit",
+    ),
+    "cores of nothing": (["compare", "plan.trace.json", "--cores", "2"], "--cores and --together with --fit"),
+    "nothing together": (["compare", "plan.trace.json", "--together"], "--cores and --together with --fit"),
     "no trace": (["show", "bad.trace.json"], "bad.trace.json: not a trace of Stretto's"),
     "missing trace": (["show", "none.trace.json"], "cannot read none.trace.json: No such file or directory"),
     "layers of a trace": (["show", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),
@@ -483,6 +487,43 @@ def test_compare_says_how_far_off_a_simulation_with_fitted_costs_is(tmp_path: Pa
     alone, fitted = json.loads(shared.stdout)
     assert fitted["name"] == "mine.trace.json, fitted"
     assert fitted["makespan"] > alone["makespan"]
+
+
+def test_compare_fits_one_cost_table_to_several_traces(tmp_path: Path) -> None:
+    """Phases take longer in pairs; the costs of a run without pairs do not know it, those of both runs do."""
+    text = Path(PHASES).read_text()
+    text += "[woven]\nattn = { F = 1.4, I = 1.5, W = 0.8 }\ndispatch = { F = 0.9, I = 0.9 }\n"
+    (tmp_path / "costs.toml").write_text(text)
+    for name in ("zb_v", "dualpipev"):
+        done = run(
+            *("show", name, "--layers", "moe*8", "--costs", "costs.toml", "-o", f"{name}.trace.json"), cwd=tmp_path
+        )
+        assert done.returncode == 0
+    names = ["zb_v.trace.json", "dualpipev.trace.json"]
+    done = run("compare", *names, "--fit", "--together", cwd=tmp_path)
+    assert done.stdout.splitlines()[-2:] == [
+        f"{name}: a simulation with the costs fitted to all is +0.0% off" for name in names
+    ]
+    run("show", "1f1b", "-o", "whole.trace.json", cwd=tmp_path)
+    done = run("compare", names[0], "whole.trace.json", "--fit", "--together", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "stretto: timelines of phases are not fitted together with timelines of whole passes\n",
+    )
+
+
+def test_the_lines_for_pairs_in_the_example_may_be_uncommented(tmp_path: Path) -> None:
+    text = Path(PHASES).read_text()
+    assert "\n# [woven] " in text
+    before, woven = text.split("\n# [woven] ")
+    (tmp_path / "costs.toml").write_text(before + "\n[woven] " + woven.replace("\n# ", "\n"))
+    given = ("--layers", "moe*8", "-m", "8", "--json")
+    for schedule, longer in (("1f1b", False), ("dualpipev", True)):
+        alone, paired = (
+            json.loads(run("simulate", schedule, *given, "--costs", costs, cwd=tmp_path).stdout)["makespan"]
+            for costs in (PHASES, "costs.toml")
+        )
+        assert (paired > alone) == longer
 
 
 def test_compare_draws_and_takes_traces(tmp_path: Path) -> None:

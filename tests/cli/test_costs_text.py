@@ -1,19 +1,22 @@
 import math
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
-from stretto.costs import costs_from, parse_costs, parse_costs_toml
+from stretto.costs import PhaseTimes, costs_from, parse_costs, parse_costs_toml
 from stretto.schedules import gpipe
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
 )
-_NAMES = st.sampled_from(["F", "B", "I", "W", "FB", "BW", "slowdown", "link", "links", "activation_bytes", "x"])
+_NAMES = st.sampled_from(
+    ["F", "B", "I", "W", "FB", "BW", "slowdown", "link", "links", "woven", "activation_bytes", "x"]
+)
 
 
 @given(
@@ -92,3 +95,35 @@ def test_seconds_have_no_defaults(text: str, says: str) -> None:
     assert stretto.simulate(plan, parse_costs("unit=s,F=0.01,B=0.02")).makespan == pytest.approx(0.06)
     assert parse_costs("unit=s,F=0.01,I=0.01,W=0.01").unit == "s"
     assert parse_costs_toml('unit = "s"\n[bucket]\nh2d = 0.1').unit == "s"
+
+
+def test_times_in_pairs_are_a_table_of_their_own() -> None:
+    table = parse_costs_toml("[phases]\nattn = { F = 1.0, W = 0.5 }\n[woven]\n'moe.attn' = { F = 1.5 }\n")
+    assert table.phases == {"attn": PhaseTimes(F=1.0, W=0.5)}
+    assert table.woven == {"moe.attn": PhaseTimes(F=1.5)}
+
+
+@pytest.mark.parametrize(
+    ("woven", "says"),
+    [
+        ({"atn": PhaseTimes(1)}, "woven has times of 'atn' in pairs, but phases has none of it outside of pairs"),
+        ({"moe.atn": PhaseTimes(1)}, "woven has times of 'moe.atn' in pairs"),
+        ({"attn": PhaseTimes(-1)}, "woven.attn.F must be a number of at least 0 (got -1)"),
+        ({"attn": PhaseTimes(1, R=math.nan)}, "woven.attn.recompute must be a number of at least 0 (got nan)"),
+        ({"attn": 2}, "woven.attn must be PhaseTimes (got 2)"),
+        ({1: PhaseTimes(1)}, "woven is a table with names as keys"),
+        ([], "woven is a table with names as keys (got [])"),
+    ],
+)
+def test_wrong_times_in_pairs_are_refused(woven: Any, says: str) -> None:
+    with pytest.raises(stretto.CostError, match=re.escape(says)):
+        stretto.Costs(phases={"attn": PhaseTimes(1)}, woven=woven)
+    with pytest.raises(stretto.CostError, match=re.escape(says)):
+        stretto.Costs(phases={"dense.attn": PhaseTimes(1)}, woven=woven)
+
+
+def test_times_in_pairs_need_times_outside_of_pairs() -> None:
+    with pytest.raises(stretto.CostError, match="phases has none of it"):
+        stretto.Costs(woven={"attn": PhaseTimes(1)})
+    with pytest.raises(stretto.CostError, match=r"cost woven is given in a TOML file \(--costs costs.toml\)"):
+        parse_costs("woven=1")

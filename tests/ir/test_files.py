@@ -36,6 +36,7 @@ COSTS = {
         link=Link(latency=1e-5, bandwidth=5e10),
         links={"3>4": Link(latency=2.0)},
         phases={"moe.mlp": PhaseTimes(F=1, I=2, W=3), "attn": PhaseTimes(F=0.1)},
+        woven={"mlp": PhaseTimes(F=1.5, I=2.5, W=3.5, R=0.5)},
         calls={"load": 2.0},
         bucket=BucketTimes(h2d=3, broadcast=1.2, reload=1),
         shared={"pcie": SharedResource(lanes={"h2d": 1.0, "d2h": 0.5}, capacity=1.5)},

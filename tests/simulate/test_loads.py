@@ -19,6 +19,12 @@ PHASES = {
     "mlp": PhaseTimes(3, 4, 5),
     "combine": PhaseTimes(1, 1),
 }
+WOVEN = {
+    "attn": PhaseTimes(1.5, 2, 1),
+    "dispatch": PhaseTimes(3, 4),
+    "mlp": PhaseTimes(4, 5, 6),
+    "sizes": PhaseTimes(1),
+}
 
 
 def step(costs: Costs, *, microbatches: int = 1, ep: int = 2) -> stretto.Timeline:
@@ -79,12 +85,13 @@ def test_the_length_of_each_task_is_that_of_its_busiest_end(plan: stretto.Plan, 
     loads = tuple(data.draw(st.lists(entry, min_size=mesh.ep, max_size=mesh.ep)))
     slowdown = tuple(data.draw(st.lists(st.sampled_from([1.0, 1.5]), min_size=plan.devices, max_size=plan.devices)))
     program = stretto.lower(plan, layers=[[DENSE, EXPERT_PARALLEL_MOE]] * plan.stages)
-    timeline = stretto.simulate(program, Costs(phases=PHASES, loads=loads, slowdown=slowdown))
+    timeline = stretto.simulate(program, Costs(phases=PHASES, woven=WOVEN, loads=loads, slowdown=slowdown))
 
     def length(k: int) -> float:
         task = program.task(k)
         phase, kind = task.phase[:-1], {"F": "F", "B": "I", "I": "I", "WGRAD": "W", "W": "W"}[task.kind.name]
-        time = getattr(PHASES[phase], kind) * (slowdown[task.device] if task.lane.name == "compute" else 1)
+        times = WOVEN[phase] if task.woven and phase in WOVEN else PHASES[phase]
+        time = getattr(times, kind) * (slowdown[task.device] if task.lane.name == "compute" else 1)
         if task.phase not in ("dispatch1", "mlp1", "combine1"):
             return float(time)
         replica, microbatch = divmod(task.microbatch, each)

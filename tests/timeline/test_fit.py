@@ -1,4 +1,8 @@
-"""Costs fitted to a timeline give that timeline again."""
+"""Costs fitted to timelines give those timelines again."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
-from strategies import costs, plans
+from strategies import costs, mesh_plans, plans
 from stretto import Costs
 from stretto.costs import Link, PhaseTimes
-from stretto.layers import MOE
-from stretto.program.task import Kind
-from stretto.schedules import dualpipe
+from stretto.layers import DENSE, EXPERT_PARALLEL_MOE, MOE, Layer
+from stretto.program.task import COMPUTE, Kind
+from stretto.schedules import dualpipe, dualpipev, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 
 
 @given(plans(), costs, costs, costs, st.booleans(), st.integers(0, 3))
@@ -57,3 +61,180 @@ def test_times_that_do_not_add_up_are_fitted_all_the_same() -> None:
     late = timeline.program.work.kind == Kind.WGRAD
     noisy = stretto.Timeline(timeline.program, timeline.start, timeline.end + 100.0 * late, "s")
     assert stretto.simulate(plan, stretto.fit(noisy)).makespan > 0
+
+
+# ── several timelines, with and without pairs ──
+
+COMPUTED, SENT = ("dense.attn", "dense.mlp", "moe.attn", "moe.mlp"), ("moe.dispatch", "moe.combine")
+
+
+@st.composite
+def phase_tables(draw: st.DrawFn, *, recompute: bool) -> dict[str, PhaseTimes]:
+    """Whole numbers, so that sums and differences of times are exact."""
+    times = st.integers(0, 9)
+    again = times if recompute else st.none()
+    computed = {key: draw(st.builds(PhaseTimes, times, times, times, again)) for key in COMPUTED}
+    return computed | {key: draw(st.builds(PhaseTimes, times, times)) for key in SENT}
+
+
+def lowered(plan: stretto.Plan, costs: Costs, *, recompute: bool = False) -> stretto.Program:
+    return stretto.lower(plan, layers=[[DENSE, MOE]] * plan.stages, costs=costs, recompute=recompute)
+
+
+UNWOVEN = st.sampled_from([gpipe, one_f_one_b, zb_h1, zb_v])
+WOVEN = st.sampled_from(
+    [
+        dualpipe(devices=2, microbatches=8),
+        dualpipev(devices=2, microbatches=5),
+        interleaved(devices=2, microbatches=4, overlap=True),
+        interleaved(devices=3, microbatches=7, stages_per_device=1, overlap=True),
+    ]
+)
+
+
+@given(st.data(), UNWOVEN, WOVEN, plans(devices=3, microbatches=6), st.booleans(), st.integers(0, 3))
+def test_runs_with_and_without_pairs_give_the_times_of_both(
+    data: st.DataObject,
+    unwoven: Callable[..., stretto.Plan],
+    woven: stretto.Plan,
+    other: stretto.Plan,
+    recompute: bool,
+    latency: int,
+) -> None:
+    alone, paired = (data.draw(phase_tables(recompute=recompute)) for _ in range(2))
+    table = Costs(phases=alone, woven=paired, link=Link(latency=latency))
+    runs = [
+        stretto.simulate(program, table)
+        for plan in (unwoven(devices=2, microbatches=5), woven)
+        for program in [lowered(plan, table, recompute=recompute)]
+    ]
+    for timelines in (runs, runs[::-1]):
+        fitted = stretto.fit(*timelines)
+        differing = {key: times for key, times in paired.items() if times != alone[key]}
+        assert fitted == Costs(phases=alone, woven=differing, link=table.link)
+        makespans = [
+            stretto.simulate(lowered(other, costs, recompute=recompute), costs).makespan for costs in (table, fitted)
+        ]
+        assert makespans[0] == makespans[1]
+
+
+def test_one_kind_of_run_does_not_know_the_other() -> None:
+    alone = {key: PhaseTimes(1, 1, 1) for key in COMPUTED} | {key: PhaseTimes(1, 1) for key in SENT}
+    slower = {key: PhaseTimes(times.F + 1, times.I + 1, 2 * times.W) for key, times in alone.items()}
+    table = Costs(phases=alone, woven=slower)
+    lone = stretto.simulate(lowered(one_f_one_b(devices=2, microbatches=4), table), table)
+    assert (stretto.fit(lone).phases, stretto.fit(lone).woven) == (alone, {})
+    both = stretto.simulate(lowered(dualpipe(devices=2, microbatches=8), table), table)
+    work = both.program.work
+    only = replace(both.program, work=replace(work, woven=work.among(COMPUTE)))  # as if all were pairs
+    paired = stretto.fit(stretto.simulate(only, table))
+    assert (paired.phases, paired.woven) == (slower, {})
+
+
+@given(plans(devices=3, microbatches=6), st.integers(1, 3))
+def test_a_timeline_fitted_with_itself_gives_the_same_costs(plan: stretto.Plan, copies: int) -> None:
+    for table, program in (
+        (Costs(F=2, I=3, W=1, BW=1, FB=5.5, reduce=2, link=Link(latency=1)), stretto.lower(plan)),
+        (Costs(phases=MOE_TIMES, reduce=2), stretto.lower(plan, layers=[[MOE]] * plan.stages)),
+    ):
+        timeline = stretto.simulate(program, table)
+        assert stretto.fit(*[timeline] * copies) == stretto.fit(timeline)
+
+
+MOE_TIMES = {"attn": PhaseTimes(2, 3, 1), "mlp": PhaseTimes(1, 2, 1)} | dict.fromkeys(
+    ("dispatch", "combine"), PhaseTimes(1, 1)
+)
+
+
+def test_whole_passes_of_several_runs_are_pooled() -> None:
+    """1F1B shows the passes by themselves, and DualPipe the pairs, and the sums over its two copies of each stage."""
+    table = Costs(F=(1, 2), I=3, W=1, FB=(4, 5.5), reduce=(1, 2))
+    runs = [stretto.simulate(plan(devices=2, microbatches=8), table) for plan in (zb_h1, dualpipe)]
+    fitted = stretto.fit(*runs)
+    assert (fitted.F, fitted.I, fitted.W, fitted.reduce) == ((1, 2), (3, 3), (1, 1), (1, 2))
+    for run in runs:
+        assert stretto.simulate(run.program, fitted).makespan == pytest.approx(run.makespan)
+
+
+def test_medians_are_of_all_samples() -> None:
+    runs = []
+    for microbatches, latency in ((2, 1), (4, 5), (3, 2)):
+        table = Costs(phases=MOE_TIMES | {"attn": PhaseTimes(latency)}, link=Link(latency=latency))
+        program = stretto.lower(one_f_one_b(devices=2, microbatches=microbatches), layers=[[MOE]] * 2)
+        runs.append(stretto.simulate(program, table))
+    fitted = stretto.fit(*runs)
+    assert fitted.link.latency == 2  # of two, three and four microbatches
+    assert fitted.phases["moe.attn"].F == 2
+
+
+def test_phases_are_pooled_over_different_numbers_of_stages() -> None:
+    table = Costs(phases=MOE_TIMES)
+    plans_ = [one_f_one_b(devices=2, microbatches=4), dualpipev(devices=2, microbatches=4)]
+    runs = [stretto.simulate(stretto.lower(plan, layers=[[MOE]] * plan.stages), table) for plan in plans_]
+    assert [plan.stages for plan in plans_] == [2, 4]
+    assert stretto.fit(*runs).phases == {f"moe.{name}": times for name, times in MOE_TIMES.items()}
+
+
+def run_of(plan: stretto.Plan, layer: Layer | None = None, **more: Any) -> stretto.Timeline:
+    layers = None if layer is None else [[layer]] * plan.stages
+    costs = more.pop("costs", Costs())
+    return stretto.simulate(stretto.lower(plan, layers=layers, **more), costs)
+
+
+PLAN = one_f_one_b(devices=2, microbatches=4)
+SUMS = Costs(reduce=1)
+MEDLEY: dict[str, tuple[Callable[[], list[Any]], str]] = {
+    "list": (lambda: [[run_of(PLAN), run_of(PLAN)]], r"fit takes timelines, one or several: fit\(first, second\)"),
+    "units": (
+        lambda: [run_of(PLAN), run_of(PLAN, costs=Costs(F=1, I=1, W=1, unit="s"))],
+        "timelines in seconds are not fitted together with timelines without a unit",
+    ),
+    "update": (
+        lambda: [run_of(PLAN), stretto.simulate(stretto.weight_update(devices=2, buckets=2))],
+        "a weight update has no costs",
+    ),
+    "own": (
+        lambda: [stretto.simulate(stretto.program_of([stretto.Call("a", 0)])), run_of(PLAN)],
+        "a program of your own is fitted alone",
+    ),
+    "phases": (lambda: [run_of(PLAN), run_of(PLAN, MOE)], "phases are not fitted together with timelines of whole"),
+    "layers": (lambda: [run_of(PLAN, MOE), run_of(PLAN, DENSE)], r"only some have layers 'dense' \(attn, mlp\)"),
+    "same name": (
+        lambda: [run_of(PLAN, MOE), run_of(PLAN, Layer("moe", MOE.phases[1:]))],
+        r"timelines of different models: only some have layers 'moe' \(",
+    ),
+    "joined": (
+        lambda: [run_of(PLAN, MOE), run_of(PLAN, MOE, wgrad_microbatches=4)],
+        "weight gradients of 1 and of 4 microbatches are not fitted together",
+    ),
+    "stages": (
+        lambda: [run_of(PLAN), run_of(one_f_one_b(devices=3, microbatches=4))],
+        "timelines with 2 and 3 stages are not fitted together",
+    ),
+    "sums": (
+        lambda: [run_of(dualpipe(devices=p, microbatches=8), MOE, costs=SUMS) for p in (2, 4)],
+        "timelines with 2 and 4 stages are not fitted together: whole passes, and sums of gradients, have times",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MEDLEY))
+def test_timelines_that_do_not_go_together_are_refused(name: str) -> None:
+    timelines, says = MEDLEY[name]
+    with pytest.raises(stretto.CostError, match=says) as caught:
+        stretto.fit(*timelines())
+    assert "\n" not in str(caught.value)
+
+
+@given(mesh_plans(devices=2, microbatches=4, dp=1), mesh_plans(devices=2, microbatches=4, dp=1))
+def test_exchanges_between_ranks_are_pooled_too(one: stretto.Plan, other: stretto.Plan) -> None:
+    """Experts' ranks, their waits and counts included; times that were never seen in pairs are those outside."""
+    times = MOE_TIMES | {"counts": PhaseTimes(1), "sizes": PhaseTimes(2)}
+    table = Costs(phases=times, woven={name: PhaseTimes(x.F + 1, x.I + 2, x.W + 3) for name, x in times.items()})
+    runs = [
+        stretto.simulate(stretto.lower(plan, layers=[[EXPERT_PARALLEL_MOE]] * plan.stages, costs=table), table)
+        for plan in (one, other)
+    ]
+    fitted = stretto.fit(*runs)
+    for run in runs:
+        assert np.array_equal(stretto.simulate(run.program, fitted).end, run.end)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import stretto
 from strategies import plans
 from stretto import Costs
-from stretto.costs import Link, Unit
+from stretto.costs import Link, PhaseTimes, Unit
 from stretto.layers import DENSE, MOE
-from stretto.schedules import gpipe, one_f_one_b
+from stretto.schedules import dualpipe, gpipe, one_f_one_b
 from stretto.timeline.trace import parse_trace, trace_json
 
 REQUIRED = {
@@ -172,6 +172,7 @@ def test_an_update_is_read_back_with_an_arrow_to_every_destination(devices: int)
         (lambda trace: trace["traceEvents"][-1]["args"].update(kind="DREAM"), "Invalid enum value 'DREAM'"),
         (lambda trace: trace["traceEvents"][-1]["args"].update(kind="RELOAD"), "RELOAD is not done on a lane compute"),
         (lambda trace: trace["traceEvents"][-1]["args"].update(kind="PAIR"), "a pair, and only a pair, has a backward"),
+        (lambda trace: trace["traceEvents"][-1]["args"].update(woven=True), "only the phases of a pair are woven"),
         (lambda trace: trace["traceEvents"][-1]["args"].update(peer=1), "is not done on a lane compute"),
         (lambda trace: trace["traceEvents"][-1]["args"].update(stage=7), "stage 7 does not exist; there are 2"),
         (lambda trace: trace["traceEvents"][-1]["args"].update(stage=2**63), "Expected `int`"),
@@ -196,6 +197,42 @@ def test_a_broken_trace_is_refused(change: Callable[[dict[str, Any]], Any], says
     with pytest.raises(stretto.TextError) as caught:
         parse_trace(json.dumps(trace))
     assert says in str(caught.value)
+
+
+def woven_step() -> stretto.Timeline:
+    """A step whose phases take twice as long in pairs."""
+    times = {name: PhaseTimes(1, 1, 1) for name in ("attn", "dispatch", "mlp", "combine")}
+    costs = Costs(phases=times, woven={name: PhaseTimes(2, 2, 2) for name in times})
+    plan = dualpipe(devices=2, microbatches=8)
+    return stretto.simulate(stretto.lower(plan, layers=[[MOE]] * 2, costs=costs), costs)
+
+
+def test_a_trace_says_what_was_woven() -> None:
+    timeline = woven_step()
+    again = parse_trace(trace_json(timeline))
+    assert same(timeline, again)
+    assert stretto.fit(again) == stretto.fit(timeline)
+    assert stretto.fit(again).woven["moe.attn"] == PhaseTimes(2, 2, 2)
+
+
+def test_a_trace_of_before_woven_times_is_read_as_if_nothing_was_woven() -> None:
+    timeline = woven_step()
+    trace = json.loads(trace_json(timeline))
+    slices = [event["args"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {args.pop("woven", False) for args in slices} == {True, False}
+    again = parse_trace(json.dumps(trace))
+    assert not again.program.work.woven.any()
+    assert np.array_equal(again.end, timeline.end)
+    assert stretto.check(again.program) == []
+    assert not stretto.fit(again).woven
+
+
+@pytest.mark.parametrize("kind", ["SEND_F", "REDUCE", "I", "W"])
+def test_only_phases_of_pairs_are_woven(kind: str) -> None:
+    trace = json.loads(trace_json(woven_step()))
+    next(e for e in trace["traceEvents"] if e["ph"] == "X" and e["args"]["kind"] == kind)["args"].update(woven=True)
+    with pytest.raises(stretto.TextError, match="only the phases of a pair are woven"):
+        parse_trace(json.dumps(trace))
 
 
 @pytest.mark.parametrize("edit", [{"counterpart": 0}, {"needs": [0]}, {"counterpart": 7}])

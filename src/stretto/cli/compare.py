@@ -35,6 +35,7 @@ from stretto.costs import Costs, SharedResource
 from stretto.draw import draw_comparison
 from stretto.ir.errors import CostError, PlanError, StrettoError
 from stretto.ir.units import bytes_text
+from stretto.program.program import Program
 from stretto.schedules.registry import SCHEDULES, schedule_named
 from stretto.simulate import simulate
 from stretto.timeline import Timeline
@@ -82,6 +83,9 @@ def compare(
         bool,
         typer.Option("--fit", help="Also simulate each trace with costs fitted to it, and print the error."),
     ] = False,
+    together: Annotated[
+        bool, typer.Option("--together", help="With --fit: fit one cost table to all traces, which are of one model.")
+    ] = False,
     cores: Annotated[
         int | None, typer.Option(min=1, help="With --fit: the devices were processes that shared this many CPU cores.")
     ] = None,
@@ -99,9 +103,10 @@ def compare(
     and combine; copy: for copies to and from host memory. host late: idle time because the host of a
     measured run had not issued the next task.
 
-    A .trace.json is compared as recorded; --fit adds a simulation with costs fitted to it. Measured
-    times are in seconds and compare only with costs in seconds (unit=s). Below the table: schedules
-    that cannot be made at these sizes, and files with other sizes.
+    A .trace.json is compared as recorded; --fit adds a simulation with costs fitted to it, or with
+    --together to all traces: their times in pairs and outside of them. Measured times are in seconds
+    and compare only with costs in seconds (unit=s). Below the table: schedules that cannot be made at
+    these sizes, and files with other sizes.
 
     Examples:
 
@@ -112,9 +117,11 @@ def compare(
       stretto compare -d 8 -m 32 -o compared.png
 
       stretto compare measured.trace.json --fit --cores 2
+
+      stretto compare 1f1b.trace.json dualpipe.trace.json --fit --together
     """
-    if (fit and not any(map(is_trace, names or []))) or (cores is not None and not fit):
-        raise PlanError("--fit goes with a .trace.json, and --cores with --fit")
+    if (fit and not any(map(is_trace, names or []))) or ((cores is not None or together) and not fit):
+        raise PlanError("--fit goes with a .trace.json, and --cores and --together with --fit")
     table = read_costs(costs)
     if output is not None and output.suffix.lower() not in (".svg", ".png"):
         raise PlanError(f"-o draws .svg or .png (got {output})")
@@ -142,7 +149,11 @@ def compare(
     _validate_one_unit(timelines)
     note_free_copies(options, timelines.values())
     sizes_differ = _differing_sizes(timelines)
-    fitted = {name: _fitted(timeline, cores) for name, timeline in timelines.items() if fit and is_trace(name)}
+    traces = {name: timeline for name, timeline in timelines.items() if fit and is_trace(name)}
+    fitted = {
+        name: _simulated(timeline.program, fit_costs(*(traces.values() if together else [timeline])), cores)
+        for name, timeline in traces.items()
+    }
     timelines |= {f"{name}, fitted": timeline for name, timeline in fitted.items()}
     rows = [_compared(name, timeline, table.costs, slices) for name, timeline in timelines.items()]
     ranked = sorted(rows, key=lambda row: row.makespan)
@@ -155,7 +166,7 @@ def compare(
         _print(ranked, seconds=any(timeline.unit == "s" for timeline in timelines.values()))
         for name, timeline in fitted.items():
             off = timeline.makespan / timelines[name].makespan - 1
-            out.print(f"{name}: a simulation with the costs fitted to it is {off:+.1%} off")
+            out.print(f"{name}: a simulation with the costs fitted to {'all' if together else 'it'} is {off:+.1%} off")
         if output is not None:
             out.print(f"wrote {output}")
     if sizes_differ:
@@ -189,11 +200,10 @@ def _differing_sizes(timelines: dict[str, Timeline]) -> str:
     return "; ".join(f"{', '.join(names)}: {size}" for size, names in groups.items()) if differing else ""
 
 
-def _fitted(timeline: Timeline, cores: int | None) -> Timeline:
-    """Simulate a timeline's program with costs fitted to its times."""
-    program = timeline.program
+def _simulated(program: Program, costs: Costs, cores: int | None) -> Timeline:
+    """Simulate a program with fitted costs, on devices that share CPU cores."""
     shared = {} if cores is None else {"cores": SharedResource(cores, {"compute": 1}, devices=program.devices)}
-    return simulate(program, msgspec.structs.replace(fit_costs(timeline), shared=shared))
+    return simulate(program, msgspec.structs.replace(costs, shared=shared))
 
 
 def _targets(names: list[str], sizes: Sizes) -> list[tuple[str, Sizes]]:

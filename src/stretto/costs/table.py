@@ -63,6 +63,9 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     phases: dict[str, PhaseTimes] = {}
     """Times of phases, by "phase" or "layer.phase", e.g. "attn" or "moe.mlp"; for programs with layers. A phase without
     a backward, such as "counts", takes 0 if it is left out; every other phase must be there."""
+    woven: dict[str, PhaseTimes] = {}
+    """Times of phases in woven pairs, where compute and communication slow each other down, by the same names. A phase
+    that is not listed takes its time in `phases`."""
     calls: dict[str, float] = {}
     """Times of calls in a user's own program, by name, or by name without the number at its end; if empty, every call
     takes 1."""

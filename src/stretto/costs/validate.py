@@ -32,7 +32,7 @@ def validate(costs: Any) -> None:
         for load in costs.loads:
             for number in load if isinstance(load, tuple) else (load,):
                 _validate_number("loads", number)
-    for name in ("links", "phases", "calls", "shared"):
+    for name in ("links", "phases", "woven", "calls", "shared"):
         table = getattr(costs, name)
         if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
             raise CostError(f"{name} is a table with names as keys (got {table!r:.40})")
@@ -40,8 +40,7 @@ def validate(costs: Any) -> None:
     _validate_links({f"links.{key}": link for key, link in costs.links.items()})
     for key in costs.links:
         link_ends(key)
-    for key, times in costs.phases.items():
-        _validate_fields(f"phases.{key}", times, PhaseTimes, ("F", "I", "W", "recompute"))
+    _validate_phases(costs)
     for key, time in costs.calls.items():
         _validate_number(f"calls.{key}", time)
     _validate_fields("bucket", costs.bucket, BucketTimes, BucketTimes.__struct_fields__)
@@ -62,6 +61,15 @@ def _validate_links(links: dict[str, Any]) -> None:
         _validate_fields(name, link, Link, ("latency",))
         if not _is_number(link.bandwidth) or math.isnan(link.bandwidth) or link.bandwidth <= 0:
             raise CostError(f"{name}.bandwidth must be a number above 0 (got {link.bandwidth!r:.40})")
+
+
+def _validate_phases(costs: Any) -> None:
+    for name in ("phases", "woven"):
+        for key, times in getattr(costs, name).items():
+            _validate_fields(f"{name}.{key}", times, PhaseTimes, ("F", "I", "W", "recompute"))
+    known = {key.rpartition(".")[2] for key in costs.phases}
+    if unknown := [key for key in costs.woven if key.rpartition(".")[2] not in known]:
+        raise CostError(f"woven has times of {unknown[0]!r:.40} in pairs, but phases has none of it outside of pairs")
 
 
 def _validate_fields(name: str, value: Any, kind: type, fields: tuple[str, ...]) -> None:

@@ -1,7 +1,8 @@
 """Tasks as columns of numbers."""
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +32,18 @@ class TaskColumns:
     """The task's part of its pass; 0 for a whole pass."""
     slot: Ints
     """The buffer of its device that the task fills; −1 if it fills none, or one that is not reused."""
+    woven: Bools
+    """Whether the task is a phase of a woven pair. False for a pair that is one task."""
 
     @staticmethod
     def of_tasks(tasks: Iterable[Task]) -> "TaskColumns":
         rows = [
-            (task.kind, task.stage, task.microbatch, *(task.backward or (-1, -1)), task.part, task.slot)
+            (task.kind, task.stage, task.microbatch, *(task.backward or (-1, -1)), task.part, task.slot, task.woven)
             for task in tasks
         ]
-        table = np.array(rows, dtype=np.int64).reshape(-1, 7)
-        return TaskColumns(*(np.ascontiguousarray(column) for column in table.T))
+        table = np.array(rows, dtype=np.int64).reshape(-1, 8)
+        kind, stage, microbatch, stage_b, microbatch_b, part, slot, woven = np.ascontiguousarray(table.T)
+        return TaskColumns(kind, stage, microbatch, stage_b, microbatch_b, part, slot, woven.astype(np.bool_))
 
     @staticmethod
     def simple(
@@ -48,7 +52,8 @@ class TaskColumns:
         """Return columns of tasks that are not pairs."""
         none = np.full(len(stage), -1)
         part = np.zeros_like(none) if part is None else part
-        return TaskColumns(kind, stage, microbatch, none, none, part, none if slot is None else slot)
+        slot, woven = none if slot is None else slot, np.zeros(len(stage), dtype=np.bool_)
+        return TaskColumns(kind, stage, microbatch, none, none, part, slot, woven)
 
     @staticmethod
     def joined(parts: Iterable["TaskColumns"], order: Ints) -> "TaskColumns":
@@ -56,8 +61,8 @@ class TaskColumns:
         columns = zip(*(part.columns() for part in parts), strict=True)
         return TaskColumns(*(np.concatenate(column)[order] for column in columns))
 
-    def columns(self) -> tuple[Ints, ...]:
-        return self.kind, self.stage, self.microbatch, self.stage_b, self.microbatch_b, self.part, self.slot
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     def __len__(self) -> int:
         return len(self.kind)

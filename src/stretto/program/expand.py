@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.costs import Costs
 from stretto.program.anatomy import Anatomy, Part
@@ -67,8 +68,8 @@ def _phases(actions: TaskColumns, anatomy: Anatomy, costs: Costs, *, recompute: 
     code = (actions.kind * (stages + 1) + actions.stage) * (stages + 1) + actions.stage_b + 1
     alike, group = np.unique(code, return_inverse=True)
     order, start = grouped(group, len(alike))
-    cutter = _Cutter(anatomy, part_times(anatomy, costs), recompute=recompute)
-    columns: list[list[Ints]] = [[] for _ in range(11)]
+    cutter = _Cutter(anatomy, part_times(anatomy, costs, woven=True), recompute=recompute)
+    columns: list[list[NDArray[Any]]] = [[] for _ in range(12)]
     for a, b in pairwise(start.tolist()):
         action = order[a:b]
         kind, stage, stage_b = (int(column[action[0]]) for column in (actions.kind, actions.stage, actions.stage_b))
@@ -84,6 +85,7 @@ def _phases(actions: TaskColumns, anatomy: Anatomy, costs: Costs, *, recompute: 
             none,
             np.broadcast_to(part, shape),
             np.where((kinds == Kind.F) & (part == 0), actions.slot[action], -1),
+            np.full(shape, kind == Kind.PAIR),
             np.broadcast_to(action, shape),
             np.broadcast_to(np.arange(len(pieces))[:, None] + 1, shape),
             np.broadcast_to(lane, shape),
@@ -92,14 +94,15 @@ def _phases(actions: TaskColumns, anatomy: Anatomy, costs: Costs, *, recompute: 
         for column, values in zip(columns, filled, strict=True):
             column.append(values.ravel())
     *work, action, place, lane, late = (np.concatenate(column) for column in columns)
-    return Expansion(TaskColumns(*work), action, place, lane, late.astype(np.bool_))
+    return Expansion(TaskColumns(*work), action, place, lane, late)
 
 
 class _Cutter:
     """Cuts actions into pieces; equal pairs are woven only once."""
 
     def __init__(self, anatomy: Anatomy, times: Times, *, recompute: bool) -> None:
-        self._anatomy, self._times, self._recompute = anatomy, times, recompute
+        self._anatomy, self._recompute = anatomy, recompute
+        self._times = times  # in pairs
         self._woven: dict[Passes, tuple[Token, ...]] = {}
 
     def pieces(self, kind: Kind, stage: int, stage_b: int) -> list[_Piece]:

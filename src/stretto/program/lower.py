@@ -118,7 +118,7 @@ def lower(
     before its next action is issued between the two, the input gradient first.
 
     With `layers`, one sequence per stage, every pass becomes its layers' phases on compute and comm lanes, and a
-    pair's two passes are woven into one order, chosen by the phases' costs.
+    pair's two passes are woven into one order, chosen by the phases' costs in pairs (`Costs.woven`).
 
     The gradients of a stage that lives on several devices are summed over them on a `reduce` lane, as soon as the
     stage's last weight gradients are ready. So are the gradients of stages that share weights, listed in `ties`.
@@ -226,6 +226,7 @@ def _columns(plan: Plan) -> tuple[Ints, TaskColumns]:
         np.full(len(cells), -1),
         np.zeros(len(cells), dtype=np.int64),
         np.full(len(cells), -1),
+        np.zeros(len(cells), dtype=np.bool_),
     )
     paired = [at for at, _ in pairs]
     columns.kind[paired] = Kind.PAIR

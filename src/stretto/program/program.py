@@ -131,6 +131,7 @@ class Program:
             part,
             self.anatomy.name(kind, stage, part),
             work.slot.item(index),
+            work.woven.item(index),
         )
 
     def tasks(self) -> Iterator[Task]:

@@ -41,6 +41,8 @@ COPIES = (Kind.OFFLOAD, Kind.ONLOAD)
 """Copies of activations to host memory, and back."""
 UPDATES = (Kind.H2D, Kind.BROADCAST, Kind.RELOAD)
 """The steps of a weight update."""
+PAIR_PHASES = (Kind.F, Kind.B, Kind.WGRAD, Kind.RECOMPUTE)
+"""What a pair consists of where actions are split into phases."""
 GRADIENTS = (*BACKWARDS, *WEIGHTS)
 """Kinds that add to the gradients of a stage's weights."""
 EXPERT_SUM = -1
@@ -105,6 +107,8 @@ class Task:
     layer's number. In a user-defined program, `part` is the number of the call's name and `phase` is the name."""
     slot: int = -1
     """The buffer of its device that the task fills, where buffers are reused; else −1."""
+    woven: bool = False
+    """Whether the task is a phase of a woven pair, and so takes its time in `Costs.woven`."""
 
     @property
     def device(self) -> int:

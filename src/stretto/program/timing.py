@@ -8,8 +8,9 @@ from stretto.program.task import Kind
 Times = dict[Kind, list[list[float]]]
 
 
-def part_times(anatomy: Anatomy, costs: Costs) -> Times:
-    """Return times by kind, stage and part, for forwards, input parts of backwards, recomputation and weight gradients.
+def part_times(anatomy: Anatomy, costs: Costs, *, woven: bool) -> Times:
+    """Return times by kind, stage and part, for forwards, input parts of backwards, recomputation and weight gradients;
+    if `woven`, those in a pair.
 
     Without times for phases, a stage's compute phases share its F, I and W equally, and communication and waits of the
     host take no time. With times for phases, a phase without a backward takes none unless it is listed. A full
@@ -30,7 +31,7 @@ def part_times(anatomy: Anatomy, costs: Costs) -> Times:
         shares = sum(part.phase.lane == "compute" for part in parts)
         shared = {name: shares if name == "F" else len(anatomy.weight_steps[stage]) for name in names}
         share = PhaseTimes(*(whole[name][stage] / shared[name] for name in names))
-        of = {part: _times(part, costs, share) for part in parts}
+        of = {part: _times(part, costs, share, woven=woven) for part in parts}
         times[Kind.F].append([of[part].F for part in parts])
         times[Kind.B].append([of[part].I for part in backward])
         times[Kind.RECOMPUTE].append([of[part].recompute for part in backward])
@@ -38,12 +39,13 @@ def part_times(anatomy: Anatomy, costs: Costs) -> Times:
     return times
 
 
-def _times(part: Part, costs: Costs, share: PhaseTimes) -> PhaseTimes:
+def _times(part: Part, costs: Costs, share: PhaseTimes, *, woven: bool) -> PhaseTimes:
     if not costs.phases:
         return share if part.phase.lane == "compute" else PhaseTimes()
-    for name in (f"{part.kind}.{part.phase.name}", part.phase.name):
-        if name in costs.phases:
-            return costs.phases[name]
+    for table in (costs.woven, costs.phases) if woven else (costs.phases,):
+        for name in (f"{part.kind}.{part.phase.name}", part.phase.name):
+            if name in table:
+                return table[name]
     if not part.phase.backward:
         return PhaseTimes()
     raise CostError(f"no times for phase {part.phase.name} of {part.kind} layers; known are {', '.join(costs.phases)}")

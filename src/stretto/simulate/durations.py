@@ -87,7 +87,7 @@ def _whole_times(program: Program, costs: Costs) -> Floats:
 
 def _part_times(program: Program, costs: Costs) -> Floats:
     anatomy, work = program.anatomy, program.work
-    times = {kind: np.concatenate(rows) for kind, rows in part_times(anatomy, costs).items()}
+    alone, woven = (part_times(anatomy, costs, woven=woven) for woven in (False, True))
     time = np.zeros(len(program))
     for kinds, of, rows in (
         ((Kind.F,), Kind.F, anatomy.forward_rows),
@@ -96,7 +96,8 @@ def _part_times(program: Program, costs: Costs) -> Floats:
         (WEIGHTS, Kind.WGRAD, anatomy.weight_rows),
     ):
         task = np.flatnonzero(work.among(kinds))
-        time[task] = times[of][rows[work.stage[task]] + work.part[task]]
+        row = rows[work.stage[task]] + work.part[task]
+        time[task] = np.where(work.woven[task], np.concatenate(woven[of])[row], np.concatenate(alone[of])[row])
     return time
 
 

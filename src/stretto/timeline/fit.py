@@ -1,21 +1,31 @@
-"""Fit costs to a measured timeline."""
+"""Fit costs to measured timelines."""
+
+from collections.abc import Sequence
+from itertools import chain
 
 import msgspec
 import numpy as np
 
 from stretto.costs import Costs, Link, PerStage, PhaseTimes, family
 from stretto.ir.errors import CostError
-from stretto.program.columns import Bools
+from stretto.program.columns import Bools, TaskColumns, grouped
 from stretto.program.graph import leaders
-from stretto.program.program import Program
 from stretto.program.sums import reduces
 from stretto.program.task import BACKWARDS, EXPERT_SUM, FORWARDS, SENDS, WEIGHTS, Kind
 from stretto.timeline.memory import Floats
 from stretto.timeline.timeline import Timeline
 
+_Samples = dict[tuple[str, bool], dict[str, list[Floats]]]
+"""The times of a phase, by its key and whether it was in a pair, then by F, I, W and R."""
 
-def fit(timeline: Timeline) -> Costs:
-    """Fit costs to a timeline: the median time of each kind of task over microbatches, per stage or per phase.
+
+def fit(timeline: Timeline, *more: Timeline) -> Costs:
+    """Fit costs to timelines of one model: the median time of each kind of task over microbatches, per stage or per
+    phase.
+
+    A phase has one time in pairs (`Costs.woven`) and one outside of them (`Costs.phases`); if the timelines have it in
+    only one of these places, it takes the same time in the other. So to compare plans with pairs to plans without, fit
+    a timeline of each together. Their plans and devices may differ.
 
     Times that the plan does not separate are split: a full backward without its own weight part is half I, half W.
     All transfers share one latency, the median of their times from when both ends were ready. Sums over devices, and
@@ -27,18 +37,61 @@ def fit(timeline: Timeline) -> Costs:
     >>> fit(simulate(one_f_one_b(devices=2, microbatches=4), Costs(F=(1, 2), I=3, W=1))).F
     (1.0, 2.0)
     """
-    program = timeline.program
-    if program.is_update:
-        raise CostError("a weight update has no costs of stages to be fitted")
-    if program.is_own:
+    timelines = (timeline, *more)
+    _validate(timelines)
+    if timeline.program.is_own:
         return Costs(calls=_calls(timeline), unit=timeline.unit)
-    length = _lengths(timeline)
-    link = Link(latency=_transfer(timeline))
-    reduce, experts, tied = _sums(timeline)
-    costs = _passes(program, length) if program.anatomy.is_whole else Costs(phases=_phases(program, length))
+    costs = _passes(timelines) if timeline.program.anatomy.is_whole else _phases(timelines)
+    reduce, experts, tied = _sums(timelines)
     return msgspec.structs.replace(
-        costs, link=link, reduce=reduce, reduce_experts=experts, reduce_tied=tied, unit=timeline.unit
+        costs,
+        link=Link(latency=_transfer(timelines)),
+        reduce=reduce,
+        reduce_experts=experts,
+        reduce_tied=tied,
+        unit=timeline.unit,
     )
+
+
+def _validate(timelines: Sequence[Timeline]) -> None:
+    """Raise CostError if these are not timelines of one model's training steps, or one of a user's own program."""
+    for timeline in timelines:
+        if not isinstance(timeline, Timeline):
+            raise CostError(f"fit takes timelines, one or several: fit(first, second) (got {timeline!r:.40})")
+        if timeline.program.is_update:
+            raise CostError("a weight update has no costs of stages to be fitted")
+    if len(timelines) == 1:
+        return
+    if any(timeline.program.is_own for timeline in timelines):
+        raise CostError("a program of your own is fitted alone, not together with other timelines")
+    if len({timeline.unit for timeline in timelines}) > 1:
+        raise CostError("timelines in seconds are not fitted together with timelines without a unit")
+    first, *others = (timeline.program.anatomy for timeline in timelines)
+    for other in others:
+        if first.is_whole != other.is_whole:
+            raise CostError("timelines of phases are not fitted together with timelines of whole passes")
+        differing = {*chain(*first.layers)} ^ {*chain(*other.layers)}
+        if differing:
+            layer = min(differing, key=lambda layer: layer.name)
+            phases = ", ".join(phase.name for phase in layer.phases)
+            raise CostError(f"timelines of different models: only some have layers {layer.name!r:.40} ({phases:.80})")
+        counts = (first.wgrad_microbatches, other.wgrad_microbatches)
+        if counts[0] != counts[1]:
+            raise CostError(
+                f"timelines that join weight gradients of {counts[0]} and of {counts[1]} microbatches are not fitted "
+                "together: the gradients take different times"
+            )
+
+
+def _stages(timelines: Sequence[Timeline]) -> int:
+    """Return how many stages the timelines have, for costs per stage."""
+    stages = sorted({timeline.program.placement.stages for timeline in timelines})
+    if len(stages) > 1:
+        raise CostError(
+            f"timelines with {stages[0]} and {stages[-1]} stages are not fitted together: whole passes, and sums of "
+            "gradients, have times for each stage"
+        )
+    return stages[0]
 
 
 def _lengths(timeline: Timeline) -> Floats:
@@ -52,8 +105,10 @@ def _lengths(timeline: Timeline) -> Floats:
     return length
 
 
-def _passes(program: Program, length: Floats) -> Costs:
-    work, stages = program.work, program.placement.stages
+def _passes(timelines: Sequence[Timeline]) -> Costs:
+    stages = _stages(timelines)
+    length = np.concatenate([_lengths(timeline) for timeline in timelines])
+    work = TaskColumns.joined((timeline.program.work for timeline in timelines), np.arange(len(length)))
 
     def medians(kinds: tuple[Kind, ...]) -> list[float | None]:
         chosen = work.among(kinds)
@@ -70,17 +125,16 @@ def _passes(program: Program, length: Floats) -> Costs:
         for name, value in zip(table, (f or 0.0, whole, inputs, weights, later), strict=True):
             table[name].append(value)
     costs: Costs = msgspec.convert(table, Costs)
-    saved = _saved(program, length, costs)
+    saved = _saved(work, length, costs, stages=stages)
     woven = [max(f, b, f + b - less) for f, b, less in zip(table["F"], table["B"], saved, strict=True)]
     return msgspec.structs.replace(costs, FB=tuple(woven))
 
 
-def _saved(program: Program, length: Floats, costs: Costs) -> list[float]:
+def _saved(work: TaskColumns, length: Floats, costs: Costs, *, stages: int) -> list[float]:
     """Return the time that each stage's passes save by being woven, such that pairs take as long as measured.
 
     If several solutions fit, choose the one in which stages save most nearly the same.
     """
-    work, stages = program.work, program.placement.stages
     forward, whole, late = (costs.per_stage(name, stages=stages) for name in ("F", "B", "BW"))
     paired = work.kind == Kind.PAIR
     pairs = sorted({*zip(work.stage[paired].tolist(), work.stage_b[paired].tolist(), strict=True)})
@@ -97,54 +151,82 @@ def _saved(program: Program, length: Floats, costs: Costs) -> list[float]:
     return savings
 
 
-def _phases(program: Program, length: Floats) -> dict[str, PhaseTimes]:
-    """Return the median times by layer and phase."""
-    work, anatomy = program.work, program.anatomy
-    samples: dict[str, dict[str, list[Floats]]] = {}
-    for name, kinds in (("F", FORWARDS), ("I", BACKWARDS), ("W", WEIGHTS), ("R", (Kind.RECOMPUTE,))):
-        chosen = work.among(kinds)
-        for stage, parts in enumerate(anatomy.forward if name == "F" else anatomy.backward):
-            steps = anatomy.weight_steps[stage] if name == "W" else range(len(parts))
-            for number, step in enumerate(steps):
-                part = parts[step]
-                times = length[chosen & (work.stage == stage) & (work.part == number)]
-                samples.setdefault(f"{part.kind}.{part.phase.name}", {}).setdefault(name, []).append(times)
+def _phases(timelines: Sequence[Timeline]) -> Costs:
+    """Return the median times by layer and phase, alone and in pairs."""
+    samples: _Samples = {}
+    for timeline in timelines:
+        _collect(samples, timeline)
     medians = {
-        key: {name: float(np.median(every)) for name, times in kinds.items() if len(every := np.concatenate(times))}
-        for key, kinds in samples.items()
+        place: {name: float(np.median(every)) for name, times in kinds.items() if len(every := np.concatenate(times))}
+        for place, kinds in samples.items()
     }
-    return {key: PhaseTimes(**times) for key, times in medians.items()}
+    alone, woven = (
+        {key: PhaseTimes(**{**medians[key, not here], **medians[key, here]}) for key, _ in medians}
+        for here in (False, True)
+    )
+    return Costs(phases=alone, woven={key: times for key, times in woven.items() if times != alone[key]})
 
 
-def _transfer(timeline: Timeline) -> float:
+def _collect(samples: _Samples, timeline: Timeline) -> None:
+    """Add a timeline's times of phases to the samples."""
+    work, anatomy, length = timeline.program.work, timeline.program.anatomy, _lengths(timeline)
+    forward, backward = [*chain(*anatomy.forward)], [*chain(*anatomy.backward)]
+    weights = [backward[row] for row in anatomy.weight_needs]
+    for name, kinds, parts, rows in (
+        ("F", FORWARDS, forward, anatomy.forward_rows),
+        ("I", BACKWARDS, backward, anatomy.backward_rows),
+        ("W", WEIGHTS, weights, anatomy.weight_rows),
+        ("R", (Kind.RECOMPUTE,), backward, anatomy.backward_rows),
+    ):
+        task = np.flatnonzero(work.among(kinds))
+        row = rows[work.stage[task]] + work.part[task]
+        order, start = grouped(2 * row + work.woven[task], 2 * len(parts))
+        times = np.split(length[task[order]], start[1:-1])
+        for number, part in enumerate(parts):
+            for woven in (False, True):
+                kinds_of = samples.setdefault((f"{part.kind}.{part.phase.name}", woven), {})
+                kinds_of.setdefault(name, []).append(times[2 * number + woven])
+
+
+def _transfer(timelines: Sequence[Timeline]) -> float:
+    taken = np.concatenate([_transfers(timeline) for timeline in timelines])
+    return float(np.median(taken)) if len(taken) else 0.0
+
+
+def _transfers(timeline: Timeline) -> Floats:
+    """Return the time of each transfer, from when both ends were ready."""
     program = timeline.program
     send = np.flatnonzero(program.work.among(SENDS) & (program.counterpart >= 0))
     receive = program.counterpart[send]
     ready = np.maximum(timeline.start[send], timeline.start[receive])
-    taken = np.maximum(0.0, timeline.end[receive] - ready)
-    return float(np.median(taken)) if len(taken) else 0.0
+    taken: Floats = np.maximum(0.0, timeline.end[receive] - ready)
+    return taken
 
 
-def _sums(timeline: Timeline) -> tuple[PerStage, PerStage, float]:
+def _sums(timelines: Sequence[Timeline]) -> tuple[PerStage, PerStage, float]:
     """Return each stage's sum time, that of its experts, and that of tied weights: from when all ends were ready to the
     last end.
     """
-    program = timeline.program
-    durations: dict[tuple[int, int], list[float]] = {}
-    for task in reduces(program.work).tolist():
-        ends = program.ends(task)
-        if task == min(ends):
-            taken = float(timeline.end[ends].max() - timeline.start[ends].max())
-            part = min(program.work.part.item(task), 1)  # all ties alike
-            durations.setdefault((program.work.stage.item(task), part), []).append(taken)
-    tied = [time for (_, part), times in durations.items() if part == 1 for time in times]
-    own, experts = (
-        tuple(
-            max(0.0, float(np.median(durations.get((stage, part), [0.0])))) for stage in range(program.placement.stages)
-        )
-        for part in (0, EXPERT_SUM)
-    )
-    return own if any(own) else 0.0, experts if any(experts) else 0.0, max(0.0, float(np.median(tied))) if tied else 0.0
+    durations: dict[int, dict[int, list[float]]] = {part: {} for part in (0, EXPERT_SUM, 1)}
+    for timeline in timelines:
+        program = timeline.program
+        for task in reduces(program.work).tolist():
+            ends = program.ends(task)
+            if task == min(ends):
+                taken = float(timeline.end[ends].max() - timeline.start[ends].max())
+                part = min(program.work.part.item(task), 1)  # all ties alike
+                durations[part].setdefault(program.work.stage.item(task), []).append(taken)
+    tied = [time for times in durations[1].values() for time in times]
+    own, experts = (_summed(durations[part], timelines) for part in (0, EXPERT_SUM))
+    return own, experts, max(0.0, float(np.median(tied))) if tied else 0.0
+
+
+def _summed(durations: dict[int, list[float]], timelines: Sequence[Timeline]) -> PerStage:
+    """Return the median sum time of each stage; 0 if no sum takes any time."""
+    medians = {stage: max(0.0, float(np.median(times))) for stage, times in durations.items()}
+    if not any(medians.values()):
+        return 0.0
+    return tuple(medians.get(stage, 0.0) for stage in range(_stages(timelines)))
 
 
 def _calls(timeline: Timeline) -> dict[str, float]:

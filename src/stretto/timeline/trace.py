@@ -21,6 +21,7 @@ from stretto.program.task import (
     EXPERT_SUM,
     FORWARDS,
     LANES,
+    PAIR_PHASES,
     RECEIVES,
     SENDS,
     UPDATES,
@@ -123,6 +124,8 @@ class _Args(msgspec.Struct, omit_defaults=True):
     backward: tuple[_Index, _Index] | None = None
     part: _Index = 0
     slot: _Index = -1
+    woven: bool = False
+    """Old traces do not say it; their pairs load as if their phases ran alone."""
     needs: list[_Index] | None = None
     """Given for a weight update, where the mode decides, and for a user's own program; in training, needs and
     counterparts follow from the tasks."""
@@ -201,12 +204,14 @@ def _task(slice_: _Slice, placement: Placement, anatomy: Anatomy) -> Task:
         _refuse(f"{args.kind} of stage {args.stage} has no part {args.part}")
     if (args.backward is not None) != (kind is Kind.PAIR):
         _refuse("a pair, and only a pair, has a backward")
+    if args.woven and (anatomy.is_whole or kind not in PAIR_PHASES):
+        _refuse("only the phases of a pair are woven")
     if kind is Kind.CALL:
         if args.peer is not None:
             _refuse(f"a call on lane {lane.name} has no peer")
     elif lane.name not in LANES[kind] or (args.peer is not None) != (lane.name in ("send", "recv")):
         _refuse(f"{args.kind} is not done on a lane {lane.name}")
-    return Task(lane, kind, args.stage, args.microbatch, args.backward, args.part, slot=args.slot)
+    return Task(lane, kind, args.stage, args.microbatch, args.backward, args.part, slot=args.slot, woven=args.woven)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -252,6 +257,7 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 backward=task.backward,
                 part=task.part,
                 slot=task.slot,
+                woven=task.woven,
                 counterpart=counterparts[index] if says_needs else -1,
             ),
         }
