@@ -1,4 +1,4 @@
-"""Merges a pair's two passes step by step, and keeps the partial merges that can still become the shortest."""
+"""Merges a pair's two passes step by step; keeps the partial merges that can still become the shortest."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,28 +63,27 @@ Extend: TypeAlias = Callable[[Merge, Token, Step, Released], Iterable[Merge]]
 """Returns the merges that a pass's next step makes of a merge."""
 
 
-def merges(passes: Passes, extend: Extend, *, below: float, width: int | None = None) -> list[Merge]:
-    """Return the whole merges whose length may be less than `below`, shortest first.
+def merges(passes: Passes, extend: Extend, *, below: float, width: float = math.inf) -> list[Merge]:
+    """Return merges of all steps that are shorter than `below`, the shortest first.
 
     Cell (i, j) holds the partial merges of i forward and j backward steps. The next step of either pass extends each
-    of them. One that cannot end in time is dropped, and so is one that another beats in every time. With two chains on
-    two lanes few remain; of more than `width`, those that must last longest are dropped.
+    of them. A merge is dropped if it cannot be shorter than `below`, or if another is as good in all times. Of the
+    others, a cell keeps the `width` that promise most.
     """
     released = _released(passes)
     left = _Left(passes, released)
-    columns = len(passes.backward) + 1
-    row: list[list[Merge]] = [[Merge()], *([] for _ in passes.backward)]
-    for i in range(len(passes.forward) + 1):
-        next_row: list[list[Merge]] = [[] for _ in range(columns)]
-        for j in range(columns):
-            row[j] = kept = _kept(left.in_time(row[j], i, j, below), width)
-            for merge in kept:
-                if i < len(passes.forward):
-                    next_row[j].extend(extend(merge, Token("F", i), passes.forward[i], Released()))
-                if j < len(passes.backward):
-                    row[j + 1].extend(extend(merge, Token("B", j), passes.backward[j], released[j]))
-        last, row = row[-1], next_row
-    return last
+    cells: dict[tuple[int, int], list[Merge]] = {
+        (i, j): [] for i in range(len(passes.forward) + 1) for j in range(len(passes.backward) + 1)
+    }
+    cells[0, 0] = [Merge()]
+    for (i, j), cell in cells.items():
+        cell[:] = _kept(left.in_time(cell, i, j, below), width)
+        for merge in cell:
+            if i < len(passes.forward):
+                cells[i + 1, j].extend(extend(merge, Token("F", i), passes.forward[i], Released()))
+            if j < len(passes.backward):
+                cells[i, j + 1].extend(extend(merge, Token("B", j), passes.backward[j], released[j]))
+    return cell
 
 
 def _released(passes: Passes) -> list[Released]:
@@ -130,13 +129,13 @@ def _sums(times: Iterable[float]) -> list[float]:
     return list(accumulate(reversed(list(times)), initial=0.0))[::-1]
 
 
-def _kept(found: Iterable[tuple[float, float, Merge]], width: int | None) -> list[Merge]:
+def _kept(found: Iterable[tuple[float, float, Merge]], width: float) -> list[Merge]:
     kept: list[Merge] = []
     for _, _, new in sorted(found, key=lambda item: item[:2]):
         if not any(_as_good(old, new) for old in kept):
             kept.append(new)
-            if len(kept) == (width or math.inf):
-                break
+        if len(kept) >= width:
+            break
     return kept
 
 
