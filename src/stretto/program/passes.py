@@ -22,7 +22,7 @@ class Step(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A weight gradient, on compute: which step of the backward it follows, and its time."""
+    """A weight gradient, on compute: which compute step of the backward it follows, and its time."""
 
     after: int
     time: float
