@@ -13,7 +13,16 @@ from stretto.ir.errors import PipelineError
 from stretto.moe.exchange import Counted, Dispatched
 from stretto.moe.expert_ranks import ExpertRanks
 from stretto.moe.fp8 import pack, unpack
-from stretto.moe.permutation import Permutation, combine, dispatch, validate_rows
+from stretto.moe.kernels import has_kernels
+from stretto.moe.permutation import (
+    Permutation,
+    combine,
+    dispatch,
+    inverted,
+    sum_by_token,
+    tokens_of,
+    validate_rows,
+)
 
 
 class Counting(NamedTuple):
@@ -23,8 +32,8 @@ class Counting(NamedTuple):
     """This rank's rows in order of all experts, and so of the ranks that hold them."""
     arriving_ne: Tensor
     """How many rows come from each rank for each of this rank's experts."""
-    host_3n: Tensor
-    """On the host: how many rows go to each rank, how many come, and the ranks' marks."""
+    host: Tensor
+    """On the host: what goes to each rank and what comes from each rank, its mark and a number for each expert."""
 
 
 class Sized(NamedTuple):
@@ -62,19 +71,16 @@ class AllToAll:
         if experts % size:
             raise PipelineError(f"{experts} experts cannot be divided among {size} ranks; use a divisor of {experts}")
         order = Permutation.by_expert(indices_TK, experts=experts)
-        sent_ne = order.counts_E.view(size, experts // size)
-        sent = torch.cat([sent_ne.new_full((size, 1), self._ranks.mark()), sent_ne], dim=1)
-        arriving = torch.empty_like(sent)
+        sent, arriving = both = order.counts_E.new_empty(2, size, 1 + experts // size)
+        sent[:, 0], sent[:, 1:] = self._ranks.mark(), order.counts_E.view(size, experts // size)
         self._ranks.all_to_all(arriving, sent)
-        marks_n, arriving_ne = arriving[:, 0], arriving[:, 1:]
-        host_3n = _to_host(torch.stack([sent_ne.sum(1), arriving_ne.sum(1), marks_n]))
-        return Counted(order.counts_E, Counting(order, arriving_ne, host_3n))
+        return Counted(order.counts_E, Counting(order, arriving[:, 1:], _to_host(both)))
 
     def sizes(self, counted: Counted) -> Sized:
         self._ranks.wait()
-        order, arriving_ne, host_3n = counted.state
-        sent, arriving, marks = host_3n.tolist()
-        self._ranks.validate(marks)
+        order, arriving_ne, host = counted.state
+        sent, arriving = host[:, :, 1:].sum(2).tolist()
+        self._ranks.validate(host[1, :, 0].tolist())
         validate_rows(order, sum(sent))
         return Sized(order, arriving_ne, sent, arriving)
 
@@ -107,15 +113,16 @@ def _transposed(counts_ne: Tensor, *, rows: int) -> Permutation:
 
     Blocks of rows change places, and rows within a block keep their order, so a block's distance is all that is needed.
     """
+    counts_e = counts_ne.sum(0)
+    if has_kernels(counts_ne):
+        from stretto.moe.row_kernels import transpose
+
+        return Permutation(*transpose(counts_ne, rows=rows), counts_e)
     counts_en = counts_ne.T.contiguous()
-    before_ne, before_en = (counts.flatten().cumsum(0).view_as(counts) - counts for counts in (counts_ne, counts_en))
-    every = torch.arange(rows, device=counts_ne.device)
-
-    def moved(distances: Tensor, counts: Tensor) -> Tensor:
-        return every + distances.flatten().repeat_interleave(counts.flatten(), output_size=rows)
-
-    source = moved(before_ne.T - before_en, counts_en)
-    return Permutation(source, moved(before_en.T - before_ne, counts_ne), counts_ne.sum(0))
+    ends_ne, ends_en = (counts.flatten().cumsum(0).view_as(counts) for counts in (counts_ne, counts_en))
+    distances = (ends_ne.T - ends_en).flatten().repeat_interleave(counts_en.flatten(), output_size=rows)
+    source_R = torch.arange(rows, device=counts_ne.device) + distances
+    return Permutation(source_R, inverted(source_R), counts_e)
 
 
 def _exchange(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:
@@ -141,13 +148,12 @@ class _DispatchFp8(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, ranks: ExpertRanks, route: Route) -> Tensor:
-        tokens, features = x_TD.shape
+        ctx.tokens, features = x_TD.shape
         ctx.save_for_backward(*route.order, *route.by_expert)
-        chosen = len(route.order.source_R) // max(1, tokens)
-        ctx.back, ctx.shape = (ranks, route.sent, route.arriving), (tokens, chosen, features)
-        token_R = route.order.source_R // max(1, chosen)
+        ctx.back = ranks, route.sent, route.arriving
+        token_R = tokens_of(route.order.source_R, tokens=ctx.tokens)
         packed = _moved(pack(x_TD).index_select(0, token_R), ranks, route.arriving, route.sent)
-        return unpack(packed.index_select(0, route.by_expert.source_R), features=features, dtype=x_TD.dtype)
+        return unpack(packed, route.by_expert.source_R, features=features, dtype=x_TD.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_AD: Tensor) -> Any:
@@ -155,7 +161,7 @@ class _DispatchFp8(torch.autograd.Function):
         ranks, taken, sent = ctx.back
         rows_AD = dispatch(ranks.joining(grad_AD), by_expert.inverse())
         rows_RD = _exchange(rows_AD, ranks, taken, sent)
-        return rows_RD.index_select(0, order.target_R).view(ctx.shape).sum(1), None, None
+        return sum_by_token(rows_RD, order.target_R, tokens=ctx.tokens), None, None
 
 
 def _moved(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:

@@ -11,12 +11,18 @@ R rows, D features, t tiles of a row.
 import torch
 from torch import Tensor
 
+from stretto.moe.kernels import has_kernels
+
 _TILE = 128
 _LEAST, _MOST = -126, 127  # exponents of scales
 
 
 def pack(x_RD: Tensor) -> Tensor:
     """Return the bytes of each row: D numbers in float8, then its scales in float32."""
+    if has_kernels(x_RD, x_RD.dtype):
+        from stretto.moe import fp8_kernels
+
+        return fp8_kernels.pack(x_RD, tile=_TILE)
     exact_RD = x_RD.to(torch.promote_types(x_RD.dtype, torch.float32))
     scales_Rt = _scales(exact_RD)
     float8_RD = (exact_RD / _of_features(scales_Rt, x_RD.shape[1])).to(torch.float8_e4m3fn)
@@ -24,8 +30,14 @@ def pack(x_RD: Tensor) -> Tensor:
     return torch.cat([float8_RD.view(torch.uint8), scales], dim=1)
 
 
-def unpack(packed: Tensor, *, features: int, dtype: torch.dtype) -> Tensor:
-    """Return the rows that these bytes stand for."""
+def unpack(packed: Tensor, order_R: Tensor | None = None, *, features: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows that these bytes stand for; with an order, those at these places."""
+    if has_kernels(packed, dtype):
+        from stretto.moe import fp8_kernels
+
+        return fp8_kernels.unpack(packed, order_R, features=features, dtype=dtype, tile=_TILE)
+    if order_R is not None:
+        packed = packed.index_select(0, order_R)
     float8_RD = packed[:, :features].view(torch.float8_e4m3fn)
     scales = packed[:, features:].clone(memory_format=torch.contiguous_format).flatten()  # aligned to four bytes
     scales_Rt = scales.view(torch.float32).view(len(packed), _tiles(features))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.ir.errors import PipelineError
+from stretto.moe.kernels import has_kernels
 
 
 class Permutation(NamedTuple):
@@ -30,14 +31,18 @@ class Permutation(NamedTuple):
     def by_expert(indices_TK: Tensor, *, experts: int) -> "Permutation":
         """Sort by expert, without waiting for the device. Numbers below 0 or from `experts` on count for no expert."""
         sorted_R, source_R = indices_TK.flatten().sort(stable=True)
-        target_R = torch.empty_like(source_R)
-        target_R[source_R] = torch.arange(len(source_R), device=source_R.device)
         borders = torch.searchsorted(sorted_R.long(), torch.arange(experts + 1, device=source_R.device))
-        return Permutation(source_R, target_R, borders.diff())
+        return Permutation(source_R, inverted(source_R), borders.diff())
 
     def inverse(self) -> "Permutation":
         """Return the order that leads back, of rows for tokens with one expert each."""
         return Permutation(self.target_R, self.source_R, self.counts_E)
+
+
+def inverted(source_R: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
+    every_R = torch.arange(len(source_R), device=source_R.device)
+    return torch.empty_like(source_R).scatter_(0, source_R, every_R)
 
 
 def validate_rows(order: Permutation, counted: int) -> None:
@@ -55,6 +60,24 @@ def dispatch(x_TD: Tensor, order: Permutation) -> Tensor:
     return _Dispatch.apply(x_TD, order.source_R, order.target_R)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def tokens_of(source_R: Tensor, *, tokens: int) -> Tensor:
+    """Return for each row in order of experts its token."""
+    chosen = len(source_R) // max(1, tokens)
+    return source_R if chosen == 1 else source_R // max(1, chosen)
+
+
+def sum_by_token(rows_RD: Tensor, target_R: Tensor, *, tokens: int) -> Tensor:
+    """Return the sum of each token's rows, in float32 at least: what takes gradients back through `dispatch`."""
+    chosen = len(target_R) // max(1, tokens)
+    if chosen == 1:
+        return rows_RD.index_select(0, target_R)
+    if has_kernels(rows_RD, rows_RD.dtype) and not torch.is_grad_enabled():
+        from stretto.moe.row_kernels import gather_sum
+
+        return gather_sum(rows_RD, None, target_R, tokens=tokens)
+    return rows_RD.index_select(0, target_R).view(tokens, chosen, rows_RD.shape[1]).sum(1)
+
+
 def combine(rows_RD: Tensor, weights_TK: Tensor, order: Permutation, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return for each token the weighted sum of its experts' outputs. Sums are in float32 at least.
 
@@ -65,20 +88,21 @@ def combine(rows_RD: Tensor, weights_TK: Tensor, order: Permutation, *, dtype: t
     return _Combine.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
-# Autograd's own backward of an index adds rows one by one, in no fixed order on CUDA. These gather instead.
+# Autograd's own backward of an index adds rows one by one, in no fixed order on CUDA. These gather instead. With
+# create_graph, gradients are enabled in a backward, and autograd must know its operations, so no kernel of ours runs.
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, target_R: Tensor) -> Tensor:
         ctx.save_for_backward(target_R)
-        ctx.shape = len(x_TD), len(source_R) // max(1, len(x_TD)), x_TD.shape[-1]
-        return x_TD.index_select(0, source_R // max(1, ctx.shape[1]))
+        ctx.tokens = len(x_TD)
+        return x_TD.index_select(0, tokens_of(source_R, tokens=ctx.tokens))
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> Any:
         (target_R,) = ctx.saved_tensors
-        return grad_RD.index_select(0, target_R).view(ctx.shape).sum(1), None, None
+        return sum_by_token(grad_RD, target_R, tokens=ctx.tokens), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -87,53 +111,36 @@ class _Combine(torch.autograd.Function):
         ctx: Any, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, target_R: Tensor, dtype: torch.dtype
     ) -> Tensor:
         ctx.save_for_backward(rows_RD, weights_TK, source_R, target_R)
-        rows_TKD = rows_RD.index_select(0, target_R).view(*weights_TK.shape, rows_RD.shape[-1])
-        return _weighted_sum(rows_TKD, weights_TK).to(dtype)
+        if has_kernels(rows_RD, rows_RD.dtype, weights_TK.dtype):
+            from stretto.moe.row_kernels import gather_sum
+
+            return gather_sum(rows_RD, weights_TK, target_R, tokens=len(weights_TK), dtype=dtype)
+        rows_TKD = _by_token(rows_RD, target_R, weights_TK)
+        return (rows_TKD * _exact(weights_TK)[..., None]).sum(1).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
         rows_RD, weights_TK, source_R, target_R = ctx.saved_tensors
+        rows_need, weights_need = ctx.needs_input_grad[:2]
+        dtypes = grad_TD.dtype, rows_RD.dtype, weights_TK.dtype
+        if has_kernels(grad_TD, *dtypes) and not torch.is_grad_enabled():
+            from stretto.moe.row_kernels import combine_backward
+
+            needs = rows_need, weights_need
+            return *combine_backward(grad_TD, rows_RD, weights_TK, source_R, needs=needs), None, None, None
         rows_grad = weights_grad = None
-        if torch.is_grad_enabled():  # with create_graph, autograd must know the operations
-            rows_TKD = rows_RD.index_select(0, target_R).view(*weights_TK.shape, rows_RD.shape[-1])
-            grad_TKD = (grad_TD[:, None] * weights_TK[..., None]).to(rows_RD.dtype)
-            weights_grad = _exact_dots(rows_TKD, grad_TD).to(weights_TK.dtype)
-            return grad_TKD.flatten(0, 1).index_select(0, source_R), weights_grad, None, None, None
-        if ctx.needs_input_grad[0]:
-            grad_TKD = rows_RD.new_empty(*weights_TK.shape, rows_RD.shape[-1])
-            torch.mul(grad_TD[:, None], weights_TK[..., None], out=grad_TKD)  # in float32, rounded once
+        if rows_need:
+            grad_TKD = (grad_TD[:, None] * _exact(weights_TK)[..., None]).to(rows_RD.dtype)
             rows_grad = grad_TKD.flatten(0, 1).index_select(0, source_R)
-        if ctx.needs_input_grad[1]:
-            rows_TKD = rows_RD.index_select(0, target_R).view(*weights_TK.shape, rows_RD.shape[-1])
-            weights_grad = _dots(rows_TKD, grad_TD).to(weights_TK.dtype)
+        if weights_need:
+            products_TKD = _by_token(rows_RD, target_R, weights_TK) * _exact(grad_TD)[:, None]
+            weights_grad = products_TKD.sum(-1).to(weights_TK.dtype)
         return rows_grad, weights_grad, None, None, None
 
 
-# Matrix products of halves that sum in float32 read the rows once, where elementwise kernels would write them all again
-# in float32. The weights are split into two halves, whose sum has 16 bits.
+def _by_token(rows_RD: Tensor, target_R: Tensor, weights_TK: Tensor) -> Tensor:
+    return rows_RD.index_select(0, target_R).view(*weights_TK.shape, rows_RD.shape[1])
 
 
-def _weighted_sum(rows_TKD: Tensor, weights_TK: Tensor) -> Tensor:
-    if not _has_float32_products(rows_TKD) or weights_TK.shape[1] % 8:  # with other sizes the products are slower
-        return (rows_TKD * weights_TK[..., None]).sum(1)
-    high_TK = weights_TK.to(rows_TKD.dtype)
-    low_TK = (weights_TK - high_TK).to(rows_TKD.dtype)
-    both_T2D: Tensor = torch.bmm(torch.stack([high_TK, low_TK], 1), rows_TKD, out_dtype=torch.float32)
-    return both_T2D.sum(1)
-
-
-def _dots(rows_TKD: Tensor, grad_TD: Tensor) -> Tensor:
-    """Return the product of each row with its token's gradient."""
-    if not _has_float32_products(rows_TKD) or grad_TD.dtype != rows_TKD.dtype:
-        return _exact_dots(rows_TKD, grad_TD)
-    dots_TK1: Tensor = torch.bmm(rows_TKD, grad_TD[..., None], out_dtype=torch.float32)
-    return dots_TK1[..., 0]
-
-
-def _exact_dots(rows_TKD: Tensor, grad_TD: Tensor) -> Tensor:
-    exact = torch.promote_types(grad_TD.dtype, torch.float32)
-    return (rows_TKD * grad_TD[:, None].to(exact)).sum(-1)
-
-
-def _has_float32_products(rows_TKD: Tensor) -> bool:
-    return rows_TKD.is_cuda and rows_TKD.dtype in (torch.bfloat16, torch.float16) and len(rows_TKD) > 0
+def _exact(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
