@@ -33,7 +33,6 @@ from stretto.layers import EXPERT_PARALLEL_MOE, MOE
 from stretto.model.blocks import MoeBlock
 from stretto.moe import ExpertRanks, Experts, RoutedExperts
 from stretto.moe.exchange import Local, validate_exchange
-from stretto.moe.fp8 import pack, unpack
 
 _NO_EXPERT = (
     "1 of 2 indices of experts are below 0 or above 5, and there are 6 experts; route each token to experts that exist"
@@ -324,46 +323,3 @@ def test_a_block_of_divided_experts_has_the_phases_of_the_exchange() -> None:
     assert tuple(phase for phase, _ in block.phases()) == MOE.phases
     block.mlp.experts.shard(0, 2)
     assert tuple(phase for phase, _ in block.phases()) == EXPERT_PARALLEL_MOE.phases
-
-
-@st.composite
-def rows(draw: st.DrawFn) -> torch.Tensor:
-    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
-    features = draw(st.sampled_from([1, 5, 127, 128, 129, 300]))
-    torch.manual_seed(draw(st.integers(0, 999)))
-    x = torch.randn(draw(st.integers(0, 3)), features, dtype=torch.float64)
-    x *= 10.0 ** draw(st.integers(-45, 38))
-    if draw(st.booleans()):
-        x *= torch.rand_like(x) ** 20  # over many magnitudes
-    most = torch.finfo(dtype).max if dtype != torch.float64 else 1e40
-    special = draw(st.lists(st.sampled_from([0.0, most, -most, torch.finfo(dtype).tiny, 448.0, 464.0]), max_size=4))
-    for value in special if len(x) else ():
-        x.view(-1)[draw(st.integers(0, x.numel() - 1))] = value
-    return x.clamp(-most, most).to(dtype)
-
-
-@settings(max_examples=300)
-@given(rows())
-def test_rows_in_fp8_are_within_the_bound(x: torch.Tensor) -> None:
-    packed = pack(x)
-    tiles = -(-x.shape[1] // 128)
-    assert packed.shape == (len(x), x.shape[1] + 4 * tiles)
-    back = unpack(packed, features=x.shape[1], dtype=x.dtype)
-    assert back.dtype == x.dtype
-    exact = x.double()
-    for columns in range(0, x.shape[1], 128):
-        tile = exact[:, columns : columns + 128]
-        most = tile.abs().amax(1, keepdim=True)
-        scale = (most / 224).clamp(min=2**-126)
-        bound = torch.maximum(tile.abs() / 16, scale / 1024) + (2**-25 if x.dtype == torch.float16 else 0)
-        assert ((back[:, columns : columns + 128].double() - tile).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e300])
-def test_tiles_with_numbers_that_are_not_finite_arrive_as_nan(value: float) -> None:
-    x = torch.ones(2, 200, dtype=torch.float64)
-    x[1, 3] = value
-    back = unpack(pack(x), features=200, dtype=x.dtype)
-    assert torch.equal(back[0], x[0])
-    assert back[1, :128].isnan().all()
-    assert torch.equal(back[1, 128:], x[1, 128:])

@@ -72,7 +72,8 @@ class AllToAll:
             raise PipelineError(f"{experts} experts cannot be divided among {size} ranks; use a divisor of {experts}")
         order = Permutation.by_expert(indices_TK, experts=experts)
         sent, arriving = both = order.counts_E.new_empty(2, size, 1 + experts // size)
-        sent[:, 0], sent[:, 1:] = self._ranks.mark(), order.counts_E.view(size, experts // size)
+        sent[:, 0].fill_(self._ranks.mark())
+        sent[:, 1:].copy_(order.counts_E.view(size, experts // size))
         self._ranks.all_to_all(arriving, sent)
         return Counted(order.counts_E, Counting(order, arriving[:, 1:], _to_host(both)))
 

@@ -58,7 +58,7 @@ def _scales(x_RD: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(x_RD.abs(), (0, tiles * _TILE - features))
     most_Rt = padded.view(rows, tiles, _TILE).amax(-1)
     fraction, exponent = torch.frexp(most_Rt)  # fraction × 2 ** exponent, and 448 = 0.875 × 2⁹
-    exponent = (exponent - 9 + (fraction > 0.875)).clamp(min=_LEAST)
+    exponent = (exponent - 9 + (fraction > 0.875)).where(most_Rt > 0, _LEAST).clamp(min=_LEAST)
     scales_Rt = (exponent.clamp(max=_MOST) + 127 << 23).to(torch.int32).view(torch.float32)
     return scales_Rt.where(most_Rt.isfinite() & (exponent <= _MOST), torch.nan)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.moe.kernels import on_device_of
+from stretto.moe.kernels import OPTIONS, on_device_of
 
 _TILES = 8  # for each program
 
@@ -58,7 +58,7 @@ def pack(x_RD: Tensor, *, tile: int) -> Tensor:
     stride = features + 4 * tiles
     packed = x_RD.new_empty(rows, stride, dtype=torch.uint8)
     with on_device_of(x_RD):
-        _pack[rows, triton.cdiv(tiles, _TILES)](x_RD, packed, features, tiles, stride, tile, _TILES)
+        _pack[rows, triton.cdiv(tiles, _TILES)](x_RD, packed, features, tiles, stride, tile, _TILES, **OPTIONS)
     return packed
 
 
@@ -87,6 +87,6 @@ def unpack(packed: Tensor, order_R: Tensor | None, *, features: int, dtype: torc
     x_RD = packed.new_empty(rows, features, dtype=dtype)
     with on_device_of(packed):
         _unpack[rows, triton.cdiv(tiles, _TILES)](
-            packed, order_R, x_RD, features, tiles, packed.shape[1], limit, tile, _TILES
+            packed, order_R, x_RD, features, tiles, packed.shape[1], limit, tile, _TILES, **OPTIONS
         )
     return x_RD

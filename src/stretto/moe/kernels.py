@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 
+OPTIONS = {"enable_fp_fusion": False}
+"""Each product is rounded by itself, whatever version of Triton compiles it."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.moe.kernels import on_device_of
+from stretto.moe.kernels import OPTIONS, on_device_of
 
 _MOST_FEATURES = 1024  # for each step of a program
 _MOST_LOADS = 8  # rows that a program loads at once
@@ -49,7 +49,7 @@ def gather_sum(
     block, loads = _block(features), max(1, min(chosen, _MOST_LOADS))
     with on_device_of(rows_RD):
         _gather_sum[tokens, triton.cdiv(features, block)](
-            rows_RD, weights_TK, target_R, out_TD, features, chosen, loads, block
+            rows_RD, weights_TK, target_R, out_TD, features, chosen, loads, block, **OPTIONS
         )
     return out_TD
 
@@ -93,7 +93,7 @@ def combine_backward(
         with on_device_of(rows_RD):
             _combine_backward[(len(source_R),)](
                 grad_TD, rows_RD, weights_TK, source_R, rows_grad, weights_grad, features, max(1, chosen),
-                _block(features),
+                _block(features), **OPTIONS,
             )  # fmt: skip
     return rows_grad, weights_grad
 
@@ -127,7 +127,7 @@ def transpose(counts_ne: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:
     with on_device_of(counts_ne):
         _transpose[(ranks * experts,)](
             counts_ne, counts_ne.stride(0), source_R, target_R, ranks, experts,
-            triton.next_power_of_2(ranks * experts), _ROWS,
+            triton.next_power_of_2(ranks * experts), _ROWS, **OPTIONS,
         )  # fmt: skip
     return source_R, target_R
 

@@ -1,0 +1,195 @@
+"""The GPU's kernels that move and sum rows give what plain operations give.
+
+Where there is no GPU, they run in Triton's interpreter, if Triton is installed. It cuts bits off where it should round
+to bfloat16, so bfloat16 is tested on GPUs only.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stretto.moe import all_to_all, permutation
+from stretto.moe.kernels import has_kernels
+from stretto.moe.permutation import Permutation, combine, dispatch
+
+pytest.importorskip("triton")
+
+from stretto.moe import row_kernels
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+
+needs_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+
+
+class Case(NamedTuple):
+    """Whole numbers whose products and sums are exact in float32, but not in half precision."""
+
+    rows_RD: Tensor
+    weights_TK: Tensor
+    grad_TD: Tensor
+    order: Permutation
+    contiguous: bool
+
+    def on_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        tensor = tensor.to(DEVICE, dtype)
+        return tensor if self.contiguous else tensor.T.contiguous().T
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    tokens, chosen = draw(st.integers(0, 4)), draw(st.sampled_from([1, 2, 3, 8, 9, 17]))
+    features = draw(st.sampled_from([1, 5, 64, 1024, 1025, 2100]))
+    torch.manual_seed(draw(st.integers(0, 999)))
+    indices_TK = torch.rand(tokens, chosen + 2).argsort(1)[:, :chosen]
+    return Case(
+        rows_RD=torch.randint(-200, 201, (tokens * chosen, features)).double(),
+        weights_TK=torch.randint(0, 64, (tokens, chosen)).double() / 8,
+        grad_TD=torch.randint(-3, 4, (tokens, features)).double(),
+        order=Permutation.by_expert(indices_TK, experts=chosen + 2),
+        contiguous=draw(st.booleans()),
+    )
+
+
+dtypes = st.sampled_from(DTYPES)
+
+
+@settings(max_examples=60)
+@given(cases(), dtypes, dtypes, dtypes)
+def test_weighted_sums_are_rounded_once(case: Case, of_rows: Any, of_weights: Any, of_out: Any) -> None:
+    rows, weights = case.on_device(case.rows_RD, of_rows), case.on_device(case.weights_TK, of_weights)
+    out = row_kernels.gather_sum(rows, weights, case.order.target_R.to(DEVICE), tokens=len(weights), dtype=of_out)
+    expected = combine(case.rows_RD, case.weights_TK, case.order)
+    assert torch.equal(out.cpu(), expected.to(of_out))
+
+
+@settings(max_examples=30)
+@given(cases(), dtypes)
+def test_sums_without_weights_are_rounded_once(case: Case, dtype: Any) -> None:
+    rows, target_R = case.on_device(case.rows_RD, dtype), case.order.target_R.to(DEVICE)
+    out = row_kernels.gather_sum(rows, None, target_R, tokens=len(case.weights_TK))
+    expected = combine(case.rows_RD, torch.ones_like(case.weights_TK), case.order)
+    assert torch.equal(out.cpu(), expected.to(dtype))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("chosen", [2, 8, 19])
+def test_a_tokens_experts_are_summed_in_their_order(chosen: int, weighted: bool) -> None:
+    torch.manual_seed(chosen)
+    order = Permutation.by_expert(torch.rand(5, chosen).argsort(1), experts=chosen)
+    rows, weights = torch.randn(5 * chosen, 7), torch.rand(5, chosen) if weighted else torch.ones(5, chosen)
+    given = weights.to(DEVICE) if weighted else None
+    out = row_kernels.gather_sum(rows.to(DEVICE), given, order.target_R.to(DEVICE), tokens=5)
+    expected = torch.zeros(5, 7)
+    for k in range(chosen):
+        expected += weights[:, k, None] * rows[order.target_R.view(5, chosen)[:, k]]
+    assert torch.equal(out.cpu(), expected)
+
+
+@settings(max_examples=60)
+@given(cases(), dtypes, dtypes, dtypes, st.tuples(st.booleans(), st.booleans()))
+def test_gradients_of_rows_and_weights_are_rounded_once(
+    case: Case, of_grad: Any, of_rows: Any, of_weights: Any, needs: tuple[bool, bool]
+) -> None:
+    small = (case.rows_RD % 5).requires_grad_()  # so that products are below the largest float16
+    exact_weights = case.weights_TK.clone().requires_grad_()
+    out = combine(small, exact_weights, case.order)
+    expected = torch.autograd.grad(out, (small, exact_weights), case.grad_TD)
+    grad, rows, weights = (
+        case.on_device(tensor.detach(), dtype)
+        for tensor, dtype in ((case.grad_TD, of_grad), (small, of_rows), (exact_weights, of_weights))
+    )
+    found = row_kernels.combine_backward(grad, rows, weights, case.order.source_R.to(DEVICE), needs=needs)
+    for one, other, needed, dtype in zip(found, expected, needs, (of_rows, of_weights), strict=True):
+        assert one is None if not needed else torch.equal(one.cpu(), other.to(dtype))
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([1, 4, 1500]), st.integers(0, 99))
+def test_blocks_change_places_as_with_plain_operations(ranks: int, experts: int, most: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    counts_ne = torch.randint(0, most + 1, (ranks, 1 + experts))[:, 1:]
+    rows = int(counts_ne.sum())
+    expected = all_to_all._transposed(counts_ne, rows=rows)
+    source_R, target_R = row_kernels.transpose(_sliced(counts_ne.to(DEVICE)), rows=rows)
+    assert torch.equal(source_R.cpu(), expected.source_R)
+    assert torch.equal(target_R.cpu(), expected.target_R)
+
+
+def _sliced(counts_ne: Tensor) -> Tensor:
+    """The same numbers in a wider tensor."""
+    return torch.cat([counts_ne[:, :1] + 7, counts_ne], dim=1)[:, 1:]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which kernels have run. They run on CPUs too."""
+    names: list[str] = []
+
+    def noting(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **named: (names.append(name), run(*given, **named))[1]
+
+    for name in ("gather_sum", "combine_backward"):
+        monkeypatch.setattr(row_kernels, name, noting(name, getattr(row_kernels, name)))
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(permutation, "has_kernels", lambda _, *dtypes: torch.float64 not in dtypes)
+    return names
+
+
+def _there_and_back(dtype: torch.dtype, *, create_graph: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    indices_TK = torch.rand(6, 5).argsort(1)[:, :3]
+    order = Permutation(*(one.to(DEVICE) for one in Permutation.by_expert(indices_TK, experts=5)))
+    values = torch.randn(6, 40), torch.rand(6, 3), torch.randn(6, 40)
+    x, weights, grad = (value.to(DEVICE, dtype).requires_grad_() for value in values)
+    out = combine(dispatch(x, order).sin(), weights, order)
+    grads = torch.autograd.grad(out, (x, weights), grad, create_graph=create_graph)
+    if create_graph:
+        grads += torch.autograd.grad([one.square().sum() for one in grads], (x, weights, grad))
+    return [out, *grads]
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_dispatch_and_combine_run_the_kernels(ran: list[str], create_graph: bool) -> None:
+    expected = _there_and_back(torch.float64, create_graph=create_graph)
+    assert ran == []
+    found = _there_and_back(torch.float32, create_graph=create_graph)
+    # with create_graph, only the forward and the second backward, of plain operations and `dispatch`
+    assert ran == ["gather_sum", *([] if create_graph else ["combine_backward"]), "gather_sum"]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_run_on_plain_tensors_on_gpus() -> None:
+    assert not has_kernels(torch.ones(1), torch.float32)
+    if DEVICE.type == "cuda":
+        x = torch.ones(1, device=DEVICE)
+        assert has_kernels(x, torch.float32, torch.bfloat16, torch.float16)
+        assert not has_kernels(x, torch.float32, torch.float64)
+
+
+@needs_cuda
+def test_rows_may_have_more_elements_than_32_bits_count() -> None:
+    rows, features = (1 << 21) + 1, 1024
+    if torch.cuda.mem_get_info()[0] < 24e9:
+        pytest.skip("needs 24 GB")
+    x = torch.zeros(rows, features, dtype=torch.bfloat16, device="cuda")
+    x[-1] = torch.arange(features)
+    order = torch.arange(rows, device="cuda")
+    weights = torch.full((rows, 1), 2.0, device="cuda")
+    out = row_kernels.gather_sum(x, weights, order, tokens=rows)
+    assert torch.equal(out[-1], 2 * x[-1])
+    assert not out[:-1].any()
+    del out
+    rows_grad, weights_grad = row_kernels.combine_backward(x, x, weights, order, needs=(True, True))
+    assert rows_grad is not None
+    assert weights_grad is not None
+    assert torch.equal(rows_grad[-1], 2 * x[-1])
+    assert float(weights_grad[-1]) == pytest.approx(float(x[-1].double().square().sum()))
+    assert not rows_grad[:-1].any()
+    assert not weights_grad[:-1].any()
