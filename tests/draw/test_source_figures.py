@@ -1,19 +1,25 @@
-"""The three source figures, as `make figures` draws them: every label, and what the pictures say."""
+"""The figures that `make figures` draws, the three sources' and a measured one: every label, and what they say."""
 
+import gzip
 import importlib.util
+import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import stretto
+from cells import extent, first_pipeline, spans_of
 from insets import draw_insets
-from pictures import svg_texts
-from stretto import Costs
+from pictures import DrawnFigure, svg_texts
+from stretto import Costs, Plan, Timeline
 from stretto.costs import Link, PhaseTimes
-from stretto.layers import MOE
-from stretto.schedules import dualpipe, interleaved, one_f_one_b
+from stretto.layers import EXPERT_PARALLEL_MOE, MOE
+from stretto.program.task import Kind
+from stretto.schedules import Pair, dualpipe, interleaved, one_f_one_b
+from stretto.timeline.trace import parse_trace
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -54,6 +60,38 @@ def test_kimi_k2(figures: ModuleType, tmp_path: Path) -> None:
     assert {k: found[str(k)] for k in range(10)} == {0: 0, **dict.fromkeys(range(1, 9), 16), 9: 0}
 
 
+def test_kimi_k2_measured(figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("matplotlib.figure.Figure", DrawnFigure)
+    found = texts(figures, "overlap_measured", tmp_path)
+    assert DrawnFigure.cut_off == []
+    # Each of three cells is shown twice, as measured and as simulated.
+    assert (found["Computation"], found["Communication"], found["Offload"]) == (2, 2, 0)
+    assert min(found[name] for name in ("Attn", "MLP", "EP-D", "EP-C", "WGrad")) >= 4
+    assert found["PP"] >= 2
+    assert {"Device 0", "Device 1", "VPP + 1 warmup", "Time →"} <= set(found)
+    titles = [text for text in found.elements() if re.fullmatch(r"(measured|simulated) \d.*", text)]
+    errors = [title for title in titles if re.fullmatch(r"simulated \S+ ms \([+−]\d+\.\d%\)", title)]
+    assert (len(titles), len(errors)) == (6, 3)
+    (step,) = (text for text in found if text.startswith("Step"))
+    assert re.fullmatch(r"Step: measured \S+ m?s, simulated \S+ m?s \([+−]\d+\.\d%\)", step)
+
+
+def test_the_recorded_step_ran_the_plan_that_is_drawn(figures: ModuleType) -> None:
+    timeline = parse_trace(gzip.decompress(figures.RECORDING.read_bytes()).decode())
+    rows = first_pipeline(figures.recorded_plan(timeline))
+    spans = spans_of(timeline, [cell for row in rows for cell in row])
+    compute = {cell: [span for span in own if span.task.lane.name == "compute"] for cell, own in spans.items()}
+    for row in rows:
+        starts, ends = zip(*(extent(compute[cell]) for cell in row), strict=True)
+        assert all(end <= start + 1e-5 for end, start in zip(ends, starts[1:], strict=False))
+    changes = [
+        sum((a.task.kind is Kind.F) != (b.task.kind is Kind.F) for a, b in pairwise(own))
+        for cell, own in compute.items()
+        if isinstance(cell, Pair)
+    ]
+    assert min(changes) >= 2  # one pass after the other would change once
+
+
 def test_weight_update(figures: ModuleType, tmp_path: Path) -> None:
     found = texts(figures, "weight_update", tmp_path)
     legend = {"H2D Buffer", "IPC Buffer", "H2D", "Reload weights", "Broadcast (src)", "Broadcast (dst)"}
@@ -63,7 +101,7 @@ def test_weight_update(figures: ModuleType, tmp_path: Path) -> None:
 
 
 def test_the_committed_figures_are_those(figures: ModuleType, tmp_path: Path) -> None:
-    for name in ("dualpipe", "overlap", "weight_update"):
+    for name in ("dualpipe", "overlap", "overlap_measured", "weight_update"):
         committed = Counter(svg_texts(ROOT / "docs" / "figures" / f"{name}.svg"))
         assert texts(figures, name, tmp_path) == committed
         assert (ROOT / "docs" / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -94,12 +132,53 @@ def test_one_device_has_no_h2d_buffer(tmp_path: Path) -> None:
 
 
 def test_insets_need_a_woven_plan_and_phases(tmp_path: Path) -> None:
-    woven = interleaved(devices=2, microbatches=6, overlap=True)
-    plain = stretto.simulate(one_f_one_b(devices=2, microbatches=4))
+    woven, plain = interleaved(devices=2, microbatches=6, overlap=True), one_f_one_b(devices=2, microbatches=4)
+    timeline = stretto.simulate(woven)
     with pytest.raises(stretto.StrettoError, match="needs a warm-up forward, a pair and a cool-down backward"):
-        draw_insets(plain, plain, tmp_path / "x.svg")
+        draw_insets(plain, stretto.simulate(plain), {"": stretto.simulate(plain)}, tmp_path / "x.svg")
     with pytest.raises(stretto.StrettoError, match="needs a timeline in phases"):
-        draw_insets(stretto.simulate(woven), stretto.simulate(woven), tmp_path / "x.svg")
+        draw_insets(woven, timeline, {"": timeline}, tmp_path / "x.svg")
+    with pytest.raises(stretto.StrettoError, match="not one of the plan: nothing computes 2F0"):
+        draw_insets(woven, stretto.simulate(plain), {"": timeline}, tmp_path / "x.svg")
+
+
+def woven_on_mesh() -> tuple[Plan, Timeline]:
+    """A forward takes 5 ms: 1 each for attention, counts, dispatch, MLP and combine."""
+    time = PhaseTimes(F=0.001, I=0.001, W=0.001)
+    costs = Costs(
+        phases={"attn": time, "mlp": time} | dict.fromkeys(("counts", "dispatch", "combine"), time),
+        link=Link(latency=0.0001),
+        unit="s",
+    )
+    plan = interleaved(devices=2, microbatches=6, overlap=True).on_mesh({"pp": 2, "ep": 2})
+    program = stretto.lower(plan, layers=[[EXPERT_PARALLEL_MOE]] * 4, experts=range(4), costs=costs)
+    return plan, stretto.simulate(program, costs)
+
+
+def test_insets_name_times_and_errors(tmp_path: Path) -> None:
+    plan, timeline = woven_on_mesh()
+    faster = Timeline(timeline.program, 0.9 * timeline.start, 0.9 * timeline.end)
+    draw_insets(plan, timeline, {"measured": timeline, "simulated": faster}, tmp_path / "x.svg")
+    found = svg_texts(tmp_path / "x.svg")
+    assert {"measured 5 ms", "simulated 4.5 ms (−10.0%)", "EP-N", "0 ms", "2 ms"} <= set(found)
+    assert sum("(−10.0%)" in text for text in found) == 4  # three cells and the step
+    assert {text for text in found if text.startswith("Device")} == {"Device 0", "Device 1"}
+    assert found.count("6") == 8  # two stages on each of two devices, forward and backward
+    assert "7" not in found  # the second pipeline's first microbatch
+
+
+def test_waiting_for_the_other_end_is_not_shown() -> None:
+    plan, timeline = woven_on_mesh()
+    cell = plan.rows[0][0]
+    send = next(k for k, span in enumerate(timeline.spans()) if str(span.task) == "0SEND_F0")
+    dispatch = next(k for k, span in enumerate(timeline.spans()) if str(span.task) == "0F0.dispatch0")
+    waited = timeline.start.copy()
+    waited[[send, dispatch]] -= 0.0005
+    times = [
+        [(span.start, span.end) for span in spans_of(shown, [cell])[cell]]
+        for shown in (timeline, Timeline(timeline.program, waited, timeline.end))
+    ]
+    assert times[0] == times[1]
 
 
 def test_lanes_are_rows(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -23,11 +24,18 @@ class DrawnFigure(Figure):
         self.draw_without_rendering()  # places all again, by its own resolution and not the file's
         beyond = {
             label
-            for axes in self.axes
+            for axes in self.findobj(Axes)
             for time, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
             if not axes.get_xlim()[0] <= time <= axes.get_xlim()[1]  # which are not drawn
         }
-        words = {text for text in self.findobj(Text) if text.get_text() and text.get_visible()} - beyond
+        unseen = {
+            text
+            for axes in self.axes
+            if not axes.axison
+            for axis in (axes.xaxis, axes.yaxis)
+            for text in axis.findobj(Text)
+        }
+        words = {text for text in self.findobj(Text) if text.get_text() and text.get_visible()} - beyond - unseen
         boxes = [(word.get_text(), word.get_window_extent()) for word in words]
         boxes += [("legend", legend.get_window_extent()) for legend in self.legends]
         left, bottom, right, top = self.bbox.extents

@@ -72,13 +72,18 @@ def bare(axes: "Axes", *, length: float, rows: float) -> None:
 
 
 def time_axis(axes: "Axes", *, length: float, unit: Unit) -> None:
-    """Add ticks below the rows, each with its unit: a bare number would read as a microbatch."""
+    """Add ticks below the rows, and the direction of time."""
+    axes.tick_params(bottom=True, labelbottom=True)
+    time_ticks(axes, length=length, unit=unit)
+    axes.set_xlabel("Time →", loc="left")
+
+
+def time_ticks(axes: "Axes", *, length: float, unit: Unit) -> None:
+    """Give each tick its unit: a bare number would read as a microbatch."""
     from matplotlib.ticker import FuncFormatter
 
     size, name = time_scale(length, unit)
-    axes.tick_params(bottom=True, labelbottom=True)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda time, _: f"{time / size:g} {name or 'units'}"))
-    axes.set_xlabel("Time →", loc="left")
 
 
 def paint(axes: "Axes", boxes: Sequence[Box], *, edge: str = "white") -> None:
@@ -96,7 +101,7 @@ def write_labels(axes: "Axes", boxes: Iterable[Box], *, points: float, alike: bo
 
     With `alike`, all labels have the same size; if the narrowest box is too narrow for it, none is written.
     """
-    sizes = [(box, box.width * points / (_WIDE * len(box.label))) for box in boxes if box.label]
+    sizes = [(box, label_size(box, points=points)) for box in boxes if box.label]
     if alike:
         least = min((size for _, size in sizes), default=FONT)
         sizes = [(box, least) for box, _ in sizes]
@@ -111,6 +116,11 @@ def write_labels(axes: "Axes", boxes: Iterable[Box], *, points: float, alike: bo
                 fontsize=min(size, FONT),
                 color="white" if box.dark else "black",
             )
+
+
+def label_size(box: Box, *, points: float) -> float:
+    """Return the largest size, in points, in which a box's label fits into it."""
+    return box.width * points / (_WIDE * len(box.label))
 
 
 def legend(figure: "Figure", entries: Mapping[str, str | tuple[str, ...]], *, edge: str | None = None) -> None:
