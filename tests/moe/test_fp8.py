@@ -66,6 +66,7 @@ def test_a_tile_of_zeros_has_the_least_scale() -> None:
 NAN = 0x7F
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 @settings(max_examples=40)
 @given(
     rows(KERNEL_DTYPES),

@@ -109,6 +109,21 @@ def test_gradients_of_rows_and_weights_are_rounded_once(
         assert one is None if not needed else torch.equal(one.cpu(), other.to(dtype))
 
 
+def test_gradients_of_weights_do_not_depend_on_where_rows_lie() -> None:
+    torch.manual_seed(0)
+    rows, grad, weights = torch.randn(6, 1000), torch.randn(3, 1000), torch.rand(3, 2, device=DEVICE)
+    source_R = Permutation.by_expert(torch.tensor([[0, 1]] * 3), experts=2).source_R.to(DEVICE)
+    found = []
+    for offset in (0, 1):
+        parts = [torch.empty(part.numel() + offset, device=DEVICE)[offset:].view_as(part) for part in (grad, rows)]
+        inputs = [part.copy_(numbers) for part, numbers in zip(parts, (grad, rows), strict=True)]
+        _, weights_grad = row_kernels.combine_backward(*inputs, weights, source_R, needs=(False, True))
+        assert weights_grad is not None
+        found.append(weights_grad)
+    assert found[0].any()
+    assert torch.equal(*found)
+
+
 @settings(max_examples=50)
 @given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([1, 4, 1500]), st.integers(0, 99))
 def test_blocks_change_places_as_with_plain_operations(ranks: int, experts: int, most: int, seed: int) -> None:

@@ -84,7 +84,7 @@ def combine_backward(
     A row's gradient is that of its token times its weight; a weight's gradient is the product of both rows, summed in
     float32. They have the dtypes of rows and weights.
     """
-    grad_TD, rows_RD, weights_TK = grad_TD.contiguous(), rows_RD.contiguous(), weights_TK.contiguous()
+    grad_TD, rows_RD, weights_TK = _aligned(grad_TD), _aligned(rows_RD), weights_TK.contiguous()
     rows_grad, weights_grad = (
         torch.empty_like(of) if needed else None for of, needed in zip((rows_RD, weights_TK), needs, strict=True)
     )
@@ -130,6 +130,11 @@ def transpose(counts_ne: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:
             triton.next_power_of_2(ranks * experts), _ROWS, **OPTIONS,
         )  # fmt: skip
     return source_R, target_R
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return a contiguous tensor at a multiple of 16 bytes: elsewhere, threads would add up other features."""
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x.contiguous()
 
 
 def _block(features: int) -> int:
