@@ -25,10 +25,16 @@ def table(timelines: dict[str, Timeline]) -> list[str]:
     lines = [f"| recorded | ms | {' | '.join(f'{name}, ms' for name in fits)} |", "|---" * (2 + len(fits)) + "|"]
     measured = {name: timeline.makespan for name, timeline in timelines.items()}
     for name in sorted(measured, key=measured.__getitem__):
-        predicted = [stretto.simulate(timelines[name].program, costs).makespan for costs in fits.values()]
+        predicted = [predicted_time(timelines[name], costs) for costs in fits.values()]
         columns = " | ".join(f"{time * 1e3:.1f} ({time / measured[name] - 1:+.1%})" for time in predicted)
         lines.append(f"| {name} | {measured[name] * 1e3:.1f} | {columns} |")
     return lines
+
+
+def predicted_time(timeline: Timeline, costs: stretto.Costs) -> float:
+    program = timeline.program
+    fitting = costs.for_stages(program.placement.stages, devices=program.devices)
+    return stretto.simulate(program, fitting).makespan
 
 
 def main() -> None:

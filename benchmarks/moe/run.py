@@ -43,7 +43,7 @@ from stretto.program.task import Kind
 from stretto.schedules import dualpipe, dualpipev, interleaved, zb_v
 from stretto.timeline import Timeline
 
-LAYERS, MICROBATCHES, WARM_UP, STEPS = 8, 16, 2, 6
+LAYERS, MICROBATCHES, WARM_UP, STEPS = 8, 16, 2, 5
 CONFIG = ModelConfig(
     vocab_size=1,
     hidden_size=3584,
@@ -79,7 +79,8 @@ class Layer(nn.Module):
     def __init__(self, number: int, *, skewed: bool) -> None:
         super().__init__()
         torch.manual_seed(number)
-        self.block = MoeBlock(CONFIG)
+        with torch.device("cuda"):
+            self.block = MoeBlock(CONFIG)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02 if "gate.weight" in name else 0.006)
@@ -259,7 +260,7 @@ class Found:
         return f"{start}| {share} | {self.held:.1f} |"
 
 
-def measure(make: Callable[[], Made]) -> Found:
+def measure(make: Callable[[], Made], *, steps: int = STEPS) -> Found:
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -267,7 +268,7 @@ def measure(make: Callable[[], Made]) -> Found:
     parameters = {id(weight): weight for module in made.modules for weight in module.parameters()}
     weights = sum(weight.nbytes for weight in parameters.values())
     rows = []
-    for _ in range(WARM_UP + STEPS):
+    for _ in range(WARM_UP + steps):
         for weight in parameters.values():
             weight.grad = None
         torch.cuda.synchronize()
@@ -281,7 +282,7 @@ def measure(make: Callable[[], Made]) -> Found:
         worst = torch.tensor([took, queued, float(held)], dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         rows.append(worst)
-    took_all, queued_all, held_all = torch.stack(rows[WARM_UP:]).T
+    took_all, queued_all, held_all = torch.stack(rows[min(steps, WARM_UP) :]).T
     timelines = [] if made.record is None else [made.record() for _ in range(2)]  # the first allocates
     made.close()
     return Found(
@@ -304,19 +305,38 @@ def cases(place: Place, costs: stretto.Costs | None) -> Iterator[tuple[str, Call
             yield f"PyTorch, {name}", partial(torchs, place, PEERS[name])
 
 
+def calibrated(place: Place) -> stretto.Costs:
+    """Costs by which to weave, from a step of interleaved 1F1B without weaving and one with it."""
+    plan = interleaved(devices=place.mesh["pp"].size(), microbatches=MICROBATCHES, overlap=True)
+    costs, timelines = None, []
+    for one in (unwoven(plan), plan):
+        timelines.append(measure(partial(ours, place, one, costs, 1), steps=0).timeline)
+        fitted = [stretto.fit(*timelines)] if dist.get_rank() == 0 else [None]  # type: ignore[arg-type]
+        dist.broadcast_object_list(fitted, device=torch.device("cpu"))
+        costs = fitted[0]
+    assert costs is not None
+    return costs
+
+
 def say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
+
+
+def named(options: argparse.Namespace, *more: str) -> str:
+    """The name of a file."""
+    words = " ".join([options.mesh, options.routing, *more])
+    return "-".join(words.lower().replace(",", " ").replace("=", "").split())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mesh", nargs="?", default="pp=2,ep=2")
     parser.add_argument("--routing", choices=("balanced", "skewed"), default="balanced")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--only", action="append", help="only this case; may be given several times")
     parser.add_argument("--out", type=Path, help="a folder for recorded timelines")
-    parser.add_argument("--costs", type=Path, help="costs to weave by, as a .toml file")
+    parser.add_argument("--costs", type=Path, help="costs to weave by, a .toml file; else they are measured first")
     options = parser.parse_args()
     sizes = {name: int(size) for name, size in (word.split("=") for word in options.mesh.split(","))}
     torch.cuda.set_device(0)
@@ -328,16 +348,16 @@ def main() -> None:
     say(f"\n{options.mesh}, routing {options.routing}, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
     say("| | least, ms | median, ms | queued after, ms | EP, ms | hidden | host late, ms | GiB |")
     say("|---|---|---|---|---|---|---|---|")
-    costs = stretto.load_costs(options.costs) if options.costs else None
+    costs = stretto.load_costs(options.costs) if options.costs else calibrated(place)
+    if dist.get_rank() == 0 and options.out:
+        costs.save(options.out / f"{named(options)}.toml")
     for name, make in cases(place, costs):
         if options.only and name not in options.only:
             continue
         found = measure(make)
         say(found.row(name))
         if found.timeline is not None and options.out:
-            words = f"{options.mesh} {options.routing} {name}".lower().replace(",", " ").replace("=", "").split()
-            file = "-".join(words)
-            found.timeline.save(options.out / f"{file}.trace.json")
+            found.timeline.save(options.out / f"{named(options, name)}.trace.json")
     dist.destroy_process_group()
 
 

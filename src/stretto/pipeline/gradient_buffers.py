@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.moe.kernels import has_kernels
+
 _ALIGNMENT = 64
 """Each parameter's slice starts at a multiple of this many elements, for the kernels' alignment."""
 _FLAT_MULTIPLE = 1024
 """Flat tensors have a multiple of this many elements, so that they divide evenly over many ranks."""
 _HALVES = (torch.bfloat16, torch.float16)
+_LARGE = 2**20
+"""Gradients of so many elements are worth a kernel of their own."""
 
 
 class Sum:
@@ -36,7 +40,7 @@ class Sum:
         if place is None or (grad.is_sparse and value is not place):
             self._add_loose(grad, rows)
         elif value is place:
-            (place if rows is None else place[rows]).add_(grad)
+            _add(place if rows is None else place[rows], grad)
         elif value is None and rows is None:
             self.value = place.copy_(grad)
         else:
@@ -80,6 +84,30 @@ class Sum:
             self.value = grad
         else:  # PyTorch adds sparse to dense, but not dense to sparse
             self.value = grad + self.value if self.value.is_sparse else self.value + grad
+
+
+def _add(into: Tensor, grad: Tensor) -> None:
+    if _has_kernel(into, grad):
+        from stretto.pipeline.sum_kernels import add
+
+        add(into, grad)
+    else:
+        into.add_(grad)
+
+
+def _has_kernel(into: Tensor, grad: Tensor) -> bool:
+    """Return whether our kernel adds a large gradient of few bits to a float32 sum."""
+    return (
+        into.dtype == torch.float32
+        and grad.dtype in _HALVES
+        and into.numel() >= _LARGE
+        and into.shape == grad.shape
+        and into.is_contiguous()
+        and grad.is_contiguous()
+        and not grad.requires_grad
+        and has_kernels(into)
+        and has_kernels(grad)
+    )
 
 
 def add_all(grads: Iterable[tuple[Sum, Tensor]]) -> None:
