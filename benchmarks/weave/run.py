@@ -144,11 +144,10 @@ def table_row(name: str, stage: str, layers: int, repeat: int) -> str:
     k2, dualpipe = (passes.length(published(passes, forwards, backwards, behind=behind)) for behind in (False, True))
     if length > min(k2, dualpipe) * (1 + 1e-9):
         raise SystemExit(f"{name}, {stage}, {layers} layers: {length} is longer than a published order")
-    steady = period(passes, order) / busiest(passes) - 1
-    return (
-        f"| {name} | {stage} | {layers} | {seconds * 1e3:.1f} | {length:.1f} | {k2 / length - 1:.1%} "
-        f"| {dualpipe / length - 1:.1%} | {least:.1f} | {abs(length / least - 1):.1%} | {steady:.1%} |"
-    )
+    ratios = (k2 / length, dualpipe / length, length / least, period(passes, order) / busiest(passes))
+    k2_more, dualpipe_more, gap, steady_gap = (f"{abs(ratio - 1):.1%}" for ratio in ratios)  # none is below 1
+    figures = f"{seconds * 1e3:.1f} | {length:.1f} | {k2_more} | {dualpipe_more} | {least:.1f} | {gap} | {steady_gap}"
+    return f"| {name} | {stage} | {layers} | {figures} |"
 
 
 def main() -> None:
