@@ -34,6 +34,7 @@ check: .venv/dev
 
 bench: .venv/test
 	$(BIN)/python benchmarks/simulate/run.py
+	$(BIN)/python benchmarks/weave/run.py
 	$(BIN)/python benchmarks/pipeline/run.py --repeat 100
 	$(BIN)/python benchmarks/pipeline/four_ranks.py
 	$(BIN)/python benchmarks/weights/cpu.py

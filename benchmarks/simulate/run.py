@@ -145,16 +145,6 @@ def memory(make: Callable[[], Any]) -> tuple[int, int]:
     return held, peak
 
 
-def measure_weave(layers: int, repeat: int) -> str:
-    """A pair of stages with this many MoE layers each: lowering a plan that has nothing else to weave."""
-    plan = interleaved(devices=1, stages_per_device=1, microbatches=3, overlap=True)
-    times = {name: PhaseTimes(1.0, 1.1, 0.9) for name in ("attn", "mlp")}
-    times |= {name: PhaseTimes(0.7, 0.8) for name in ("dispatch", "combine")}
-    costs = stretto.Costs(phases=times)
-    seconds = least(lambda: stretto.lower(plan, layers=[[MOE] * layers], costs=costs), repeat)
-    return f"| {layers} | {seconds * 1e3:.1f} |"
-
-
 def table_row(sizes: tuple[int, int, int], row: dict[str, float], names: list[str]) -> str:
     figures = (f"{row[name]:.1f}" if name in ("µs per action", "ratio") else f"{row[name]:.3f}" for name in names)
     return f"| {' × '.join(map(str, sizes))} | {row['actions']:,} | {row['tasks']:,} | {' | '.join(figures)} |"
@@ -181,9 +171,6 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for sizes in PHASE_SIZES:
         print(measure_phases(*sizes, min(repeat, 5)), flush=True)
-    print("\nWeaving one pair, milliseconds:\n\n| MoE layers in each pass | ms |\n|---|---|")
-    for layers in (1, 2, 4, 8):
-        print(measure_weave(layers, min(repeat, 5)), flush=True)
     print(f"\npeak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 
 

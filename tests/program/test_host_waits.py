@@ -101,6 +101,15 @@ def test_covering_a_wait_keeps_each_pass_in_order(pair: Passes) -> None:
             assert Token("B", pair.weights[token.number].after) in order[:place]
 
 
+def test_waits_in_both_passes_are_woven() -> None:
+    """Compute that covers the wait of one pass uncovers that of the other."""
+    waits = Step("host", 5.0), Step("compute", 2.0)
+    pair = Passes((waits[0], *waits), waits, (Weight(1, 1.0),))
+    order = weave(pair)
+    assert len(order) == 6
+    assert pair.length(order) <= 2 * 5 + 5 + 2 + 2 + 1
+
+
 def phases(counts: float, sizes: float, dispatch: float, combine: float) -> Costs:
     return Costs(
         phases={

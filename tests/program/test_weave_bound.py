@@ -1,5 +1,6 @@
 """The bound on a pair's length: below every order, and as long as the best where weight gradients are fine enough."""
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -14,12 +15,13 @@ times = st.integers(0, 6).map(float)
 
 
 @st.composite
-def small_passes(draw: st.DrawFn, *, weights: int) -> Passes:
-    """Up to three steps in each pass, on any lane, with at most as many weight gradients."""
-    steps = st.lists(st.builds(Step, st.sampled_from(["compute", "comm", "host"]), times), max_size=3).map(tuple)
-    backward = draw(steps)
+def small_passes(draw: st.DrawFn, *, steps: int, weights: int) -> Passes:
+    """Up to so many steps in each pass, on any lane, and up to so many weight gradients."""
+    lanes = st.sampled_from(["compute", "comm", "host"])
+    one_pass = st.lists(st.builds(Step, lanes, times), max_size=steps).map(tuple)
+    backward = draw(one_pass)
     after = [k for k, step in enumerate(backward) if step.lane == "compute"][:weights]
-    return Passes(draw(steps), backward, tuple(Weight(k, draw(times)) for k in after))
+    return Passes(draw(one_pass), backward, tuple(Weight(k, draw(times)) for k in after))
 
 
 def every_order(passes: Passes, placed: tuple[Token, ...] = ()) -> Iterator[tuple[Token, ...]]:
@@ -41,25 +43,25 @@ def shortest(passes: Passes) -> float:
 
 def weave_and_bound(passes: Passes) -> tuple[float, float]:
     length = passes.length(weave(passes))
-    return length, bound(passes, length=length)
+    return length, bound(passes, length=math.inf)
 
 
-@given(small_passes(weights=2))
+@given(small_passes(steps=3, weights=2))
 def test_no_order_is_shorter_than_the_bound(passes: Passes) -> None:
     length, least = weave_and_bound(passes)
     assert least <= shortest(passes) <= length
 
 
-@given(small_passes(weights=0))
+@given(small_passes(steps=4, weights=0))
 def test_without_weight_gradients_the_bound_is_the_shortest_length(passes: Passes) -> None:
     length, least = weave_and_bound(passes)
     assert least == shortest(passes) == length
 
 
-@given(small_passes(weights=2))
+@given(small_passes(steps=3, weights=2))
 def test_the_bound_does_not_depend_on_the_order_known(passes: Passes) -> None:
     length, least = weave_and_bound(passes)
-    assert bound(passes, length=10 * length + 1) == least
+    assert bound(passes, length=length) == least
 
 
 def moe(
@@ -98,7 +100,7 @@ def test_weight_gradients_in_units_of_time_are_woven_to_the_bound(
 ) -> None:
     whole = moe(attn, dispatch, mlp, combine, layers)
     length, least = weave_and_bound(in_units(whole))
-    assert length == least == bound(whole, length=whole.length(weave(whole)))
+    assert length == least == bound(whole, length=math.inf)
 
 
 COSTS = {

@@ -35,11 +35,15 @@ def early_counts(passes: Passes, order: Sequence[Token]) -> tuple[Token, ...]:
 
 
 def covered(passes: Passes, order: Sequence[Token]) -> tuple[Token, ...]:
-    """Return the order with the next compute of the other pass moved before each wait that lacks it."""
-    run = Run(passes)
-    while bare := bare_waits(passes, order):
+    """Return the order with the next compute of the other pass moved before each wait that lacks it.
+
+    Each wait is moved once: where both passes have waits, covering one may uncover another.
+    """
+    run, moved = Run(passes), set[Token]()
+    while bare := [place for place in bare_waits(passes, order) if order[place] not in moved]:
         place = bare[0]
         wait = order[place]
+        moved.add(wait)
         last = next(k for k in range(place, len(order)) if _hides(run, wait, order[k]))
         order = _sunk(order, place, last)
     return tuple(order)

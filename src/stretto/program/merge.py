@@ -71,6 +71,8 @@ def merges(passes: Passes, extend: Extend, *, below: float, width: float = math.
     others, a cell keeps the `width` that promise most.
     """
     released = _released(passes)
+    forward = [(Token("F", i), step, Released()) for i, step in enumerate(passes.forward)]
+    backward = [(Token("B", j), step, released[j]) for j, step in enumerate(passes.backward)]
     left = _Left(passes, released)
     cells: dict[tuple[int, int], list[Merge]] = {
         (i, j): [] for i in range(len(passes.forward) + 1) for j in range(len(passes.backward) + 1)
@@ -79,10 +81,10 @@ def merges(passes: Passes, extend: Extend, *, below: float, width: float = math.
     for (i, j), cell in cells.items():
         cell[:] = _kept(left.in_time(cell, i, j, below), width)
         for merge in cell:
-            if i < len(passes.forward):
-                cells[i + 1, j].extend(extend(merge, Token("F", i), passes.forward[i], Released()))
-            if j < len(passes.backward):
-                cells[i, j + 1].extend(extend(merge, Token("B", j), passes.backward[j], released[j]))
+            if i < len(forward):
+                cells[i + 1, j].extend(extend(merge, *forward[i]))
+            if j < len(backward):
+                cells[i, j + 1].extend(extend(merge, *backward[j]))
     return cell
 
 
