@@ -1,55 +1,72 @@
-"""How well costs from two recorded steps predict the others: python benchmarks/moe/predict.py FOLDER
+"""How well costs from two recorded steps predict other schedules: python benchmarks/moe/predict.py FOLDER
 
-FOLDER has the timelines that `run.py --out` saves for one mesh and routing. Costs are fitted to interleaved 1F1B, woven
-and not; and for comparison to each of the two alone.
+FOLDER has what `run.py --out` saves: timelines, and the median times of steps that were not recorded. Costs are fitted
+to interleaved 1F1B, woven and not; and for comparison to each of the two alone. Where a schedule sums experts'
+gradients over devices, which interleaved 1F1B does not, that takes as long by the byte as other sums.
 """
 
 import sys
 from pathlib import Path
 
-import numpy as np
+import msgspec
+import torch
+from k2_layers import CONFIG
 
 import stretto
+from stretto.model.blocks import MoeBlock
+from stretto.moe.experts import experts_of
 from stretto.timeline import Timeline
 
 FITTED = ("interleaved", "interleaved-not-woven")
 
 
-def table(timelines: dict[str, Timeline]) -> list[str]:
-    """One row for each timeline: its step time, and that of its simulation, with costs from several fits."""
+def experts_share() -> float:
+    """How many times as many parameters the experts of a layer have as the rest of it, on two ranks."""
+    with torch.device("meta"):
+        block = MoeBlock(CONFIG)
+    experts = sum(weight.numel() for module in experts_of(block) for weight in module.parameters())
+    return experts / 2 / (sum(weight.numel() for weight in block.parameters()) - experts)
+
+
+def fitting(costs: stretto.Costs, timeline: Timeline) -> stretto.Costs:
+    """The costs for as many stages as a timeline's plan has."""
+    stages, devices = timeline.program.placement.stages, timeline.program.devices
+    costs = costs.for_stages(stages, devices=devices)
+    reduce = costs.per_stage("reduce", stages=stages) * experts_share()
+    return msgspec.structs.replace(costs, reduce_experts=tuple(reduce.tolist()))
+
+
+def table(timelines: dict[str, Timeline], measured: dict[str, float]) -> list[str]:
+    """One row for each schedule, fastest first: its step time, and that of its simulation, with costs from each fit."""
     fits = {
-        "from both": stretto.fit(*(timelines[name] for name in FITTED)),
-        "from the woven one": stretto.fit(timelines[FITTED[0]]),
-        "from the other": stretto.fit(timelines[FITTED[1]]),
+        "both": stretto.fit(*(timelines[name] for name in FITTED)),
+        "the woven one": stretto.fit(timelines[FITTED[0]]),
+        "the other": stretto.fit(timelines[FITTED[1]]),
     }
-    lines = [f"| recorded | ms | {' | '.join(f'{name}, ms' for name in fits)} |", "|---" * (2 + len(fits)) + "|"]
-    measured = {name: timeline.makespan for name, timeline in timelines.items()}
+    titles = " | ".join(f"predicted from {name}" for name in fits)
+    lines = [f"| schedule | median, ms | recorded, ms | {titles} |", "|---" * (3 + len(fits)) + "|"]
     for name in sorted(measured, key=measured.__getitem__):
-        predicted = [predicted_time(timelines[name], costs) for costs in fits.values()]
-        columns = " | ".join(f"{time * 1e3:.1f} ({time / measured[name] - 1:+.1%})" for time in predicted)
-        lines.append(f"| {name} | {measured[name] * 1e3:.1f} | {columns} |")
+        timeline = timelines[name]
+        predicted = [stretto.simulate(timeline.program, fitting(costs, timeline)).makespan for costs in fits.values()]
+        columns = " | ".join(f"{time * 1e3:.0f} ({time / measured[name] - 1:+.1%})" for time in predicted)
+        lines.append(f"| {name} | {measured[name] * 1e3:.0f} | {timeline.makespan * 1e3:.0f} | {columns} |")
     return lines
-
-
-def predicted_time(timeline: Timeline, costs: stretto.Costs) -> float:
-    program = timeline.program
-    fitting = costs.for_stages(program.placement.stages, devices=program.devices)
-    return stretto.simulate(program, fitting).makespan
 
 
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    groups: dict[str, dict[str, Timeline]] = {}
-    for file in sorted(Path(sys.argv[1]).glob("*.trace.json")):
-        run, _, name = file.name.removesuffix(".trace.json").partition("-ours-")
-        groups.setdefault(run, {})[name] = stretto.load_timeline(file)
-    for run, timelines in groups.items():
-        if not {*FITTED} <= timelines.keys():
-            continue
-        print(f"\n{run}\n", *table(timelines), sep="\n")
-        times = np.array([timeline.makespan for timeline in timelines.values()])
-        print(f"\nrecorded steps take {times.min() * 1e3:.0f} to {times.max() * 1e3:.0f} ms")
+    folder = Path(sys.argv[1])
+    timelines: dict[str, dict[str, Timeline]] = {}
+    medians: dict[str, dict[str, float]] = {}
+    for line in (folder / "medians.txt").read_text().splitlines():
+        file, median = line.split()
+        run, _, name = file.partition("-ours-")
+        timelines.setdefault(run, {})[name] = stretto.load_timeline(folder / f"{file}.trace.json")
+        medians.setdefault(run, {})[name] = float(median)
+    for run, recorded in timelines.items():
+        if {*FITTED} <= recorded.keys():
+            print(f"\n{run}\n", *table(recorded, medians[run]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from k2_layers import CONFIG, Layer, loss
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,31 +35,13 @@ import stretto.onegpu
 from stretto.execute.members import Members
 from stretto.execute.team import Team
 from stretto.ir.plan import Cell, actions_of
-from stretto.layers import Phase
-from stretto.model import ModelConfig
-from stretto.model.blocks import Activations, MoeBlock
-from stretto.moe import AllToAll, ExpertRanks, Routed, expert_phases
+from stretto.moe import AllToAll, ExpertRanks
 from stretto.moe.experts import experts_of
-from stretto.program.task import Kind
+from stretto.program.task import BACKWARDS, Kind
 from stretto.schedules import dualpipe, dualpipev, interleaved, zb_v
 from stretto.timeline import Timeline
 
-LAYERS, MICROBATCHES, WARM_UP, STEPS = 8, 16, 2, 5
-CONFIG = ModelConfig(
-    vocab_size=1,
-    hidden_size=3584,
-    intermediate_size=1,
-    moe_intermediate_size=768,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=16,
-    n_routed_experts=32,
-    num_experts_per_tok=8,
-    first_k_dense_replace=0,
-    q_lora_rank=768,
-    routed_scaling_factor=2.5,
-)
-SKEW = 0.12
-"""The standard deviation of the routers' biases when routing is skewed; scores have one of about 0.2."""
+LAYERS, MICROBATCHES, WARM_UP, STEPS = CONFIG.num_hidden_layers, 16, 2, 4
 PLANS: dict[str, Callable[..., stretto.Plan]] = {
     "interleaved": partial(interleaved, overlap=True),
     "DualPipeV": dualpipev,
@@ -71,49 +54,6 @@ PEERS = {
     "DualPipeV": torch_schedules.ScheduleDualPipeV,
 }
 Spans = NDArray[np.float64]
-
-
-class Layer(nn.Module):
-    """A block of the model, on a plain tensor."""
-
-    def __init__(self, number: int, *, skewed: bool) -> None:
-        super().__init__()
-        torch.manual_seed(number)
-        with torch.device("cuda"):
-            self.block = MoeBlock(CONFIG)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02 if "gate.weight" in name else 0.006)
-        if skewed:
-            self.block.mlp.gate.e_score_correction_bias.normal_(std=SKEW)
-        self.to("cuda", torch.bfloat16)
-
-    def phases(self) -> list[tuple[Phase, Callable[[Any], Any]]]:
-        block = self.block
-        return expert_phases(
-            block.mlp.experts, route=self._route, meanwhile=self._share, finish=_add, count=block.mlp.gate.count
-        )
-
-    def _route(self, x_NTD: Tensor) -> Routed:
-        x_TD, indices_TK, weights_TK, rest = self.block._route(Activations(x_NTD))
-        return Routed(x_TD, indices_TK, weights_TK, rest.x_NTD)
-
-    def _share(self, x_NTD: Tensor, h_TD: Tensor) -> Tensor:
-        assert self.block.mlp.shared_experts is not None
-        return _add(x_NTD, self.block.mlp.shared_experts(h_TD))
-
-    def forward(self, value: Any) -> Any:
-        for _, run in self.phases():
-            value = run(value)
-        return value
-
-
-def _add(x_NTD: Tensor, out_TD: Tensor) -> Tensor:
-    return x_NTD + out_TD.view_as(x_NTD)
-
-
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output.float() - target.float()).square().mean()
 
 
 @dataclass
@@ -216,7 +156,7 @@ class Hidden:
 def hidden(timeline: Timeline) -> Hidden:
     program, totals = timeline.program, []
     comm, compute, device = program.on_lane("comm"), program.compute, program.device
-    backward = program.work.kind == Kind.B
+    backward = program.work.among(BACKWARDS)
     for number in range(program.devices):
         here = device == number
         forwards = here & compute & (program.work.kind == Kind.F)
@@ -358,6 +298,8 @@ def main() -> None:
         say(found.row(name))
         if found.timeline is not None and options.out:
             found.timeline.save(options.out / f"{named(options, name)}.trace.json")
+            with (options.out / "medians.txt").open("a") as file:
+                print(named(options, name), found.median / 1e3, file=file)
     dist.destroy_process_group()
 
 

@@ -156,15 +156,28 @@ def test_whole_passes_of_several_runs_are_pooled() -> None:
         assert stretto.simulate(run.program, fitted).makespan == pytest.approx(run.makespan)
 
 
-def test_medians_are_of_all_samples() -> None:
+def test_means_are_of_all_samples() -> None:
     runs = []
     for microbatches, latency in ((2, 1), (4, 5), (3, 2)):
         table = Costs(phases=MOE_TIMES | {"attn": PhaseTimes(latency)}, link=Link(latency=latency))
         program = stretto.lower(one_f_one_b(devices=2, microbatches=microbatches), layers=[[MOE]] * 2)
         runs.append(stretto.simulate(program, table))
     fitted = stretto.fit(*runs)
-    assert fitted.link.latency == 2  # of two, three and four microbatches
-    assert fitted.phases["moe.attn"].F == 2
+    mean = pytest.approx((2 * 1 + 4 * 5 + 3 * 2) / 9)  # of two, four and three microbatches
+    assert fitted.link.latency == mean
+    assert mean == fitted.phases["moe.attn"].F
+
+
+def test_spread_counts_and_stalls_do_not() -> None:
+    """A step takes as long as the sum of its tasks: a median of skewed times would predict too little."""
+    run = stretto.simulate(one_f_one_b(devices=1, microbatches=10), Costs(F=1, I=1, W=1))
+    (forwards,) = np.nonzero(run.program.work.kind == Kind.F)
+    end = run.end.copy()
+    end[forwards[:3]] += 2.0  # three of ten take 3
+    spread = replace(run, end=end)
+    assert (pytest.approx(1.6),) == stretto.fit(spread).F
+    end[forwards[4]] += 100.0
+    assert (pytest.approx(15 / 9),) == stretto.fit(replace(run, end=end)).F
 
 
 def test_phases_are_pooled_over_different_numbers_of_stages() -> None:

@@ -8,27 +8,29 @@ import numpy as np
 
 from stretto.costs import Costs, Link, PerStage, PhaseTimes, family
 from stretto.ir.errors import CostError
-from stretto.program.columns import Bools, TaskColumns, grouped
+from stretto.program.columns import TaskColumns, grouped
 from stretto.program.graph import leaders
 from stretto.program.sums import reduces
 from stretto.program.task import BACKWARDS, EXPERT_SUM, FORWARDS, SENDS, WEIGHTS, Kind
 from stretto.timeline.memory import Floats
 from stretto.timeline.timeline import Timeline
 
+_STALL = 5.0
+"""A time of so many medians is a stall, such as that of a host that had something else to do."""
 _Samples = dict[tuple[str, bool], dict[str, list[Floats]]]
 """The times of a phase, by its key and whether it was in a pair, then by F, I, W and R."""
 
 
 def fit(timeline: Timeline, *more: Timeline) -> Costs:
-    """Fit costs to timelines of one model: the median time of each kind of task over microbatches, per stage or per
-    phase.
+    """Fit costs to timelines of one model: the usual time of each kind of task over microbatches, per stage or per
+    phase. That is the mean, without rare stalls: times of more than five times the median.
 
     A phase has one time in pairs (`Costs.woven`) and one outside of them (`Costs.phases`); if the timelines have it in
     only one of these places, it takes the same time in the other. So to compare plans with pairs to plans without, fit
     a timeline of each together. Their plans and devices may differ.
 
     Times that the plan does not separate are split: a full backward without its own weight part is half I, half W.
-    All transfers share one latency, the median of their times from when both ends were ready. Sums over devices, and
+    All transfers share one latency, the usual one of their times from when both ends were ready. Sums over devices, and
     exchanges between expert-parallel ranks, are timed the same way. Loads of ranks are not fitted. In a user's own
     program, calls whose names differ only by a number share one time.
 
@@ -110,18 +112,18 @@ def _passes(timelines: Sequence[Timeline]) -> Costs:
     length = np.concatenate([_lengths(timeline) for timeline in timelines])
     work = TaskColumns.joined((timeline.program.work for timeline in timelines), np.arange(len(length)))
 
-    def medians(kinds: tuple[Kind, ...]) -> list[float | None]:
+    def usual(kinds: tuple[Kind, ...]) -> list[float | None]:
         chosen = work.among(kinds)
-        return [_median(length, chosen & (work.stage == stage)) for stage in range(stages)]
+        return [_usual(length[chosen & (work.stage == stage)]) for stage in range(stages)]
 
-    rows = zip(*(medians((kind,)) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.WGRAD)), strict=True)
+    rows = zip(*(usual((kind,)) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.WGRAD)), strict=True)
     table: dict[str, list[float]] = {name: [] for name in ("F", "B", "I", "W", "BW")}
     for f, b, i, w, wgrad in rows:
         later, half = wgrad or 0.0, (b or 0.0) / 2
         weights = w if w is not None else later or half
         inputs = i if i is not None else half if not later else b or 0.0
         whole = b + later if b is not None else inputs + weights
-        later = min(later, whole)  # medians of a few noisy times need not add up
+        later = min(later, whole)  # a few noisy times need not add up
         for name, value in zip(table, (f or 0.0, whole, inputs, weights, later), strict=True):
             table[name].append(value)
     costs: Costs = msgspec.convert(table, Costs)
@@ -144,7 +146,7 @@ def _saved(work: TaskColumns, length: Floats, costs: Costs, *, stages: int) -> l
     for row, (a, b) in enumerate(pairs):
         halves[row, a] += 0.5
         halves[row, b] += 0.5
-        took = np.median(length[paired & (work.stage == a) & (work.stage_b == b)])
+        took = _usual(length[paired & (work.stage == a) & (work.stage_b == b)]) or 0.0
         less[row] = forward[a] + whole[b] - late[b] - took
     mean = less.mean()
     savings: list[float] = (mean + np.linalg.lstsq(halves, less - mean, rcond=None)[0]).tolist()
@@ -152,17 +154,16 @@ def _saved(work: TaskColumns, length: Floats, costs: Costs, *, stages: int) -> l
 
 
 def _phases(timelines: Sequence[Timeline]) -> Costs:
-    """Return the median times by layer and phase, alone and in pairs."""
+    """Return the usual times by layer and phase, alone and in pairs."""
     samples: _Samples = {}
     for timeline in timelines:
         _collect(samples, timeline)
-    medians = {
-        place: {name: float(np.median(every)) for name, times in kinds.items() if len(every := np.concatenate(times))}
+    usual = {
+        place: {name: time for name, times in kinds.items() if (time := _usual(np.concatenate(times))) is not None}
         for place, kinds in samples.items()
     }
     alone, woven = (
-        {key: PhaseTimes(**{**medians[key, not here], **medians[key, here]}) for key, _ in medians}
-        for here in (False, True)
+        {key: PhaseTimes(**{**usual[key, not here], **usual[key, here]}) for key, _ in usual} for here in (False, True)
     )
     return Costs(phases=alone, woven={key: times for key, times in woven.items() if times != alone[key]})
 
@@ -190,7 +191,7 @@ def _collect(samples: _Samples, timeline: Timeline) -> None:
 
 def _transfer(timelines: Sequence[Timeline]) -> float:
     taken = np.concatenate([_transfers(timeline) for timeline in timelines])
-    return float(np.median(taken)) if len(taken) else 0.0
+    return _usual(taken) or 0.0
 
 
 def _transfers(timeline: Timeline) -> Floats:
@@ -218,15 +219,15 @@ def _sums(timelines: Sequence[Timeline]) -> tuple[PerStage, PerStage, float]:
                 durations[part].setdefault(program.work.stage.item(task), []).append(taken)
     tied = [time for times in durations[1].values() for time in times]
     own, experts = (_summed(durations[part], timelines) for part in (0, EXPERT_SUM))
-    return own, experts, max(0.0, float(np.median(tied))) if tied else 0.0
+    return own, experts, max(0.0, _usual(np.array(tied)) or 0.0)
 
 
 def _summed(durations: dict[int, list[float]], timelines: Sequence[Timeline]) -> PerStage:
-    """Return the median sum time of each stage; 0 if no sum takes any time."""
-    medians = {stage: max(0.0, float(np.median(times))) for stage, times in durations.items()}
-    if not any(medians.values()):
+    """Return the usual sum time of each stage; 0 if no sum takes any time."""
+    usual = {stage: max(0.0, _usual(np.array(times)) or 0.0) for stage, times in durations.items()}
+    if not any(usual.values()):
         return 0.0
-    return tuple(medians.get(stage, 0.0) for stage in range(_stages(timelines)))
+    return tuple(usual.get(stage, 0.0) for stage in range(_stages(timelines)))
 
 
 def _calls(timeline: Timeline) -> dict[str, float]:
@@ -237,8 +238,13 @@ def _calls(timeline: Timeline) -> dict[str, float]:
         if task == min(ends):
             taken = float(timeline.end[ends].max() - timeline.start[ends].max())
             durations.setdefault(family(program.anatomy.calls[part]), []).append(max(0.0, taken))
-    return {name: float(np.median(times)) for name, times in durations.items()}
+    return {name: _usual(np.array(times)) or 0.0 for name, times in durations.items()}
 
 
-def _median(length: Floats, chosen: Bools) -> float | None:
-    return float(np.median(length[chosen])) if chosen.any() else None
+def _usual(times: Floats) -> float | None:
+    """Return the mean of all times that are no stalls, so that their sum comes out right; None if there are none."""
+    if not len(times):
+        return None
+    median = float(np.median(times))
+    others: Floats = times[times <= _STALL * median] - median  # so that equal times are returned to the bit
+    return median + float(others.mean()) if len(others) else median
