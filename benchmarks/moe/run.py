@@ -3,7 +3,7 @@
     stretto onegpu run --devices 4 --link network benchmarks/moe/run.py pp=2,ep=2 [--routing skewed] [--out FOLDER]
 
 Ours by several schedules, with pairs woven and with the same pairs run one pass after the other; and PyTorch's
-pipelines on the same layers and exchanges. Each step has 16 microbatches of one sequence on every pipeline. The table
+pipelines on the same layers and exchanges. Each step has 16 microbatches of a sequence on every pipeline. The table
 has the least and the median of some steps, all ranks together; and of ours, from a recorded step: the time of expert
 communication in the steady state, from the first backward to the last forward, how much of it compute hides, for how
 long the worst device waited for its host; and the most that a rank held beyond the weights. With --out, recorded
@@ -41,7 +41,7 @@ from stretto.program.task import BACKWARDS, Kind
 from stretto.schedules import dualpipe, dualpipev, interleaved, zb_v
 from stretto.timeline import Timeline
 
-LAYERS, MICROBATCHES, WARM_UP, STEPS = CONFIG.num_hidden_layers, 16, 2, 4
+LAYERS, WARM_UP, STEPS = CONFIG.num_hidden_layers, 2, 4
 PLANS: dict[str, Callable[..., stretto.Plan]] = {
     "interleaved": partial(interleaved, overlap=True),
     "DualPipeV": dualpipev,
@@ -115,7 +115,7 @@ def torchs(place: Place, schedule: type[Any]) -> Made:
             for weight in experts.parameters():
                 weight.data = weight.data.clone()  # so that the other ranks' experts are free
         stages.append(PipelineStage(module, k, count, torch.device("cuda", 0), group=pp.get_group()))
-    runner = schedule(stages, n_microbatches=MICROBATCHES, loss_fn=loss)
+    runner = schedule(stages, n_microbatches=len(place.x), loss_fn=loss)
     given = (place.x,) if 0 in here else ()
     wanted = {"target": place.y, "losses": []} if count - 1 in here else {}
     modules = [stage.submod for stage in stages]
@@ -236,7 +236,7 @@ def measure(make: Callable[[], Made], *, steps: int = STEPS) -> Found:
 
 def cases(place: Place, costs: stretto.Costs | None) -> Iterator[tuple[str, Callable[[], Made]]]:
     for name, make in PLANS.items():
-        plan = make(devices=place.mesh["pp"].size(), microbatches=MICROBATCHES)
+        plan = make(devices=place.mesh["pp"].size(), microbatches=len(place.x))
         alone = unwoven(plan)
         if alone != plan:
             yield f"ours, {name}, not woven", partial(ours, place, alone, costs, 1)
@@ -247,7 +247,7 @@ def cases(place: Place, costs: stretto.Costs | None) -> Iterator[tuple[str, Call
 
 def calibrated(place: Place) -> stretto.Costs:
     """Costs by which to weave, from a step of interleaved 1F1B without weaving and one with it."""
-    plan = interleaved(devices=place.mesh["pp"].size(), microbatches=MICROBATCHES, overlap=True)
+    plan = interleaved(devices=place.mesh["pp"].size(), microbatches=len(place.x), overlap=True)
     costs, timelines = None, []
     for one in (unwoven(plan), plan):
         timelines.append(measure(partial(ours, place, one, costs, 1), steps=0).timeline)
@@ -273,6 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mesh", nargs="?", default="pp=2,ep=2")
     parser.add_argument("--routing", choices=("balanced", "skewed"), default="balanced")
+    parser.add_argument("--microbatches", type=int, default=16, help="sequences of each pipeline in a step")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--only", action="append", help="only this case; may be given several times")
     parser.add_argument("--out", type=Path, help="a folder for recorded timelines")
@@ -283,7 +284,7 @@ def main() -> None:
     dist.init_process_group("onegpu")
     mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     torch.manual_seed(1000 + mesh["ep"].get_local_rank())
-    x = torch.randn(MICROBATCHES, options.tokens, CONFIG.hidden_size, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(options.microbatches, options.tokens, CONFIG.hidden_size, device="cuda", dtype=torch.bfloat16)
     place = Place(mesh, x, torch.randn_like(x), options.routing == "skewed")
     say(f"\n{options.mesh}, routing {options.routing}, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
     say("| | least, ms | median, ms | queued after, ms | EP, ms | hidden | host late, ms | GiB |")

@@ -209,6 +209,8 @@ class StepBinding:
                 value, leaves = entering(self._inputs[microbatch - self._first])
                 if leaves and self._training:
                     self._differentiated[microbatch] = leaves
+            if self._used is not None:
+                self._used.append(value)  # a last part too may read memory of another lane
             if ends and stage == self._last:
                 if self._training:
                     losses = self._losses
@@ -225,7 +227,7 @@ class StepBinding:
             if buffer is not None:
                 out = buffer.own(out)
             if self._used is not None:
-                self._used += (value, out)
+                self._used.append(out)
             if not ends:
                 self._values[key] = out
             elif local:
