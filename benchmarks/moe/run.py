@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from k2_layers import CONFIG, Layer, loss
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -37,7 +36,6 @@ from stretto.execute.team import Team
 from stretto.ir.plan import Cell, actions_of
 from stretto.moe import AllToAll, ExpertRanks
 from stretto.moe.experts import experts_of
-from stretto.program.task import BACKWARDS, Kind
 from stretto.schedules import dualpipe, dualpipev, interleaved, zb_v
 from stretto.timeline import Timeline
 
@@ -53,7 +51,6 @@ PEERS = {
     "ZB-V": torch_schedules.ScheduleZBVZeroBubble,
     "DualPipeV": torch_schedules.ScheduleDualPipeV,
 }
-Spans = NDArray[np.float64]
 
 
 @dataclass
@@ -145,44 +142,6 @@ def unwoven(plan: stretto.Plan) -> stretto.Plan:
 
 
 @dataclass
-class Hidden:
-    """Milliseconds of expert communication in the steady state, on the mean device, and the part behind compute."""
-
-    total: float
-    hidden: float
-    late: float
-
-
-def hidden(timeline: Timeline) -> Hidden:
-    program, totals = timeline.program, []
-    comm, compute, device = program.on_lane("comm"), program.compute, program.device
-    backward = program.work.among(BACKWARDS)
-    for number in range(program.devices):
-        here = device == number
-        forwards = here & compute & (program.work.kind == Kind.F)
-        first, last = timeline.start[here & backward].min(), timeline.end[forwards].max()
-        busy = spans(timeline, here & comm, first, last)
-        computing = spans(timeline, here & compute, first, last)
-        totals.append((length(busy), length(busy) + length(computing) - length(np.concatenate([busy, computing]))))
-    total, behind = np.mean(totals, axis=0) * 1e3
-    return Hidden(total, behind, max(device.host_late for device in timeline.summary().devices) * 1e3)
-
-
-def spans(timeline: Timeline, chosen: NDArray[np.bool_], first: float, last: float) -> Spans:
-    times = np.stack([timeline.start[chosen], timeline.end[chosen]], axis=1).clip(first, last)
-    return times[times[:, 1] > times[:, 0]]
-
-
-def length(spans: Spans) -> float:
-    """The time that any of these spans covers."""
-    if not len(spans):
-        return 0.0
-    spans = spans[np.argsort(spans[:, 0])]
-    reach = np.maximum.accumulate(spans[:, 1])
-    return float(np.maximum(0.0, reach - np.maximum(spans[:, 0], np.append(-np.inf, reach[:-1]))).sum())
-
-
-@dataclass
 class Found:
     least: float
     median: float
@@ -195,9 +154,9 @@ class Found:
         start = f"| {name} | {self.least:.1f} | {self.median:.1f} | {self.queued:.1f} "
         if self.timeline is None:
             return f"{start}| | | | {self.held:.1f} |"
-        seen = hidden(self.timeline)
-        share = f"{seen.total:.1f} | {seen.hidden / max(seen.total, 1e-9):.0%} | {seen.late:.1f}"
-        return f"{start}| {share} | {self.held:.1f} |"
+        total, hidden = np.mean(self.timeline.communication(steady=True), axis=0) * 1e3
+        late = max(device.host_late for device in self.timeline.summary().devices) * 1e3
+        return f"{start}| {total:.1f} | {hidden / total:.0%} | {late:.1f} | {self.held:.1f} |"
 
 
 def measure(make: Callable[[], Made], *, steps: int = STEPS) -> Found:
@@ -274,7 +233,7 @@ def main() -> None:
     parser.add_argument("mesh", nargs="?", default="pp=2,ep=2")
     parser.add_argument("--routing", choices=("balanced", "skewed"), default="balanced")
     parser.add_argument("--microbatches", type=int, default=16, help="sequences of each pipeline in a step")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--only", action="append", help="only this case; may be given several times")
     parser.add_argument("--out", type=Path, help="a folder for recorded timelines")
     parser.add_argument("--costs", type=Path, help="costs to weave by, a .toml file; else they are measured first")

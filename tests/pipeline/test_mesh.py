@@ -5,7 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from mesh_jobs import beside, cut_models, evaluated, mixed, refused, repeated, saved_and_loaded, trained, uneven, waits
+from mesh_jobs import (
+    beside,
+    cut_models,
+    evaluated,
+    kept_alive,
+    losses_of_steps,
+    mixed,
+    refused,
+    repeated,
+    saved_and_loaded,
+    trained,
+    uneven,
+    waits,
+)
 from moe_jobs import DEVICE
 from ranks import Ranks
 
@@ -115,6 +128,19 @@ def test_hosts_wait_for_the_sizes_of_exchanges_and_for_nothing_else(ranks: Ranks
     assert any(counted for _, counted in results)  # on a rank that has no experts there are none
     for waited, counted in results:
         assert waited == ["the numbers of rows that other ranks send"] * counted
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "dualpipev"])
+def test_the_same_step_has_the_same_loss(ranks: Ranks, schedule: str) -> None:
+    """On a GPU, a lane must not get memory that another lane still reads."""
+    losses = [loss for found in ranks.run(losses_of_steps, 4, {"pp": 2, "ep": 2}, schedule, 10) for loss in found]
+    assert len(set(losses)) == 1, losses
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="on a device, what was used is let go in the step")
+def test_what_forwards_read_and_make_is_kept(ranks: Ranks) -> None:
+    ((kept, used),) = ranks.run(kept_alive, 1)
+    assert kept == used
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"dp": 2, "pp": 2}], ids=str)

@@ -121,3 +121,20 @@ def test_the_merge_of_two_chains_is_the_shortest_there_is(passes: Passes) -> Non
         return found
 
     assert short.length(weave(short)) == min(short.length(order) for order in merges(0, 0))
+
+
+@given(st.sampled_from([0.1, 3.0, 1e-6, 1e9]))
+def test_the_unit_of_time_does_not_decide(unit: float) -> None:
+    """Orders that are equally long but for rounding are equal, so the gradient's departure decides."""
+    forward, backward, weights = (0.4, 0.6), (0.4, 0.3), (1.5, 1.0)
+
+    def scaled(by: float) -> Passes:
+        return Passes(
+            tuple(Step("compute", time * by) for time in forward),
+            tuple(Step("compute", time * by) for time in backward),
+            tuple(Weight(k, time * by) for k, time in enumerate(weights)),
+        )
+
+    assert weave(scaled(unit)) == weave(scaled(1.0))
+    order = weave(scaled(1.0))
+    assert [token.of for token in order[-2:]] == ["W", "W"]

@@ -20,7 +20,11 @@ from strategies import SCHEDULES
 from stretto.execute.team import Team
 from stretto.ir.mesh import MeshShape
 from stretto.model import CausalLM, causal_lm_loss, transformers_loss, update_router_biases
-from stretto.moe import AllToAll, Experts, RoutedExperts, Router
+from stretto.model.blocks import Activations, MoeBlock
+from stretto.moe import AllToAll, Experts, Routed, RoutedExperts, Router, expert_phases
+from stretto.pipeline.pytree import Tree
+from stretto.program.task import Kind
+from stretto.schedules import one_f_one_b
 
 MICROBATCHES = 8  # of each pipeline
 Sizes = dict[str, int]
@@ -436,3 +440,63 @@ def waits(mesh: DeviceMesh, sizes: Sizes, schedule: str) -> tuple[list[str], int
     counted = sum(task.phase.startswith("counts") for task in pipe._binding.tasks)
     pipe.close()
     return waited, counted
+
+
+class Embedded(nn.Module):
+    """A layer that is an expert block of our model, on a plain tensor: the last layer is in phases too."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.block = MoeBlock(config)
+
+    def phases(self) -> list[tuple[stretto.Phase, Any]]:
+        mlp = self.block.mlp
+        return expert_phases(mlp.experts, route=self._route, finish=self._finish, count=mlp.gate.count)
+
+    def _route(self, x: Tensor) -> Routed:
+        h, indices, weights, rest = self.block._route(Activations(x))
+        return Routed(h, indices, weights, rest.x_NTD)
+
+    def _finish(self, x: Tensor, out: Tensor) -> Tensor:
+        return x + out.view_as(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _, run in self.phases():
+            x = run(x)
+        return x
+
+
+def losses_of_steps(mesh: DeviceMesh, sizes: Sizes, schedule: str, steps: int) -> list[float]:
+    """The loss of the same batch in each of several steps, where nothing is trained. On a GPU, layers are large enough
+    for lanes to run at the same time.
+    """
+    member = Member(mesh, sizes)
+    width, tokens = (1024, 512) if DEVICE.type == "cuda" else (CONFIG.hidden_size, 8)
+    config = dataclasses.replace(CONFIG, hidden_size=width, moe_intermediate_size=width // 2, num_hidden_layers=4)
+    torch.manual_seed(1)
+    layers = [Embedded(config).to(DEVICE, torch.float32) for _ in range(8)]
+    pipe = stretto.Pipeline(layers, plan=member.plan(schedule), loss=_distance, mesh=member.mesh)
+    x = torch.randn(MICROBATCHES, tokens, width, device=DEVICE)
+    losses = [pipe.step(x, x.roll(1, 0)).loss for _ in range(steps)]
+    pipe.close()
+    return losses
+
+
+def _distance(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def kept_alive(mesh: DeviceMesh) -> tuple[int, int]:
+    """How many values of forward tasks a step keeps alive where lanes are streams, and how many it reads and makes,
+    except losses.
+    """
+    member = Member(mesh, {"pp": 1})
+    torch.manual_seed(1)
+    layers = [Embedded(CONFIG) for _ in range(2)]
+    pipe = stretto.Pipeline(layers, plan=one_f_one_b(devices=1, microbatches=2), loss=_distance, mesh=member.mesh["pp"])
+    pipe._binding._used = kept = []  # as on a GPU, but nothing is let go
+    x = torch.randn(2, 8, CONFIG.hidden_size)
+    pipe.step(x, x)
+    forwards = sum(task.kind is Kind.F for task in pipe._binding.tasks)
+    pipe.close()
+    return sum(isinstance(value, Tree) for value in kept), 2 * forwards - 2

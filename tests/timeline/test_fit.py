@@ -180,6 +180,21 @@ def test_spread_counts_and_stalls_do_not() -> None:
     assert (pytest.approx(15 / 9),) == stretto.fit(replace(run, end=end)).F
 
 
+def test_recomputation_copies_and_unlike_pairs_come_back() -> None:
+    cases = [
+        (one_f_one_b(devices=4, microbatches=8), Costs(R=0.3), {"recompute": True}),
+        (one_f_one_b(devices=2, microbatches=4), Costs(host=Link(latency=5), activation_bytes=1), {"offload": 1}),
+        (  # the first solution for pairs would make the third stage's shorter than its backward
+            dualpipe(devices=4, microbatches=8),
+            Costs(F=(0.5, 0.5, 0.5, 2), I=(1, 1.5, 0.5, 0.5), W=(1.5, 1, 0.5, 2), FB=(2.5, 2.5, 1, 2.5)),
+            {},
+        ),
+    ]
+    for plan, table, options in cases:
+        run = stretto.simulate(stretto.lower(plan, **options), table)
+        assert stretto.simulate(run.program, stretto.fit(run)).makespan == pytest.approx(run.makespan)
+
+
 def test_phases_are_pooled_over_different_numbers_of_stages() -> None:
     table = Costs(phases=MOE_TIMES)
     plans_ = [one_f_one_b(devices=2, microbatches=4), dualpipev(devices=2, microbatches=4)]

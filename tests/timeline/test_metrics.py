@@ -130,3 +130,33 @@ def test_a_chain_of_communication_is_exposed_as_a_whole() -> None:
     plan = stretto.schedules.gpipe(devices=1, microbatches=1)
     summary = stretto.simulate(stretto.lower(plan, layers=layers, costs=costs), costs).summary()
     assert (summary.makespan, summary.devices[0].busy, summary.devices[0].exposed_comm) == (10, 6, 4)
+
+
+def woven(*, overlap: bool, comm: float = 1.0) -> stretto.Timeline:
+    phases = {"attn": PhaseTimes(1, 1, 1), "mlp": PhaseTimes(1, 1, 1)}
+    phases |= {"dispatch": PhaseTimes(comm, comm), "combine": PhaseTimes(comm, comm)}
+    plan = stretto.schedules.interleaved(devices=2, microbatches=8, overlap=overlap)
+    program = stretto.lower(plan, layers=[[stretto.layers.MOE]] * 4, costs=(costs := Costs(phases=phases)))
+    return stretto.simulate(program, costs)
+
+
+def test_communication_hides_behind_compute_in_the_steady_state() -> None:
+    for device in woven(overlap=True).communication(steady=True):
+        assert (device.hidden, device.share) == (device.total, 1.0)
+    for device in woven(overlap=False).communication(steady=True):
+        assert (device.hidden, device.share) == (0.0, 0.0)
+    for found, device in zip(woven(overlap=True).communication(), woven(overlap=True).summary().devices, strict=True):
+        assert (device.comm, device.hidden_comm) == found
+        assert found.total == 2 * 16 * 2  # two for each pass
+        assert 0 < device.exposed_comm <= found.total - found.hidden  # in warm-up and cool-down
+    assert all(found.share == 1.0 for found in stretto.simulate(gpipe(devices=2, microbatches=2)).communication())
+
+
+@given(plans())
+def test_hidden_communication_is_a_part(plan: stretto.Plan) -> None:
+    phases = {name: PhaseTimes(1, 2, 1) for name in ("attn", "mlp", "dispatch", "combine")}
+    costs = Costs(phases=phases)
+    timeline = stretto.simulate(stretto.lower(plan, layers=[[stretto.layers.MOE]] * plan.stages, costs=costs), costs)
+    for whole, steady in zip(timeline.communication(), timeline.communication(steady=True), strict=True):
+        assert 0 <= steady.total <= whole.total + 1e-9
+        assert 0 <= steady.hidden <= min(steady.total, whole.hidden + 1e-9)

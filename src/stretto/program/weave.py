@@ -1,6 +1,6 @@
 """Merges a pair's two passes into one order, so that each hides the other's communication."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Literal
 
@@ -11,7 +11,7 @@ from stretto.program.passes import Passes, Step, Token
 _WIDTH = 8
 """How many partial merges a cell keeps. In 480 random pairs, 32 gave no shorter order."""
 _LEAST_GAIN = 1e-9
-"""The share of its length by which an order must be shorter to be searched for: less is rounding."""
+"""The share of its length by which an order must be shorter to count as shorter: less is rounding."""
 
 
 def weave(passes: Passes) -> tuple[Token, ...]:
@@ -34,11 +34,26 @@ def weave(passes: Passes) -> tuple[Token, ...]:
     ]
     orders += map(tuple, _shorter(passes, min(map(passes.length, orders))))
     if not any(step.lane == "host" for step in passes.forward + passes.backward):
-        return min(orders, key=lambda order: (passes.length(order), _gradient_leaves(passes, order)))
+        return _best(passes, orders)
     orders = [early_counts(passes, order) for order in orders]
     orders += [covered(passes, order) for order in orders]
-    best = min(orders, key=lambda o: (passes.length(o), len(bare_waits(passes, o)), _gradient_leaves(passes, o)))
-    return late_waits(passes, best)
+    return late_waits(passes, _best(passes, orders))
+
+
+def _best(passes: Passes, orders: Sequence[tuple[Token, ...]]) -> tuple[Token, ...]:
+    """Return the best order by length, then by waits, then by when the gradient leaves; the first of equals."""
+    orders = _least(orders, passes.length)
+    orders = _least(orders, lambda order: len(bare_waits(passes, order)))
+    return _least(orders, lambda order: _gradient_leaves(passes, order))[0]
+
+
+def _least(
+    orders: Sequence[tuple[Token, ...]], key: Callable[[tuple[Token, ...]], float]
+) -> Sequence[tuple[Token, ...]]:
+    """Return the orders whose key is least, but for rounding, which depends on the unit of time."""
+    keys = [key(order) for order in orders]
+    most = min(keys) * (1 + _LEAST_GAIN)
+    return [order for order, value in zip(orders, keys, strict=True) if value <= most]
 
 
 def _tokens(of: Literal["F", "B", "W"], steps: Sequence[object]) -> Iterator[Token]:

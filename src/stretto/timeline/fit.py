@@ -5,13 +5,14 @@ from itertools import chain
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.costs import Costs, Link, PerStage, PhaseTimes, family
 from stretto.ir.errors import CostError
 from stretto.program.columns import TaskColumns, grouped
 from stretto.program.graph import leaders
 from stretto.program.sums import reduces
-from stretto.program.task import BACKWARDS, EXPERT_SUM, FORWARDS, SENDS, WEIGHTS, Kind
+from stretto.program.task import BACKWARDS, COPIES, EXPERT_SUM, FORWARDS, SENDS, WEIGHTS, Kind
 from stretto.timeline.memory import Floats
 from stretto.timeline.timeline import Timeline
 
@@ -30,7 +31,8 @@ def fit(timeline: Timeline, *more: Timeline) -> Costs:
     a timeline of each together. Their plans and devices may differ.
 
     Times that the plan does not separate are split: a full backward without its own weight part is half I, half W.
-    All transfers share one latency, the usual one of their times from when both ends were ready. Sums over devices, and
+    All transfers share one latency, the usual one of their times from when both ends were ready, and so do all copies
+    to and from host memory. Sums over devices, and
     exchanges between expert-parallel ranks, are timed the same way. Loads of ranks are not fitted. In a user's own
     program, calls whose names differ only by a number share one time.
 
@@ -48,6 +50,7 @@ def fit(timeline: Timeline, *more: Timeline) -> Costs:
     return msgspec.structs.replace(
         costs,
         link=Link(latency=_transfer(timelines)),
+        host=Link(latency=_copies(timelines)),
         reduce=reduce,
         reduce_experts=experts,
         reduce_tied=tied,
@@ -128,14 +131,17 @@ def _passes(timelines: Sequence[Timeline]) -> Costs:
             table[name].append(value)
     costs: Costs = msgspec.convert(table, Costs)
     saved = _saved(work, length, costs, stages=stages)
-    woven = [max(f, b, f + b - less) for f, b, less in zip(table["F"], table["B"], saved, strict=True)]
-    return msgspec.structs.replace(costs, FB=tuple(woven))
+    woven = [f + b - less for f, b, less in zip(table["F"], table["B"], saved, strict=True)]
+    again = usual((Kind.RECOMPUTE,))
+    recompute = tuple(r or 0.0 for r in again) if any(r is not None for r in again) else None
+    return msgspec.structs.replace(costs, FB=tuple(woven), R=recompute)
 
 
 def _saved(work: TaskColumns, length: Floats, costs: Costs, *, stages: int) -> list[float]:
     """Return the time that each stage's passes save by being woven, such that pairs take as long as measured.
 
-    If several solutions fit, choose the one in which stages save most nearly the same.
+    A pair takes at least as long as either of its passes, so no stage saves more than its shorter pass. If several
+    solutions fit, choose the one in which stages save most nearly the same.
     """
     forward, whole, late = (costs.per_stage(name, stages=stages) for name in ("F", "B", "BW"))
     paired = work.kind == Kind.PAIR
@@ -148,9 +154,27 @@ def _saved(work: TaskColumns, length: Floats, costs: Costs, *, stages: int) -> l
         halves[row, b] += 0.5
         took = _usual(length[paired & (work.stage == a) & (work.stage_b == b)]) or 0.0
         less[row] = forward[a] + whole[b] - late[b] - took
-    mean = less.mean()
-    savings: list[float] = (mean + np.linalg.lstsq(halves, less - mean, rcond=None)[0]).tolist()
+    savings: list[float] = _bounded(halves, less, np.minimum(forward, whole)).tolist()
     return savings
+
+
+def _bounded(factors: NDArray[np.float64], totals: Floats, most: Floats) -> Floats:
+    """Solve factors @ x = totals by least squares, with each x at most `most`, and else near their mean.
+
+    Whatever would exceed its limit gets the limit, and the others are solved for again.
+    """
+    x, free = most.copy(), np.ones(len(most), dtype=np.bool_)
+    while free.any():
+        left = totals - factors[:, ~free] @ x[~free]
+        shares = factors[:, free].sum(1)
+        mean = float((left[shares > 0] / shares[shares > 0]).mean()) if (shares > 0).any() else 0.0
+        x[free] = mean + np.linalg.lstsq(factors[:, free], left - mean * shares, rcond=None)[0]
+        exceeding = free & (x > most)
+        x[exceeding] = most[exceeding]
+        free &= ~exceeding
+        if not exceeding.any():
+            break
+    return x
 
 
 def _phases(timelines: Sequence[Timeline]) -> Costs:
@@ -202,6 +226,12 @@ def _transfers(timeline: Timeline) -> Floats:
     ready = np.maximum(timeline.start[send], timeline.start[receive])
     taken: Floats = np.maximum(0.0, timeline.end[receive] - ready)
     return taken
+
+
+def _copies(timelines: Sequence[Timeline]) -> float:
+    """Return the usual time of a copy to or from host memory, whatever its size."""
+    times = [(timeline.end - timeline.start)[timeline.program.work.among(COPIES)] for timeline in timelines]
+    return _usual(np.concatenate(times)) or 0.0
 
 
 def _sums(timelines: Sequence[Timeline]) -> tuple[PerStage, PerStage, float]:

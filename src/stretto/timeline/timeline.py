@@ -14,6 +14,7 @@ from stretto.program.columns import grouped, queue_edges
 from stretto.program.program import Program
 from stretto.program.task import COPIES, Task
 from stretto.timeline import idle
+from stretto.timeline.hiding import Communication, communication
 from stretto.timeline.memory import DeviceMemory, Floats, memory_over_time
 
 _LATEST = 1e150  # so that no sum or product of two times overflows
@@ -29,6 +30,8 @@ class Span:
 
 
 class DeviceSummary(msgspec.Struct, frozen=True):
+    """A device's part of a step, in the timeline's unit of time, and the most that it held at any time."""
+
     busy: float
     """Time spent computing."""
     span: float
@@ -39,6 +42,10 @@ class DeviceSummary(msgspec.Struct, frozen=True):
     """Idle time during which a transfer that the next compute task needs was under way."""
     exposed_comm: float
     """The same for expert dispatch and combine, and for the host's wait for their sizes."""
+    comm: float
+    """Time in which expert dispatch or combine was under way, or the counts that precede them."""
+    hidden_comm: float
+    """The part of `comm` in which the device computed. (`exposed_comm` is only what compute waited for.)"""
     exposed_copy: float
     """The same for copies to and from host memory."""
     host_late: float
@@ -124,7 +131,7 @@ class Timeline:
             for awaited in (program.moving, program.exchange, program.work.among(COPIES))
         )
         late = self.late_gaps().total(len(program))[task]
-        memory = self.memory(costs)
+        memory, exchanges = self.memory(costs), self.communication()
         devices = []
         for device, (a, b) in enumerate(pairwise(bounds.tolist())):
             start, end = self.start[task[a:b]], self.end[task[a:b]]
@@ -136,6 +143,8 @@ class Timeline:
                     bubble=makespan - busy,
                     exposed_transfer=float(transfer[a:b].sum()),
                     exposed_comm=float(comm[a:b].sum()),
+                    comm=exchanges[device].total,
+                    hidden_comm=exchanges[device].hidden,
                     exposed_copy=float(copy[a:b].sum()),
                     host_late=float(late[a:b].sum()),
                     peak_activations=memory[device].peak_activations,
@@ -147,6 +156,26 @@ class Timeline:
         total = makespan * len(devices)
         ratio = sum(device.bubble for device in devices) / total if total else 0.0
         return Summary(makespan, ratio, tuple(devices))
+
+    def communication(self, *, steady: bool = False) -> list[Communication]:
+        """Return how long each device's expert communication takes, and how much of it hides behind compute.
+
+        If `steady`, only from the start of the device's first backward to the end of its last forward: before and
+        after, there is no other pass to hide it.
+
+        >>> from stretto import Costs, lower, simulate
+        >>> from stretto.costs import PhaseTimes
+        >>> from stretto.layers import MOE
+        >>> from stretto.schedules import interleaved
+        >>> costs = Costs(phases={name: PhaseTimes(1, 1, 1) for name in ("attn", "dispatch", "mlp", "combine")})
+        >>> for overlap in (False, True):
+        ...     plan = interleaved(devices=2, microbatches=8, overlap=overlap)
+        ...     timeline = simulate(lower(plan, layers=[[MOE]] * 4, costs=costs), costs)
+        ...     print([f"{device.share:.0%}" for device in timeline.communication(steady=True)])
+        ['0%', '0%']
+        ['100%', '100%']
+        """
+        return communication(self.program, self.start, self.end, steady=steady)
 
     def host_late(self) -> Floats:
         """Return, for each task in the order of `spans`, how long its lane stood idle only because the host had not
