@@ -1,11 +1,15 @@
 """Rooms for what arrives: never lent twice at once, and no more of them than are needed at once."""
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto.pipeline.recv_buffers import share_recv_buffers
+from stretto.pipeline.descriptions import Description, describe
+from stretto.pipeline.pytree import LEAF, Tree
+from stretto.pipeline.recv_buffers import RecvBuffers, share_recv_buffers
 from stretto.program.task import RECEIVES, Kind
 from stretto.program.wgrads import joined_ends
 from stretto.schedules import one_f_one_b
@@ -50,3 +54,21 @@ def test_in_the_steady_state_of_1f1b_rooms_are_as_many_as_microbatches_in_flight
             inputs + 1,
         )  # one may come early
         assert len({buffer_key for buffer_key in recv_buffers if buffer_key[0] is Kind.RECV_B}) <= 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory of streams")
+def test_memory_that_the_device_still_reads_is_not_lent_again() -> None:
+    """Where shapes change, a buffer that no longer fits is freed, while a message that lay in it may still be read."""
+
+    def described(rows: int) -> Description:
+        return describe(Tree([torch.empty(rows, 1024, device="cuda")], LEAF, [True]), torch.device("cuda"), 0)[0]
+
+    buffers, lane = RecvBuffers(torch.device("cuda")), torch.cuda.Stream()
+    buffers.reader = torch.cuda.current_stream()
+    with torch.cuda.stream(lane):
+        first = buffers.take((Kind.RECV_F, 1, 0), described(4096)).tensors[0].data_ptr()
+    torch.cuda._sleep(2_000_000_000)  # a second in which the device reads the first message
+    with torch.cuda.stream(lane):
+        buffers.take((Kind.RECV_F, 1, 0), described(64))
+        other = buffers.take((Kind.RECV_B, 1, 0), described(4096)).tensors[0].data_ptr()
+    assert other != first

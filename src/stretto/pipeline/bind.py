@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, Protocol
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -124,6 +125,8 @@ class StepBinding:
         else:
             self._losses = losses
         self._input_grads = []
+        if self._transfers.device.type == "cuda":
+            self._recv_buffers.reader = torch.cuda.current_stream()
         with ExitStack() as contexts:
             for stage in self._stages.values():
                 stage.used = self._used

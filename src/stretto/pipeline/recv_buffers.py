@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,12 +81,17 @@ class RecvBuffers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[BufferKey, RecvBuffer] = {}
+        self.reader: Any = None
+        """On a device, the stream that reads the buffers. One that no longer fits is not reused before that is done."""
 
     def take(self, key: BufferKey, description: Description) -> RecvBuffer:
         """Return the buffer, reallocated if the described message does not fit it."""
         metas, buffer = description.metas, self._buffers.get(key)
         if buffer is None or buffer.metas != metas:
             tensors = description.empty(self._device)
+            if self.reader is not None:
+                for tensor in tensors:
+                    tensor.record_stream(self.reader)
             raws = [moved_as(tensor) for tensor in tensors if tensor.numel()]
             storages = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors) - {0}
             self._buffers[key] = buffer = RecvBuffer(metas, tensors, raws, storages)
