@@ -358,7 +358,7 @@ BAD = {
     "odd TOML": (["simulate", "gpipe", "--costs", "odd.toml"], "bad cost table: Object contains unknown field `G`"),
     "wrong lengths": (
         ["simulate", "gpipe", "--costs", "lengths.toml"],
-        "F is given for 3 slices of the model, but W for 2",
+        "F is given for 2 slices of the model, but I for 4",
     ),
     "wrong devices": (["show", "gpipe", "--costs", "slow.toml"], "slowdown has 3 entries, but the plan has 4 devices"),
     "other output": (
@@ -396,7 +396,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "bad.toml").write_text("F = = 1")
     (path / "odd.toml").write_text("G = 1")
     (path / "long.toml").write_text("F = [1, 2, 3]")
-    (path / "lengths.toml").write_text("F = [1, 2, 3]\nW = [1, 2]")
     (path / "slow.toml").write_text("slowdown = [1, 2, 3]")
     (path / "wide.toml").write_text("message_bytes = [1, 2, 3, 4]")
     (path / "bad.trace.json").write_text('{"traceEvents": 3}')
