@@ -155,7 +155,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
         A cost is that of one of the model's equal slices: a list gives it slice by slice, a number says that it is the
         same for all. There are as many slices as the lists are long, or one for each device if there are no lists.
-        Message sizes stay the same, and so do times of phases. Costs of as many slices as stages are returned as they are.
+        Message sizes stay the same, and so do times of phases. Costs of as many slices as stages are returned as they
+        are.
 
         >>> costs = Costs(F=(1, 3), W=2).for_stages(4, devices=2)
         >>> costs.F, costs.W
