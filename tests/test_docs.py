@@ -56,6 +56,8 @@ HOW = {
     ("docs/training.md", "the norm before clipping"): How(ranks=4, given="training"),
     ("docs/training.md", "masters = "): How(ranks=4, given="training"),
     ("docs/training.md", "my_tokens"): How(ranks=4, given="data_parallel"),
+    ("docs/training.md", "timelines = []"): How(ranks=2, given="measured"),
+    ("docs/training.md", "described = "): How(ranks=2, given="predicted"),
     ("docs/training.md", "timeline.host_late()"): How(ranks=1, given="recorded"),
     ("docs/training.md", "after-step-"): How(ranks=2, given="failing"),
     ("docs/weights.md", "into=model.state_dict()"): How(ranks=1, given="pushing_a_model"),

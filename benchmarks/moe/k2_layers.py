@@ -31,6 +31,8 @@ SKEW = 0.12
 class Layer(nn.Module):
     """A block of the model, on a plain tensor."""
 
+    layer_name = MoeBlock.layer_name
+
     def __init__(self, number: int, *, skewed: bool) -> None:
         super().__init__()
         torch.manual_seed(number)

@@ -5,7 +5,7 @@ to interleaved 1F1B, woven and not; and for comparison to each of the two alone.
 gradients over devices, which interleaved 1F1B does not, that takes as long by the byte as other sums.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import msgspec
@@ -54,9 +54,9 @@ def table(timelines: dict[str, Timeline], measured: dict[str, float]) -> list[st
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="what `run.py --out` has saved")
+    folder = parser.parse_args().folder
     timelines: dict[str, dict[str, Timeline]] = {}
     medians: dict[str, dict[str, float]] = {}
     for line in (folder / "medians.txt").read_text().splitlines():

@@ -12,6 +12,7 @@ timelines are saved.
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -238,6 +239,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a folder for recorded timelines")
     parser.add_argument("--costs", type=Path, help="costs to weave by, a .toml file; else they are measured first")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA GPU, and there is none")
     sizes = {name: int(size) for name, size in (word.split("=") for word in options.mesh.split(","))}
     torch.cuda.set_device(0)
     dist.init_process_group("onegpu")

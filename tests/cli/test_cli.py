@@ -330,7 +330,7 @@ BAD = {
     "sizes of nothing": (["show", "-d", "2"], "name a schedule to draw or write"),
     "named and refused": (
         ["compare", "zb_v", "--costs", "wide.toml"],
-        "zb_v: message_bytes has 4 entries, but the plan",
+        "zb_v: message_bytes has 4 entries, but the plan has 8 stages; give one number",
     ),
     "huge cost": (["simulate", "gpipe", "--costs", "F=1e308"], "longer than a number can say"),
     "long number": (["simulate", "gpipe", "--costs", "digits.toml"], "not valid TOML"),
@@ -356,7 +356,11 @@ BAD = {
     "deep JSON": (["check", "deep.json"], "deep.json: not a plan in JSON"),
     "bad TOML": (["simulate", "gpipe", "--costs", "bad.toml"], "not valid TOML"),
     "odd TOML": (["simulate", "gpipe", "--costs", "odd.toml"], "bad cost table: Object contains unknown field `G`"),
-    "wrong length": (["simulate", "gpipe", "--costs", "long.toml"], "F has 3 entries, but the plan has 4 stages"),
+    "wrong lengths": (
+        ["simulate", "gpipe", "--costs", "lengths.toml"],
+        "F is given for 2 slices of the model, but I for 4",
+    ),
+    "wrong devices": (["show", "gpipe", "--costs", "slow.toml"], "slowdown has 3 entries, but the plan has 4 devices"),
     "other output": (
         ["show", "gpipe", "-o", "x.txt"],
         "-o writes .csv, with or without --transfers, .json, .svg, .png or .trace.json",
@@ -392,6 +396,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "bad.toml").write_text("F = = 1")
     (path / "odd.toml").write_text("G = 1")
     (path / "long.toml").write_text("F = [1, 2, 3]")
+    (path / "slow.toml").write_text("slowdown = [1, 2, 3]")
     (path / "wide.toml").write_text("message_bytes = [1, 2, 3, 4]")
     (path / "bad.trace.json").write_text('{"traceEvents": 3}')
     step, update = gpipe(devices=2, microbatches=2), stretto.weight_update(devices=2, buckets=2)
@@ -510,6 +515,31 @@ def test_compare_fits_one_cost_table_to_several_traces(tmp_path: Path) -> None:
         2,
         "stretto: timelines of phases are not fitted together with timelines of whole passes\n",
     )
+
+
+def test_simulate_and_show_cut_lists_of_costs_anew(tmp_path: Path) -> None:
+    """As `compare` does: the same model costs the same in any number of stages, bytes and figures included."""
+    (tmp_path / "two.toml").write_text("F = [2, 4]\nI = 2\nactivation_bytes = [40, 80]\n")
+    (tmp_path / "four.toml").write_text("F = [1, 1, 2, 2]\nI = 1\nW = 0.5\nactivation_bytes = [20, 20, 40, 40]\n")
+    for command in (("simulate", "gpipe", "--json"), ("simulate", "zb_h1"), ("show", "gpipe", "--json")):
+        anew, plain = (run(*command, "--costs", costs, cwd=tmp_path) for costs in ("two.toml", "four.toml"))
+        assert (anew.returncode, anew.stdout) == (0, plain.stdout)
+        assert anew.stderr == "note: the lists in the costs are not for 4 stages; the costs of the model are cut anew\n"
+        assert plain.stderr == ""
+    traces = []
+    for costs in ("two.toml", "four.toml"):
+        for command in ("simulate", "show"):
+            done = run(command, "gpipe", "--costs", costs, "-o", "x.trace.json", cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+            traces.append((tmp_path / "x.trace.json").read_text())
+    assert len({*traces}) == 1
+
+
+def test_numbers_in_costs_stay_those_of_a_stage_to_the_bit(tmp_path: Path) -> None:
+    (tmp_path / "costs.toml").write_text("F = 0.1\nI = 0.1\nW = 0.1\n")
+    done = run("simulate", "gpipe", "-d", "3", "-m", "1", "--costs", "costs.toml", "--json", cwd=tmp_path)
+    plan = stretto.schedules.gpipe(devices=3, microbatches=1)
+    assert json.loads(done.stdout)["makespan"] == stretto.simulate(plan, stretto.Costs(F=0.1, I=0.1, W=0.1)).makespan
 
 
 def test_the_lines_for_pairs_in_the_example_may_be_uncommented(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
-from stretto.costs import PhaseTimes, costs_from, parse_costs, parse_costs_toml
+from stretto.costs import PhaseTimes, WovenTimes, costs_from, parse_costs, parse_costs_toml
 from stretto.schedules import gpipe
 
 _VALUES = st.recursive(
@@ -68,6 +68,9 @@ def test_the_same_model_in_more_stages_costs_the_same() -> None:
     assert (table.F, table.B, table.activation_bytes, table.message_bytes) == ((1.0, 1.0, 2.0, 2.0), 2.0, 4.0, 6)
     merged = stretto.Costs(F=(1.0, 2.0, 3.0, 4.0)).for_stages(2, devices=2)
     assert merged.F == (3.0, 7.0)
+    same = stretto.Costs(F=0.1, W=(0.1, 0.2, 0.3))
+    assert same.for_stages(3, devices=5) == same
+    assert stretto.Costs(F=0.1).for_stages(3, devices=3) == stretto.Costs(F=0.1)
     uneven = stretto.Costs(F=(3.0, 6.0)).for_stages(3, devices=3)
     assert pytest.approx((2.0, 3.0, 4.0)) == uneven.F
 
@@ -100,18 +103,20 @@ def test_seconds_have_no_defaults(text: str, says: str) -> None:
 def test_times_in_pairs_are_a_table_of_their_own() -> None:
     table = parse_costs_toml("[phases]\nattn = { F = 1.0, W = 0.5 }\n[woven]\n'moe.attn' = { F = 1.5 }\n")
     assert table.phases == {"attn": PhaseTimes(F=1.0, W=0.5)}
-    assert table.woven == {"moe.attn": PhaseTimes(F=1.5)}
+    assert table.woven == {"moe.attn": WovenTimes(F=1.5)}
 
 
 @pytest.mark.parametrize(
     ("woven", "says"),
     [
-        ({"atn": PhaseTimes(1)}, "woven has times of 'atn' in pairs, but phases has none of it outside of pairs"),
-        ({"moe.atn": PhaseTimes(1)}, "woven has times of 'moe.atn' in pairs"),
-        ({"attn": PhaseTimes(-1)}, "woven.attn.F must be a number of at least 0 (got -1)"),
-        ({"attn": PhaseTimes(1, R=math.nan)}, "woven.attn.recompute must be a number of at least 0 (got nan)"),
-        ({"attn": 2}, "woven.attn must be PhaseTimes (got 2)"),
-        ({1: PhaseTimes(1)}, "woven is a table with names as keys"),
+        ({"atn": WovenTimes(1)}, "woven has times of 'atn' in pairs, but phases has none of it outside of pairs"),
+        ({"moe.atn": WovenTimes(1)}, "woven has times of 'moe.atn' in pairs"),
+        ({"attn": WovenTimes(-1)}, "woven.attn.F must be a number of at least 0 (got -1)"),
+        ({"attn": WovenTimes(R=math.nan)}, "woven.attn.R must be a number of at least 0 (got nan)"),
+        ({"attn": WovenTimes(W="1")}, "woven.attn.W must be a number of at least 0 (got '1')"),
+        ({"attn": 2}, "woven.attn must be WovenTimes (got 2)"),
+        ({"attn": PhaseTimes(1)}, "woven.attn must be WovenTimes (got PhaseTimes(F=1"),
+        ({1: WovenTimes(1)}, "woven is a table with names as keys"),
         ([], "woven is a table with names as keys (got [])"),
     ],
 )
@@ -124,6 +129,6 @@ def test_wrong_times_in_pairs_are_refused(woven: Any, says: str) -> None:
 
 def test_times_in_pairs_need_times_outside_of_pairs() -> None:
     with pytest.raises(stretto.CostError, match="phases has none of it"):
-        stretto.Costs(woven={"attn": PhaseTimes(1)})
+        stretto.Costs(woven={"attn": WovenTimes(1)})
     with pytest.raises(stretto.CostError, match=r"cost woven is given in a TOML file \(--costs costs.toml\)"):
         parse_costs("woven=1")

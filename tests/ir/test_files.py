@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
-from stretto.costs import BucketTimes, Link, PhaseTimes, SharedResource
+from stretto.costs import BucketTimes, Link, PhaseTimes, SharedResource, WovenTimes
 from stretto.ir.units import bytes_text, parse_bytes
 
 
@@ -36,7 +36,7 @@ COSTS = {
         link=Link(latency=1e-5, bandwidth=5e10),
         links={"3>4": Link(latency=2.0)},
         phases={"moe.mlp": PhaseTimes(F=1, I=2, W=3), "attn": PhaseTimes(F=0.1)},
-        woven={"mlp": PhaseTimes(F=1.5, I=2.5, W=3.5, R=0.5)},
+        woven={"mlp": WovenTimes(F=1.5, I=2.5, W=3.5, R=0.5), "attn": WovenTimes(I=0.25)},
         calls={"load": 2.0},
         bucket=BucketTimes(h2d=3, broadcast=1.2, reload=1),
         shared={"pcie": SharedResource(lanes={"h2d": 1.0, "d2h": 0.5}, capacity=1.5)},

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ from torch import nn
 
 import stretto
 from causal_lms import LM
+from commands import run
 from moe_jobs import CONFIG, DEVICE, bypassed, loaded, recomputed, trained, without_routers
-from planned_jobs import planned
+from planned_jobs import fitted, planned
 from ranks import Ranks
 from strategies import SCHEDULES
+from stretto.layers import DENSE, EMBEDDING, EXPERT_PARALLEL_MOE, LOSS, MOE, Layer, Phase
 from stretto.model import layers
 from stretto.pipeline.phases import anatomy_of
 
@@ -80,20 +83,54 @@ def test_the_model_runs_what_was_planned_for_its_layers(ranks: Ranks, sizes: dic
     assert ranks.run(planned, count, sizes, "embedding,dense,moe*3,loss", costs) == [[]] * count
 
 
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "ep": 2}], ids=str)
+def test_costs_fitted_to_the_model_are_costs_for_planning(ranks: Ranks, sizes: dict[str, int], tmp_path: Path) -> None:
+    count, text = math.prod(sizes.values()), "embedding,dense,moe*3,loss"
+    assert ranks.run(fitted, count, sizes, text, str(tmp_path / "fitted.toml")) == [[]] * count
+    costs = stretto.load_costs(tmp_path / "fitted.toml")
+    moe = MOE if "ep" not in sizes else EXPERT_PARALLEL_MOE
+    assert costs.phases.keys() == {
+        f"{layer.name}.{phase.name}" for layer in (EMBEDDING, DENSE, moe, LOSS) for phase in layer.phases
+    }
+    plan = stretto.schedules.zb_h1(devices=2, microbatches=4)
+    program = stretto.lower(plan, layers=[[moe]] * 2, costs=costs)
+    assert stretto.simulate(program, costs.for_stages(2, devices=2)).makespan > 0
+    mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
+    options = ("--mesh", mesh, "--layers", text, "--costs", str(tmp_path / "fitted.toml"))
+    for command in (("compare", "one_f_one_b", "dualpipev"), ("simulate", "one_f_one_b"), ("show", "dualpipev")):
+        done = run(*command, *options)
+        assert done.returncode == 0, (command, done.stderr)
+
+
 def test_first_and_last_layers_have_the_names_that_planning_gives_them() -> None:
     for model in (layers(CONFIG), stretto.cut(LM("qwen3_moe").model())):
-        names = [phase.name for layer in (model[0], model[-1]) for phase in anatomy_of(layer).phases]
-        assert names == ["embedding", "loss"]
+        assert [anatomy_of(layer) for layer in (model[0], model[-1])] == [EMBEDDING, LOSS]
+
+
+def test_blocks_have_the_names_that_planning_gives_them() -> None:
+    model = layers(replace(CONFIG, first_k_dense_replace=1))
+    assert [anatomy_of(layer) for layer in model[1:-1]] == [DENSE, *[MOE] * (len(model) - 3)]
+    for kind, names in (("qwen3", {"dense"}), ("mixtral", {"moe"}), ("qwen3_moe", {"dense", "moe"})):
+        assert {anatomy_of(layer).name for layer in stretto.cut(LM(kind).model())[1:-1]} == names
 
 
 class _Called(nn.Linear):
-    phase_name: object = "projection"
+    layer_name: object = "Projection"
+    phase_name: object = "product"
 
 
-def test_a_layer_without_phases_is_one_that_it_may_name() -> None:
-    assert [phase.name for phase in anatomy_of(_Called(2, 2)).phases] == ["projection"]
-    assert [phase.name for phase in anatomy_of(nn.Linear(2, 2)).phases] == ["linear"]
+def test_layers_may_name_themselves_and_their_one_phase() -> None:
+    assert anatomy_of(_Called(2, 2)) == Layer("Projection", (Phase("product"),))
+    assert anatomy_of(nn.Linear(2, 2)) == Layer("Linear", (Phase("linear"),))
+    only = nn.Linear(2, 2)
+    only.layer_name = "Head"
+    assert anatomy_of(only) == Layer("Head", (Phase("head"),))
+
+
+@pytest.mark.parametrize("attribute", ["layer_name", "phase_name"])
+@pytest.mark.parametrize("name", [3, None, ""])
+def test_a_name_that_is_none_is_refused(attribute: str, name: object) -> None:
     unnamed = _Called(2, 2)
-    unnamed.phase_name = 3
-    with pytest.raises(stretto.PipelineError, match=r"phase_name of _Called is the name of a phase \(got 3\)"):
+    setattr(unnamed, attribute, name)
+    with pytest.raises(stretto.PipelineError, match=rf"{attribute} of _Called is a name, .* \(got {name!r}\)"):
         anatomy_of(unnamed)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import stretto
 from strategies import mesh_plans, plans
 from stretto import Costs
-from stretto.costs import PhaseTimes
+from stretto.costs import PhaseTimes, WovenTimes
 from stretto.layers import DENSE, EXPERT_PARALLEL_MOE, MOE
 from stretto.program.task import COMPUTE, Kind
 from stretto.schedules import Pair, dualpipe, one_f_one_b
@@ -60,6 +60,10 @@ def moe_times(comm: float) -> dict[str, PhaseTimes]:
     return times | {name: PhaseTimes(comm, comm) for name in ("dispatch", "combine")}
 
 
+def woven(times: dict[str, PhaseTimes]) -> dict[str, WovenTimes]:
+    return {name: WovenTimes(x.F, x.I, x.W) for name, x in times.items()}
+
+
 def test_times_in_pairs_decide_how_a_pair_is_woven() -> None:
     """Communication that is short alone and long in pairs gives DualPipe's order, not Kimi K2's."""
     short, long = moe_times(0.5), moe_times(2)
@@ -70,13 +74,13 @@ def test_times_in_pairs_decide_how_a_pair_is_woven() -> None:
         return [str(task) for task in program.tasks() if task.device == 0]
 
     assert order(Costs(phases=short)) != order(Costs(phases=long))
-    assert order(Costs(phases=short, woven=long)) == order(Costs(phases=long))
-    assert order(Costs(phases=long, woven=short)) == order(Costs(phases=short))
+    assert order(Costs(phases=short, woven=woven(long))) == order(Costs(phases=long))
+    assert order(Costs(phases=long, woven=woven(short))) == order(Costs(phases=short))
 
 
 def test_times_in_pairs_change_nothing_where_there_are_none() -> None:
     plan = one_f_one_b(devices=2, microbatches=4)
-    alone, both = Costs(phases=moe_times(0.5)), Costs(phases=moe_times(0.5), woven=moe_times(2))
+    alone, both = Costs(phases=moe_times(0.5)), Costs(phases=moe_times(0.5), woven=woven(moe_times(2)))
     programs = [stretto.lower(plan, layers=[[MOE]] * 2, costs=costs) for costs in (alone, both)]
     assert str(programs[0]) == str(programs[1])
     assert stretto.simulate(programs[1], both).makespan == stretto.simulate(programs[0], alone).makespan
@@ -94,12 +98,12 @@ def test_the_mark_is_part_of_a_task() -> None:
     ("costs", "lengths"),
     [
         ({}, (3, 1)),
-        ({"woven": {"attn": PhaseTimes(5)}}, (5, 5)),
-        ({"woven": {"attn": PhaseTimes(5), "dense.attn": PhaseTimes(6)}}, (5, 6)),
-        ({"woven": {"moe.attn": PhaseTimes(7)}}, (7, 1)),
+        ({"woven": {"attn": WovenTimes(5)}}, (5, 5)),
+        ({"woven": {"attn": WovenTimes(5), "dense.attn": WovenTimes(6)}}, (5, 6)),
+        ({"woven": {"moe.attn": WovenTimes(7)}}, (7, 1)),
     ],
 )
-def test_times_in_pairs_are_looked_up_first(costs: dict[str, dict[str, PhaseTimes]], lengths: tuple[int, int]) -> None:
+def test_times_in_pairs_are_looked_up_first(costs: dict[str, dict[str, WovenTimes]], lengths: tuple[int, int]) -> None:
     """By layer and phase, then by phase; then among the times outside of pairs."""
     phases = {"attn": PhaseTimes(3), "dense.attn": PhaseTimes(1), **{name: PhaseTimes(1, 1) for name in OTHERS}}
     table = Costs(phases=phases, **costs)
@@ -111,3 +115,25 @@ def test_times_in_pairs_are_looked_up_first(costs: dict[str, dict[str, PhaseTime
 
 
 OTHERS = ("dispatch", "mlp", "combine")
+
+
+TIMES = st.integers(0, 9).map(float)
+
+
+@given(st.builds(PhaseTimes, TIMES, TIMES, TIMES, st.none() | TIMES), st.builds(WovenTimes, *[st.none() | TIMES] * 4))
+def test_what_an_entry_for_pairs_leaves_out_is_as_outside_of_pairs(alone: PhaseTimes, paired: WovenTimes) -> None:
+    """So also with recomputation, which takes R, or F if there is no R anywhere."""
+    phases = {name: PhaseTimes(1, 1, 1) for name in OTHERS} | {"moe.attn": alone, "attn": PhaseTimes(99, 99, 99)}
+    table = Costs(phases=phases, woven={"attn": paired})
+    plan = dualpipe(devices=2, microbatches=8)
+    program = stretto.lower(plan, layers=[[MOE]] * 2, costs=table, recompute=True)
+    found: dict[tuple[str, bool], set[float]] = {}
+    for span in stretto.simulate(program, table).spans():
+        if span.task.phase == "attn0":
+            found.setdefault((span.task.kind.name, span.task.woven), set()).add(span.end - span.start)
+    both = {name: getattr(alone if getattr(paired, name) is None else paired, name) for name in "FIWR"}
+    assert found["F", False] == {alone.F}
+    assert found["F", True] == {both["F"]}
+    assert found["B", True] == {both["I"]}
+    assert found["WGRAD", True] == {both["W"]}
+    assert found["RECOMPUTE", True] == {both["F"] if both["R"] is None else both["R"]}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import mesh_plans
-from stretto.costs import Costs, PhaseTimes, load_costs
+from stretto.costs import Costs, PhaseTimes, WovenTimes, load_costs
 from stretto.layers import DENSE, EXPERT_PARALLEL_MOE
 from stretto.schedules import gpipe, one_f_one_b
 
@@ -20,10 +20,10 @@ PHASES = {
     "combine": PhaseTimes(1, 1),
 }
 WOVEN = {
-    "attn": PhaseTimes(1.5, 2, 1),
-    "dispatch": PhaseTimes(3, 4),
-    "mlp": PhaseTimes(4, 5, 6),
-    "sizes": PhaseTimes(1),
+    "attn": WovenTimes(1.5, 2, 1),
+    "dispatch": WovenTimes(3, 4),
+    "mlp": WovenTimes(4, 5, 6),
+    "sizes": WovenTimes(1),
 }
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -184,6 +185,37 @@ def recorded(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
 
 
 @contextmanager
+def measured(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """Layers of a model of ours, a batch and a mesh; afterwards the model is woven by costs of its phases."""
+    del folder
+    config = ModelConfig.named("tiny")
+    tokens = torch.randint(0, config.vocab_size, (8, 9))
+    names: Names = {"mesh": init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("pp",))}
+    names |= {"layers": CausalLM(config).layers(), "loss": causal_lm_loss}
+    names |= {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    yield names
+    pipe, (costs,) = names["pipe"], names["costs"]
+    phased = {layer for stage in pipe.program.anatomy.layers for layer in stage}
+    assert costs.phases.keys() == {f"{layer.name}.{phase.name}" for layer in phased for phase in layer.phases}
+    assert costs.woven
+    assert pipe.step(names["tokens"], names["targets"]).loss > 0
+    pipe.close()
+
+
+@contextmanager
+def predicted(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """Costs of the same model."""
+    del mesh
+    costs = stretto.load_costs(Path(__file__).parent.parent.parent / "examples" / "phases.toml")
+    with contextlib.chdir(folder):
+        names: Names = {"stretto": stretto, "dist": dist, "costs": [msgspec.structs.replace(costs, reduce=(0.1, 0.2))]}
+        yield names
+        if dist.get_rank() == 0:
+            assert stretto.load_costs("fitted.toml") == names["costs"][0]
+            assert len(names["program"].anatomy.layers) == 4
+
+
+@contextmanager
 def failing(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
     """A pipeline, and a batch that it refuses."""
     pipe, (inputs, targets) = _pipeline(mesh), _batch()
@@ -252,6 +284,8 @@ GIVEN: dict[str, Callable[[DeviceMesh, Path], AbstractContextManager[Names]]] = 
         trained_model,
         trained_cut_model,
         recorded,
+        measured,
+        predicted,
         failing,
         pushing,
         pushing_a_model,

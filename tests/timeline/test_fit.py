@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import stretto
 from strategies import costs, mesh_plans, plans
 from stretto import Costs
-from stretto.costs import Link, PhaseTimes
+from stretto.costs import Link, PhaseTimes, WovenTimes
 from stretto.layers import DENSE, EXPERT_PARALLEL_MOE, MOE, Layer
 from stretto.program.task import COMPUTE, Kind
 from stretto.schedules import dualpipe, dualpipev, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
@@ -77,6 +77,11 @@ def phase_tables(draw: st.DrawFn, *, recompute: bool) -> dict[str, PhaseTimes]:
     return computed | {key: draw(st.builds(PhaseTimes, times, times)) for key in SENT}
 
 
+def in_pairs(times: dict[str, PhaseTimes]) -> dict[str, WovenTimes]:
+    """The same as times in pairs; communication has no W, which is left out."""
+    return {key: WovenTimes(x.F, x.I, x.W if key in COMPUTED else None, x.R) for key, x in times.items()}
+
+
 def lowered(plan: stretto.Plan, costs: Costs, *, recompute: bool = False) -> stretto.Program:
     return stretto.lower(plan, layers=[[DENSE, MOE]] * plan.stages, costs=costs, recompute=recompute)
 
@@ -102,7 +107,7 @@ def test_runs_with_and_without_pairs_give_the_times_of_both(
     latency: int,
 ) -> None:
     alone, paired = (data.draw(phase_tables(recompute=recompute)) for _ in range(2))
-    table = Costs(phases=alone, woven=paired, link=Link(latency=latency))
+    table = Costs(phases=alone, woven=in_pairs(paired), link=Link(latency=latency))
     runs = [
         stretto.simulate(program, table)
         for plan in (unwoven(devices=2, microbatches=5), woven)
@@ -110,7 +115,7 @@ def test_runs_with_and_without_pairs_give_the_times_of_both(
     ]
     for timelines in (runs, runs[::-1]):
         fitted = stretto.fit(*timelines)
-        differing = {key: times for key, times in paired.items() if times != alone[key]}
+        differing = in_pairs({key: times for key, times in paired.items() if times != alone[key]})
         assert fitted == Costs(phases=alone, woven=differing, link=table.link)
         makespans = [
             stretto.simulate(lowered(other, costs, recompute=recompute), costs).makespan for costs in (table, fitted)
@@ -121,7 +126,7 @@ def test_runs_with_and_without_pairs_give_the_times_of_both(
 def test_one_kind_of_run_does_not_know_the_other() -> None:
     alone = {key: PhaseTimes(1, 1, 1) for key in COMPUTED} | {key: PhaseTimes(1, 1) for key in SENT}
     slower = {key: PhaseTimes(times.F + 1, times.I + 1, 2 * times.W) for key, times in alone.items()}
-    table = Costs(phases=alone, woven=slower)
+    table = Costs(phases=alone, woven=in_pairs(slower))
     lone = stretto.simulate(lowered(one_f_one_b(devices=2, microbatches=4), table), table)
     assert (stretto.fit(lone).phases, stretto.fit(lone).woven) == (alone, {})
     both = stretto.simulate(lowered(dualpipe(devices=2, microbatches=8), table), table)
@@ -258,7 +263,7 @@ def test_timelines_that_do_not_go_together_are_refused(name: str) -> None:
 def test_exchanges_between_ranks_are_pooled_too(one: stretto.Plan, other: stretto.Plan) -> None:
     """Experts' ranks, their waits and counts included; times that were never seen in pairs are those outside."""
     times = MOE_TIMES | {"counts": PhaseTimes(1), "sizes": PhaseTimes(2)}
-    table = Costs(phases=times, woven={name: PhaseTimes(x.F + 1, x.I + 2, x.W + 3) for name, x in times.items()})
+    table = Costs(phases=times, woven={name: WovenTimes(x.F + 1, x.I + 2, x.W + 3) for name, x in times.items()})
     runs = [
         stretto.simulate(stretto.lower(plan, layers=[[EXPERT_PARALLEL_MOE]] * plan.stages, costs=table), table)
         for plan in (one, other)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import stretto
 from strategies import plans
 from stretto import Costs
-from stretto.costs import Link, PhaseTimes, Unit
+from stretto.costs import Link, PhaseTimes, Unit, WovenTimes
 from stretto.layers import DENSE, MOE
 from stretto.schedules import dualpipe, gpipe, one_f_one_b
 from stretto.timeline.trace import parse_trace, trace_json
@@ -202,7 +202,7 @@ def test_a_broken_trace_is_refused(change: Callable[[dict[str, Any]], Any], says
 def woven_step() -> stretto.Timeline:
     """A step whose phases take twice as long in pairs."""
     times = {name: PhaseTimes(1, 1, 1) for name in ("attn", "dispatch", "mlp", "combine")}
-    costs = Costs(phases=times, woven={name: PhaseTimes(2, 2, 2) for name in times})
+    costs = Costs(phases=times, woven={name: WovenTimes(2, 2, 2) for name in times})
     plan = dualpipe(devices=2, microbatches=8)
     return stretto.simulate(stretto.lower(plan, layers=[[MOE]] * 2, costs=costs), costs)
 
@@ -212,7 +212,7 @@ def test_a_trace_says_what_was_woven() -> None:
     again = parse_trace(trace_json(timeline))
     assert same(timeline, again)
     assert stretto.fit(again) == stretto.fit(timeline)
-    assert stretto.fit(again).woven["moe.attn"] == PhaseTimes(2, 2, 2)
+    assert stretto.fit(again).woven["moe.attn"] == WovenTimes(2, 2, 2)
 
 
 def test_a_trace_of_before_woven_times_is_read_as_if_nothing_was_woven() -> None:

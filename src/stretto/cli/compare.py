@@ -24,6 +24,7 @@ from stretto.cli.inputs import (
     Sizes,
     StagesPerDevice,
     WgradMicrobatches,
+    costs_of,
     is_file,
     is_trace,
     note_free_copies,
@@ -237,7 +238,7 @@ def _slices(targets: list[tuple[str, Sizes]], sizes: Sizes) -> int:
 def _compared(name: str, timeline: Timeline, costs: Costs, slices: int) -> Comparison:
     program = timeline.program
     stages, devices = program.placement.stages, program.devices
-    summary = timeline.summary(costs.for_stages(stages, devices=slices))
+    summary = timeline.summary(costs_of(costs, stages, slices=slices))
     share = slices / stages  # how much of a p-th of the model a stage is
     return Comparison(
         name=name,

@@ -248,8 +248,7 @@ def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Cost
 
 
 def _lowered(plan: Plan, options: LowerOptions, costs: Costs, *, slices: int | None) -> Program:
-    if slices is not None:
-        costs = costs.for_stages(plan.stages, devices=slices)
+    costs = costs_of(costs, plan.stages, slices=slices)
     ep = 1 if plan.placement.mesh is None else plan.placement.mesh.ep
     layers = None if options.layers is None else cut_layers(parse_layers(options.layers, ep=ep), stages=plan.stages)
     return lower(
@@ -260,6 +259,14 @@ def _lowered(plan: Plan, options: LowerOptions, costs: Costs, *, slices: int | N
         recompute=options.recompute,
         wgrad_microbatches=options.wgrad_microbatches,
     )
+
+
+def costs_of(costs: Costs, stages: int, *, slices: int | None = None) -> Costs:
+    """Return the costs for this many stages. If they have lists of another length, these are cut anew.
+
+    Numbers are costs of a stage, or with `slices`, of one of so many slices of the model.
+    """
+    return costs.for_stages(stages, devices=stages if slices is None else slices)
 
 
 def training_of(
@@ -279,8 +286,8 @@ def timeline_of(
 ) -> Timeline:
     """Load a trace, or simulate a schedule or file.
 
-    With `slices`, costs are those of so many slices of the model, unless they have lists of another length, and each
-    schedule's stages take their share.
+    With `slices`, costs are those of so many slices of the model, and each schedule's stages take their share; so they
+    do without, if costs have lists of another length than there are stages.
     """
     if is_trace(target):
         if options.given() or sizes.given():
@@ -292,9 +299,11 @@ def timeline_of(
     program = _sound_program(target, sizes, options, costs, slices=slices)
     if costs.reduce_tied and not program.anatomy.ties:
         err.print(f"note: {target} ties no weights, so reduce_tied takes no time")
-    if slices is not None:
-        costs = costs.for_stages(program.placement.stages, devices=slices)
-    return simulate(program, costs)
+    stages = program.placement.stages
+    cut = costs_of(costs, stages, slices=slices)
+    if slices is None and cut is not costs:
+        err.print(f"note: the lists in the costs are not for {stages} stages; the costs of the model are cut anew")
+    return simulate(program, cut)
 
 
 def note_free_copies(options: LowerOptions, timelines: Iterable[Timeline]) -> None:

@@ -23,6 +23,7 @@ from stretto.cli.inputs import (
     Sizes,
     StagesPerDevice,
     WgradMicrobatches,
+    costs_of,
     figure_kind,
     is_file,
     make_plan,
@@ -117,7 +118,7 @@ def show(
             timeline = timeline_of(name, sizes, options, table)
             note_free_copies(options, [timeline])
             if json:
-                out.print(trace_json(timeline, costs=table.costs))
+                out.print(trace_json(timeline, costs=costs_of(table.costs, timeline.program.placement.stages)))
                 return
         print_timeline(timeline, width=width, lanes=lanes)
         out.print(f"time {time_text(timeline.makespan, timeline.unit)} →")
@@ -158,7 +159,8 @@ def _write(
         table = read_costs(costs)
         timeline = timeline_of(name, sizes, options, table)
         note_free_copies(options, [timeline])
-        write_figure(timeline, path, costs=table.costs, lanes=lanes)
+        cut = costs_of(table.costs, timeline.program.placement.stages)
+        write_figure(timeline, path, costs=cut, lanes=lanes)
         return
     if is_file(name):
         raise PlanError(f"-o draws a file as .svg, .png or .trace.json; its order is in {name} (got {path})")

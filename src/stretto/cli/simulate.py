@@ -21,6 +21,7 @@ from stretto.cli.inputs import (
     Sizes,
     StagesPerDevice,
     WgradMicrobatches,
+    costs_of,
     note_free_copies,
     read_costs,
     training_of,
@@ -72,7 +73,8 @@ def simulate(
 ) -> None:
     """Simulate a schedule: time, bubbles and memory of each device. Or a weight update: its time in each mode.
 
-    Costs are per stage: with two stages per device, halve them to compare with one.
+    Costs are per stage: with two stages per device, halve them to compare with one. Lists in a file that were made for
+    another number of stages, such as fitted costs, are cut anew, as compare does.
 
     bubble is the makespan minus busy. exposed is idle time spent waiting for a running transfer, comm
     for a running dispatch, combine or count of tokens, copy for a running copy to or from host memory. For a measured
@@ -111,11 +113,12 @@ def simulate(
         )
     with working(f"simulating {name}"):
         timeline = training_of(name, sizes, options, table)
-        summary = timeline.summary(table.costs)
+        cut = costs_of(table.costs, timeline.program.placement.stages)
+        summary = timeline.summary(cut)
     note_free_copies(options, [timeline])
     if output is not None:
         with working(f"writing {output}"):
-            write_figure(timeline, output, costs=table.costs)
+            write_figure(timeline, output, costs=cut)
     if json:
         out.print(msgspec.json.format(msgspec.json.encode(summary)).decode())
         return

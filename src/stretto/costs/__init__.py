@@ -5,7 +5,7 @@
 0.1
 """
 
-__all__ = ["BucketTimes", "Costs", "Link", "PhaseTimes", "SharedResource"]
+__all__ = ["BucketTimes", "Costs", "Link", "PhaseTimes", "SharedResource", "WovenTimes"]
 
 from stretto.costs.parts import BYTES as BYTES
 from stretto.costs.parts import LANES as LANES
@@ -16,6 +16,7 @@ from stretto.costs.parts import PerStage as PerStage
 from stretto.costs.parts import PhaseTimes as PhaseTimes
 from stretto.costs.parts import SharedResource as SharedResource
 from stretto.costs.parts import Unit as Unit
+from stretto.costs.parts import WovenTimes as WovenTimes
 from stretto.costs.table import Costs as Costs
 from stretto.costs.table import costs_or_default as costs_or_default
 from stretto.costs.table import family as family

@@ -26,6 +26,8 @@ BYTES = (
     "message_bytes",
 )
 """The costs in bytes."""
+CUT = (*TIMES, *BYTES[:-1])
+"""The costs that a model's stages share: all but the size of messages."""
 PASSES = ("F", "I", "W")
 OPTIONAL = (*PASSES, "B", "FB", "R", "activation_bytes", "offload_bytes", "recompute_bytes", "slowdown")
 
@@ -49,6 +51,24 @@ class PhaseTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def recompute(self) -> float:
         """R, or F if R is not given."""
         return self.F if self.R is None else self.R
+
+
+class WovenTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Times of a phase in woven pairs, as far as they differ from those in `PhaseTimes`."""
+
+    F: float | None = None
+    I: float | None = None  # noqa: E741
+    W: float | None = None
+    R: float | None = None
+
+    def over(self, alone: PhaseTimes) -> PhaseTimes:
+        """Return all times in pairs: these, and of what is not given, those outside of pairs.
+
+        >>> WovenTimes(F=1.5).over(PhaseTimes(F=1, I=2, W=3))
+        PhaseTimes(F=1.5, I=2, W=3, R=None)
+        """
+        given = {name: time for name, time in msgspec.structs.asdict(self).items() if time is not None}
+        return msgspec.structs.replace(alone, **given)
 
 
 class BucketTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

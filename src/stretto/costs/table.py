@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from stretto.costs.parts import (
     BYTES,
+    CUT,
     PASSES,
     TIMES,
     BucketTimes,
@@ -17,6 +18,7 @@ from stretto.costs.parts import (
     PhaseTimes,
     SharedResource,
     Unit,
+    WovenTimes,
 )
 from stretto.costs.validate import link_ends, validate
 from stretto.ir.errors import CostError
@@ -63,9 +65,9 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     phases: dict[str, PhaseTimes] = {}
     """Times of phases, by "phase" or "layer.phase", e.g. "attn" or "moe.mlp"; for programs with layers. A phase without
     a backward, such as "counts", takes 0 if it is left out; every other phase must be there."""
-    woven: dict[str, PhaseTimes] = {}
+    woven: dict[str, WovenTimes] = {}
     """Times of phases in woven pairs, where compute and communication slow each other down, by the same names. A phase
-    that is not listed takes its time in `phases`."""
+    that is not listed, and what an entry leaves out, takes its time in `phases`."""
     calls: dict[str, float] = {}
     """Times of calls in a user's own program, by name, or by name without the number at its end; if empty, every call
     takes 1."""
@@ -153,7 +155,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
         A cost is that of one of the model's equal slices: a list gives it slice by slice, a number says that it is the
         same for all. There are as many slices as the lists are long, or one for each device if there are no lists.
-        Message sizes stay the same.
+        Message sizes stay the same, and so do times of phases. Costs of as many slices as stages are returned as they
+        are.
 
         >>> costs = Costs(F=(1, 3), W=2).for_stages(4, devices=2)
         >>> costs.F, costs.W
@@ -162,7 +165,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         for name, count in (("stages", stages), ("devices", devices)):
             if type(count) is not int or count < 1:
                 raise CostError(f"{name} is a whole number of at least 1 (got {count!r:.40})")
-        values = {name: getattr(self, name) for name in (*TIMES, *BYTES[:-1])}
+        values = {name: getattr(self, name) for name in CUT}
         if self.unit is None:
             values |= {name: 1.0 for name in PASSES if values[name] is None}
         lists = {name: len(value) for name, value in values.items() if isinstance(value, tuple)}
@@ -171,13 +174,15 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             if length != slices:
                 first = next(iter(lists))
                 raise CostError(f"{first} is given for {slices} slices of the model, but {name} for {length}")
+        if slices == stages:
+            return self
         changed: dict[str, PerStage | None] = {}
         for name, value in values.items():
             if isinstance(value, tuple):
                 total = np.interp(
                     np.linspace(0, 1, stages + 1), np.linspace(0, 1, slices + 1), [0.0, *np.cumsum(value)]
                 )
-                changed[name] = tuple(np.diff(total).tolist()) if slices != stages else value
+                changed[name] = tuple(np.diff(total).tolist())
             elif value is not None:
                 changed[name] = value * slices / stages
         return msgspec.structs.replace(self, **changed)
@@ -229,6 +234,6 @@ def family(name: str) -> str:
 
 def _spread(name: str, value: PerStage, count: int, what: str) -> NDArray[np.float64]:
     if isinstance(value, tuple) and len(value) != count:
-        way = "; Costs.for_stages() and stretto compare cut costs anew" if what == "stages" else ""
+        way = "" if what != "stages" else "; Costs.for_stages() cuts costs anew" if name in CUT else "; give one number"
         raise CostError(f"{name} has {len(value)} entries, but the plan has {count} {what}{way}")
     return np.broadcast_to(np.asarray(value, dtype=np.float64), (count,))

@@ -1,9 +1,10 @@
 """Whether a cost table makes sense: numbers of at least 0, of the right kind, under known names."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
-from stretto.costs.parts import BYTES, LANES, OPTIONAL, TIMES, BucketTimes, Link, PhaseTimes, SharedResource
+from stretto.costs.parts import BYTES, LANES, OPTIONAL, TIMES, BucketTimes, Link, PhaseTimes, SharedResource, WovenTimes
 from stretto.ir.errors import CostError
 
 
@@ -64,15 +65,17 @@ def _validate_links(links: dict[str, Any]) -> None:
 
 
 def _validate_phases(costs: Any) -> None:
-    for name in ("phases", "woven"):
-        for key, times in getattr(costs, name).items():
-            _validate_fields(f"{name}.{key}", times, PhaseTimes, ("F", "I", "W", "recompute"))
+    for key, times in costs.phases.items():
+        _validate_fields(f"phases.{key}", times, PhaseTimes, ("F", "I", "W", "recompute"))
+    for key, times in costs.woven.items():
+        given = [name for name in WovenTimes.__struct_fields__ if getattr(times, name, None) is not None]
+        _validate_fields(f"woven.{key}", times, WovenTimes, given)
     known = {key.rpartition(".")[2] for key in costs.phases}
     if unknown := [key for key in costs.woven if key.rpartition(".")[2] not in known]:
         raise CostError(f"woven has times of {unknown[0]!r:.40} in pairs, but phases has none of it outside of pairs")
 
 
-def _validate_fields(name: str, value: Any, kind: type, fields: tuple[str, ...]) -> None:
+def _validate_fields(name: str, value: Any, kind: type, fields: Iterable[str]) -> None:
     if not isinstance(value, kind):
         raise CostError(f"{name} must be {'a ' if kind is Link else ''}{kind.__name__} (got {value!r:.40})")
     for field in fields:

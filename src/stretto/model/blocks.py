@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.layers import DENSE, Phase
+from stretto.layers import DENSE, MOE, Phase
 from stretto.model.attention import MultiheadLatentAttention
 from stretto.model.config import ModelConfig
 from stretto.moe.expert_phases import Routed, expert_phases
@@ -63,6 +63,9 @@ class Moe(nn.Module):
 class Block(nn.Module, ABC):
     """Attention and an MLP, each with a norm before it and the input added to its output."""
 
+    layer_name: str
+    """What planning calls such a layer."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -87,6 +90,8 @@ class Block(nn.Module, ABC):
 class DenseBlock(Block):
     """A block with an ordinary MLP."""
 
+    layer_name = DENSE.name
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.mlp = Mlp(config.hidden_size, config.intermediate_size)
@@ -105,6 +110,8 @@ class DenseBlock(Block):
 
 class MoeBlock(Block):
     """A block with experts in place of the MLP, on this rank or divided among several."""
+
+    layer_name = MOE.name
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

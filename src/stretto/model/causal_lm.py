@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.ir.errors import PlanError
-from stretto.layers import Phase
+from stretto.layers import EMBEDDING, LOSS, Phase
 from stretto.model.blocks import Activations, Block, DenseBlock, MoeBlock
 from stretto.model.config import ModelConfig, ModelError
 from stretto.model.values import Output
@@ -20,7 +20,7 @@ from stretto.pipeline.named_layer import NamedLayer
 class EmbeddingLayer(NamedLayer):
     """The first layer: from tokens to their vectors."""
 
-    phase_name = "embedding"
+    layer_name = EMBEDDING.name
 
     def __init__(self, config: ModelConfig, *, mtp: bool, balance: bool) -> None:
         super().__init__({"model.embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size)})
@@ -48,6 +48,10 @@ class BlockLayer(NamedLayer):
         block = self.module(self._name)
         assert isinstance(block, Block)
         return block
+
+    @property
+    def layer_name(self) -> str:
+        return self.block.layer_name
 
     def phases(self) -> Sequence[tuple[Phase, Callable[[Any], Any]]]:
         return self.block.phases()
@@ -81,7 +85,7 @@ class MtpModule(MoeBlock):
 class HeadLayer(NamedLayer):
     """The last layer: the final norm and the head, and the MTP module if there is one."""
 
-    phase_name = "loss"
+    layer_name = LOSS.name
 
     def __init__(self, config: ModelConfig, *, mtp: bool, balance: bool) -> None:
         modules: dict[str, nn.Module] = {"model.norm": nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)}

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from stretto.ir.errors import PipelineError
+from stretto.layers import DENSE, MOE
 from stretto.model.attention_inputs import AttentionInputMaker
 from stretto.model.cut_layers import CutDecoderLayer, CutEmbedding, CutHead
 from stretto.model.shared_copy import shared_copy
@@ -32,12 +33,14 @@ def cut(model: Any) -> list[nn.Module]:
     records = bool(getattr(config, "output_router_logits", False)) and hasattr(model, "router_aux_loss_coef")
     decoders = []
     for number, layer in enumerate(base.layers[: config.num_hidden_layers]):
-        routed = records and _has_router(layer)
+        has_experts = _has_experts(layer)
+        routed = records and has_experts
         decoders.append(
             CutDecoderLayer(
                 f"model.layers.{number}",
                 shared_copy(layer, records=routed),
                 base.rotary_emb,
+                layer_name=MOE.name if has_experts else DENSE.name,
                 kind=kind_of(config, number),
                 inputs=inputs,
                 router="mlp.gate" if routed else "",
@@ -54,7 +57,7 @@ def cut(model: Any) -> list[nn.Module]:
     return layers
 
 
-def _has_router(layer: nn.Module) -> bool:
+def _has_experts(layer: nn.Module) -> bool:
     block = layer._modules.get("mlp")
     return block is not None and "gate" in block._modules and "experts" in block._modules
 

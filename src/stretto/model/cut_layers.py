@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.ir.errors import PipelineError
+from stretto.layers import EMBEDDING, LOSS
 from stretto.model.attention_inputs import AttentionInputMaker
 from stretto.model.router_loss import add_router, balance_loss
 from stretto.model.values import CutOutput, Hidden
@@ -22,7 +23,7 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids")
 class CutEmbedding(NamedLayer):
     """Takes token ids N × T, or a dict of a tokenizer: "input_ids", and if given "attention_mask", "position_ids"."""
 
-    phase_name = "embedding"
+    layer_name = EMBEDDING.name
 
     def __init__(self, embed_tokens: nn.Module) -> None:
         super().__init__({"model.embed_tokens": embed_tokens})
@@ -43,13 +44,17 @@ class CutDecoderLayer(NamedLayer):
         layer: nn.Module,
         rotary: nn.Module,
         *,
+        layer_name: str,
         kind: str,
         inputs: AttentionInputMaker,
         router: str = "",
         top_k: int = 0,
     ) -> None:
-        """`router` is the name of the router whose loss is trained, "" if there is none."""
+        """`layer_name` is what planning calls such a layer; `router` is the name of the router whose loss is trained,
+        "" if there is none.
+        """
         super().__init__({name: layer, "model.rotary_emb": rotary})
+        self.layer_name = layer_name
         self._name, self._kind, self._inputs = name, kind, inputs
         self._router, self._top_k = router, top_k
 
@@ -84,7 +89,7 @@ class CutDecoderLayer(NamedLayer):
 class CutHead(NamedLayer):
     """Returns logits N × T × V, or a `CutOutput` if there are `routers` whose loss is trained."""
 
-    phase_name = "loss"
+    layer_name = LOSS.name
 
     def __init__(self, norm: nn.Module, head: nn.Module, *, routers: int, router_weight: float) -> None:
         super().__init__({"model.norm": norm, "lm_head": head})

@@ -33,20 +33,27 @@ def bypassed(number: int, layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def anatomy_of(layer: nn.Module) -> Layer:
-    """Return the phases of a layer; without any, it counts as one, called by its `phase_name` or its class's name.
+    """Return the name and the phases of a layer, for planning: its `layer_name` or its class's name.
 
-    If the layer has experts on several ranks, and no phase in which these exchange tokens, they may do so in all.
+    Without phases it counts as one, called by its `phase_name` or the layer's name in lower case. If the layer has
+    experts on several ranks, and no phase in which these exchange tokens, they may do so in all.
     """
-    name = type(layer).__name__
-    alone = getattr(layer, "phase_name", name.lower())
-    if not isinstance(alone, str):
-        raise PipelineError(f"phase_name of {name} is the name of a phase (got {alone!r:.40})")
+    name = _own_name(layer, "layer_name", type(layer).__name__)
+    alone = _own_name(layer, "phase_name", name.lower())
     phases = tuple(phase for phase, _ in layer.phases()) if is_phased(layer) else (Phase(alone),)
     if not phases[-1].backward:
         raise PipelineError(f"the last phase of a layer has a backward, and {phases[-1].name!r} of {name} has none")
     if sharded_experts(layer) and not any(phase.is_joint for phase in phases):
         phases = tuple(replace(phase, joint=True) for phase in phases)
     return Layer(name, phases)
+
+
+def _own_name(layer: nn.Module, attribute: str, default: str) -> str:
+    """Return the name that a layer gives itself in an attribute, if it does."""
+    name = getattr(layer, attribute, default)
+    if not isinstance(name, str) or not name:
+        raise PipelineError(f"{attribute} of {type(layer).__name__} is a name, such as 'moe' (got {name!r:.40})")
+    return name
 
 
 def has_hooks(module: nn.Module) -> bool:

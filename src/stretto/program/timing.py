@@ -1,10 +1,14 @@
 """How long each part of each pass takes."""
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from stretto.costs import Costs, PhaseTimes
 from stretto.ir.errors import CostError
 from stretto.program.anatomy import Anatomy, Part
 from stretto.program.task import Kind
 
+_Entry = TypeVar("_Entry")
 Times = dict[Kind, list[list[float]]]
 
 
@@ -42,10 +46,17 @@ def part_times(anatomy: Anatomy, costs: Costs, *, woven: bool) -> Times:
 def _times(part: Part, costs: Costs, share: PhaseTimes, *, woven: bool) -> PhaseTimes:
     if not costs.phases:
         return share if part.phase.lane == "compute" else PhaseTimes()
-    for table in (costs.woven, costs.phases) if woven else (costs.phases,):
-        for name in (f"{part.kind}.{part.phase.name}", part.phase.name):
-            if name in table:
-                return table[name]
-    if not part.phase.backward:
-        return PhaseTimes()
-    raise CostError(f"no times for phase {part.phase.name} of {part.kind} layers; known are {', '.join(costs.phases)}")
+    alone = _entry(part, costs.phases)
+    if alone is None and not part.phase.backward:
+        alone = PhaseTimes()
+    if alone is None:
+        raise CostError(
+            f"no times for phase {part.phase.name} of {part.kind} layers; known are {', '.join(costs.phases)}"
+        )
+    in_pairs = _entry(part, costs.woven) if woven else None
+    return alone if in_pairs is None else in_pairs.over(alone)
+
+
+def _entry(part: Part, table: Mapping[str, _Entry]) -> _Entry | None:
+    """Return a phase's entry: that of its kind of layer, or that of all layers."""
+    return table.get(f"{part.kind}.{part.phase.name}", table.get(part.phase.name))

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.costs import Costs, Link, PerStage, PhaseTimes, family
+from stretto.costs import Costs, Link, PerStage, PhaseTimes, WovenTimes, family
 from stretto.ir.errors import CostError
 from stretto.program.columns import TaskColumns, grouped
 from stretto.program.graph import leaders
@@ -186,10 +186,11 @@ def _phases(timelines: Sequence[Timeline]) -> Costs:
         place: {name: time for name, times in kinds.items() if (time := _usual(np.concatenate(times))) is not None}
         for place, kinds in samples.items()
     }
-    alone, woven = (
-        {key: PhaseTimes(**{**usual[key, not here], **usual[key, here]}) for key, _ in usual} for here in (False, True)
+    alone, woven = ({key: {**usual[key, not here], **usual[key, here]} for key, _ in usual} for here in (False, True))
+    return Costs(
+        phases={key: PhaseTimes(**times) for key, times in alone.items()},
+        woven={key: WovenTimes(**times) for key, times in woven.items() if times != alone[key]},
     )
-    return Costs(phases=alone, woven={key: times for key, times in woven.items() if times != alone[key]})
 
 
 def _collect(samples: _Samples, timeline: Timeline) -> None:
