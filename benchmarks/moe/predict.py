@@ -20,19 +20,20 @@ from stretto.timeline import Timeline
 FITTED = ("interleaved", "interleaved-not-woven")
 
 
-def experts_share() -> float:
-    """How many times as many parameters the experts of a layer have as the rest of it, on two ranks."""
+def experts_share(ranks: int) -> float:
+    """How many times as many parameters a rank's experts of a layer have as the rest of it."""
     with torch.device("meta"):
         block = MoeBlock(CONFIG)
     experts = sum(weight.numel() for module in experts_of(block) for weight in module.parameters())
-    return experts / 2 / (sum(weight.numel() for weight in block.parameters()) - experts)
+    return experts / ranks / (sum(weight.numel() for weight in block.parameters()) - experts)
 
 
 def fitting(costs: stretto.Costs, timeline: Timeline) -> stretto.Costs:
     """The costs for as many stages as a timeline's plan has."""
-    stages, devices = timeline.program.placement.stages, timeline.program.devices
+    stages, devices, mesh = timeline.program.placement.stages, timeline.program.devices, timeline.program.placement.mesh
+    assert mesh is not None
     costs = costs.for_stages(stages, devices=devices)
-    reduce = costs.per_stage("reduce", stages=stages) * experts_share()
+    reduce = costs.per_stage("reduce", stages=stages) * experts_share(mesh.ep)
     return msgspec.structs.replace(costs, reduce_experts=tuple(reduce.tolist()))
 
 

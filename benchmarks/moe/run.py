@@ -225,7 +225,8 @@ def say(text: str) -> None:
 
 def named(options: argparse.Namespace, *more: str) -> str:
     """The name of a file."""
-    words = " ".join([options.mesh, options.routing, *more])
+    sizes = f"{options.microbatches}x{options.tokens}"
+    words = " ".join([options.mesh, sizes, options.routing, *more])
     return "-".join(words.lower().replace(",", " ").replace("=", "").split())
 
 
@@ -242,6 +243,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU, and there is none")
     sizes = {name: int(size) for name, size in (word.split("=") for word in options.mesh.split(","))}
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
     torch.cuda.set_device(0)
     dist.init_process_group("onegpu")
     mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))

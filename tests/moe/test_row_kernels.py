@@ -153,7 +153,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("gather_sum", "combine_backward"):
         monkeypatch.setattr(row_kernels, name, noting(name, getattr(row_kernels, name)))
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(permutation, "has_kernels", lambda _, *dtypes: torch.float64 not in dtypes)
+        monkeypatch.setattr(permutation, "has_kernels", lambda x, *_, **__: x.dtype != torch.float64)
     return names
 
 
@@ -182,11 +182,13 @@ def test_dispatch_and_combine_run_the_kernels(ran: list[str], create_graph: bool
 
 
 def test_kernels_run_on_plain_tensors_on_gpus() -> None:
-    assert not has_kernels(torch.ones(1), torch.float32)
+    assert not has_kernels(torch.ones(1))
     if DEVICE.type == "cuda":
         x = torch.ones(1, device=DEVICE)
-        assert has_kernels(x, torch.float32, torch.bfloat16, torch.float16)
-        assert not has_kernels(x, torch.float32, torch.float64)
+        assert has_kernels(x, x.bfloat16(), x.half(), x.long(), dtype=torch.bfloat16)
+        assert not has_kernels(x, x.double())
+        assert not has_kernels(x, x.cfloat())
+        assert not has_kernels(x, dtype=torch.float64)
 
 
 @needs_cuda

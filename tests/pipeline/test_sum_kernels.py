@@ -31,7 +31,7 @@ def test_large_gradients_of_few_bits_are_added_by_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sum_kernels, "add", lambda sums, grads: (added.append(grads.numel()), run(sums, grads)))
     monkeypatch.setattr(gradient_buffers, "_LARGE", 100)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(gradient_buffers, "has_kernels", lambda _: True)
+        monkeypatch.setattr(gradient_buffers, "has_kernels", lambda *_: True)
     for rows, kinds in ((20, "float32"), (20, "bfloat16"), (2, "bfloat16")):
         dtype = getattr(torch, kinds)
         parameter = nn.Parameter(torch.zeros(rows, 8, dtype=dtype, device=DEVICE))

@@ -98,13 +98,13 @@ def test_the_mark_is_part_of_a_task() -> None:
     ("costs", "lengths"),
     [
         ({}, (3, 1)),
-        ({"woven": {"attn": WovenTimes(5)}}, (5, 5)),
+        ({"woven": {"attn": WovenTimes(5)}}, (5, 1)),
         ({"woven": {"attn": WovenTimes(5), "dense.attn": WovenTimes(6)}}, (5, 6)),
         ({"woven": {"moe.attn": WovenTimes(7)}}, (7, 1)),
     ],
 )
 def test_times_in_pairs_are_looked_up_first(costs: dict[str, dict[str, WovenTimes]], lengths: tuple[int, int]) -> None:
-    """By layer and phase, then by phase; then among the times outside of pairs."""
+    """By layer and phase, then by phase unless the layer has times of its own; then among those outside of pairs."""
     phases = {"attn": PhaseTimes(3), "dense.attn": PhaseTimes(1), **{name: PhaseTimes(1, 1) for name in OTHERS}}
     table = Costs(phases=phases, **costs)
     program = stretto.lower(dualpipe(devices=2, microbatches=8), layers=[[MOE, DENSE]] * 2, costs=table)
@@ -122,18 +122,18 @@ TIMES = st.integers(0, 9).map(float)
 
 @given(st.builds(PhaseTimes, TIMES, TIMES, TIMES, st.none() | TIMES), st.builds(WovenTimes, *[st.none() | TIMES] * 4))
 def test_what_an_entry_for_pairs_leaves_out_is_as_outside_of_pairs(alone: PhaseTimes, paired: WovenTimes) -> None:
-    """So also with recomputation, which takes R, or F if there is no R anywhere."""
+    """So also recomputation, which takes R, or outside of pairs F."""
     phases = {name: PhaseTimes(1, 1, 1) for name in OTHERS} | {"moe.attn": alone, "attn": PhaseTimes(99, 99, 99)}
-    table = Costs(phases=phases, woven={"attn": paired})
+    table = Costs(phases=phases, woven={"moe.attn": paired})
     plan = dualpipe(devices=2, microbatches=8)
     program = stretto.lower(plan, layers=[[MOE]] * 2, costs=table, recompute=True)
     found: dict[tuple[str, bool], set[float]] = {}
     for span in stretto.simulate(program, table).spans():
         if span.task.phase == "attn0":
             found.setdefault((span.task.kind.name, span.task.woven), set()).add(span.end - span.start)
-    both = {name: getattr(alone if getattr(paired, name) is None else paired, name) for name in "FIWR"}
+    both = {name: getattr(alone if getattr(paired, name) is None else paired, name) for name in "FIW"}
     assert found["F", False] == {alone.F}
     assert found["F", True] == {both["F"]}
     assert found["B", True] == {both["I"]}
     assert found["WGRAD", True] == {both["W"]}
-    assert found["RECOMPUTE", True] == {both["F"] if both["R"] is None else both["R"]}
+    assert found["RECOMPUTE", True] == {alone.recompute if paired.R is None else paired.R}

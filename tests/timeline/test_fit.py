@@ -200,6 +200,14 @@ def test_recomputation_copies_and_unlike_pairs_come_back() -> None:
         assert stretto.simulate(run.program, stretto.fit(run)).makespan == pytest.approx(run.makespan)
 
 
+def test_times_that_are_mostly_zero_count() -> None:
+    run = stretto.simulate(one_f_one_b(devices=1, microbatches=5), Costs(F=0, I=1, W=1))
+    (forwards,) = np.nonzero(run.program.work.kind == Kind.F)
+    end = run.end.copy()
+    end[forwards[:2]] += 5.0
+    assert stretto.fit(replace(run, end=end)).F == (pytest.approx(2.0),)
+
+
 def test_phases_are_pooled_over_different_numbers_of_stages() -> None:
     table = Costs(phases=MOE_TIMES)
     plans_ = [one_f_one_b(devices=2, microbatches=4), dualpipev(devices=2, microbatches=4)]

@@ -142,7 +142,9 @@ def woven(*, overlap: bool, comm: float = 1.0) -> stretto.Timeline:
 
 def test_communication_hides_behind_compute_in_the_steady_state() -> None:
     for device in woven(overlap=True).communication(steady=True):
-        assert (device.hidden, device.share) == (device.total, 1.0)
+        # all but the first backward's first combine, and on device 0 the last forward's last one
+        assert device.total - device.hidden in (1.0, 2.0)
+        assert device.share == device.hidden / device.total
     for device in woven(overlap=False).communication(steady=True):
         assert (device.hidden, device.share) == (0.0, 0.0)
     for found, device in zip(woven(overlap=True).communication(), woven(overlap=True).summary().devices, strict=True):

@@ -65,10 +65,10 @@ class WovenTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return all times in pairs: these, and of what is not given, those outside of pairs.
 
         >>> WovenTimes(F=1.5).over(PhaseTimes(F=1, I=2, W=3))
-        PhaseTimes(F=1.5, I=2, W=3, R=None)
+        PhaseTimes(F=1.5, I=2, W=3, R=1)
         """
         given = {name: time for name, time in msgspec.structs.asdict(self).items() if time is not None}
-        return msgspec.structs.replace(alone, **given)
+        return msgspec.structs.replace(alone, **{"R": alone.recompute, **given})
 
 
 class BucketTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

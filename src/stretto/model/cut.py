@@ -5,7 +5,6 @@ from typing import Any
 from torch import nn
 
 from stretto.ir.errors import PipelineError
-from stretto.layers import DENSE, MOE
 from stretto.model.attention_inputs import AttentionInputMaker
 from stretto.model.cut_layers import CutDecoderLayer, CutEmbedding, CutHead
 from stretto.model.shared_copy import shared_copy
@@ -40,7 +39,6 @@ def cut(model: Any) -> list[nn.Module]:
                 f"model.layers.{number}",
                 shared_copy(layer, records=routed),
                 base.rotary_emb,
-                layer_name=MOE.name if has_experts else DENSE.name,
                 kind=kind_of(config, number),
                 inputs=inputs,
                 router="mlp.gate" if routed else "",

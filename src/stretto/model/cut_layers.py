@@ -44,17 +44,13 @@ class CutDecoderLayer(NamedLayer):
         layer: nn.Module,
         rotary: nn.Module,
         *,
-        layer_name: str,
         kind: str,
         inputs: AttentionInputMaker,
         router: str = "",
         top_k: int = 0,
     ) -> None:
-        """`layer_name` is what planning calls such a layer; `router` is the name of the router whose loss is trained,
-        "" if there is none.
-        """
+        """`router` is the name of the router whose loss is trained, "" if there is none."""
         super().__init__({name: layer, "model.rotary_emb": rotary})
-        self.layer_name = layer_name
         self._name, self._kind, self._inputs = name, kind, inputs
         self._router, self._top_k = router, top_k
 

@@ -19,7 +19,7 @@ _LEAST, _MOST = -126, 127  # exponents of scales
 
 def pack(x_RD: Tensor) -> Tensor:
     """Return the bytes of each row: D numbers in float8, then its scales in float32."""
-    if has_kernels(x_RD, x_RD.dtype):
+    if has_kernels(x_RD):
         from stretto.moe import fp8_kernels
 
         return fp8_kernels.pack(x_RD, tile=_TILE)
@@ -32,7 +32,7 @@ def pack(x_RD: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, order_R: Tensor | None = None, *, features: int, dtype: torch.dtype) -> Tensor:
     """Return the rows that these bytes stand for; with an order, those at these places."""
-    if has_kernels(packed, dtype):
+    if has_kernels(packed, dtype=dtype):
         from stretto.moe import fp8_kernels
 
         return fp8_kernels.unpack(packed, order_R, features=features, dtype=dtype, tile=_TILE)

@@ -1,4 +1,4 @@
-"""Where the Triton kernels can be used: `row_kernels` and `fp8_kernels`, which import Triton."""
+"""Where Triton kernels can be used, such as `row_kernels`, `fp8_kernels` and the pipeline's `sum_kernels`."""
 
 import logging
 from contextlib import AbstractContextManager
@@ -14,18 +14,21 @@ OPTIONS = {"enable_fp_fusion": False}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def has_kernels(tensor: Tensor, *dtypes: torch.dtype) -> bool:
-    """Return whether kernels can run on a tensor and its like, if numbers are of these dtypes.
+def has_kernels(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether kernels can run on these tensors, and give a result of this dtype.
 
     `torch.compile` gets the plain operations, which it fuses itself, and so do subclasses of tensors.
     """
     return (
-        tensor.is_cuda
-        and all(dtype in _DTYPES for dtype in dtypes)
-        and type(tensor) in (Tensor, nn.Parameter)
+        all(tensor.is_cuda and type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+        and all(kind in _DTYPES for kind in (dtype, *(tensor.dtype for tensor in tensors if _is_real(tensor))))
         and not torch.compiler.is_compiling()
-        and _triton_works(tensor.device)
+        and _triton_works(tensors[0].device)
     )
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
@@ -40,7 +43,9 @@ def _triton_works(device: torch.device) -> bool:
         from stretto.moe.row_kernels import gather_sum
 
         gather_sum(torch.ones(1, 1, device=device), None, torch.zeros(1, dtype=torch.int64, device=device), tokens=1)
+    except torch.cuda.OutOfMemoryError:
+        raise
     except Exception as error:  # Triton may be missing, or its compiler, or anything else outside our control
-        log.info("rows of experts are moved by several kernels each, since Triton cannot be used: %s", error)
+        log.warning("experts run slower than they could, since Triton cannot be used: %s", error)
         return False
     return True

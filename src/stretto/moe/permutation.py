@@ -71,7 +71,7 @@ def sum_by_token(rows_RD: Tensor, target_R: Tensor, *, tokens: int) -> Tensor:
     chosen = len(target_R) // max(1, tokens)
     if chosen == 1:
         return rows_RD.index_select(0, target_R)
-    if has_kernels(rows_RD, rows_RD.dtype) and not torch.is_grad_enabled():
+    if has_kernels(rows_RD) and not torch.is_grad_enabled():
         from stretto.moe.row_kernels import gather_sum
 
         return gather_sum(rows_RD, None, target_R, tokens=tokens)
@@ -111,7 +111,7 @@ class _Combine(torch.autograd.Function):
         ctx: Any, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, target_R: Tensor, dtype: torch.dtype
     ) -> Tensor:
         ctx.save_for_backward(rows_RD, weights_TK, source_R, target_R)
-        if has_kernels(rows_RD, rows_RD.dtype, weights_TK.dtype):
+        if has_kernels(rows_RD, weights_TK, dtype=dtype):
             from stretto.moe.row_kernels import gather_sum
 
             return gather_sum(rows_RD, weights_TK, target_R, tokens=len(weights_TK), dtype=dtype)
@@ -122,8 +122,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
         rows_RD, weights_TK, source_R, target_R = ctx.saved_tensors
         rows_need, weights_need = ctx.needs_input_grad[:2]
-        dtypes = grad_TD.dtype, rows_RD.dtype, weights_TK.dtype
-        if has_kernels(grad_TD, *dtypes) and not torch.is_grad_enabled():
+        if has_kernels(grad_TD, rows_RD, weights_TK) and not torch.is_grad_enabled():
             from stretto.moe.row_kernels import combine_backward
 
             needs = rows_need, weights_need

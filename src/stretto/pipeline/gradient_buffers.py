@@ -105,8 +105,7 @@ def _has_kernel(into: Tensor, grad: Tensor) -> bool:
         and into.is_contiguous()
         and grad.is_contiguous()
         and not grad.requires_grad
-        and has_kernels(into)
-        and has_kernels(grad)
+        and has_kernels(into, grad)
     )
 
 

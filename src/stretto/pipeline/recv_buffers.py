@@ -88,10 +88,10 @@ class RecvBuffers:
         """Return the buffer, reallocated if the described message does not fit it."""
         metas, buffer = description.metas, self._buffers.get(key)
         if buffer is None or buffer.metas != metas:
-            tensors = description.empty(self._device)
-            if self.reader is not None:
-                for tensor in tensors:
+            if buffer is not None and self.reader is not None:
+                for tensor in buffer.tensors:
                     tensor.record_stream(self.reader)
+            tensors = description.empty(self._device)
             raws = [moved_as(tensor) for tensor in tensors if tensor.numel()]
             storages = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors) - {0}
             self._buffers[key] = buffer = RecvBuffer(metas, tensors, raws, storages)

@@ -1,14 +1,10 @@
 """How long each part of each pass takes."""
 
-from collections.abc import Mapping
-from typing import TypeVar
-
 from stretto.costs import Costs, PhaseTimes
 from stretto.ir.errors import CostError
 from stretto.program.anatomy import Anatomy, Part
 from stretto.program.task import Kind
 
-_Entry = TypeVar("_Entry")
 Times = dict[Kind, list[list[float]]]
 
 
@@ -46,17 +42,14 @@ def part_times(anatomy: Anatomy, costs: Costs, *, woven: bool) -> Times:
 def _times(part: Part, costs: Costs, share: PhaseTimes, *, woven: bool) -> PhaseTimes:
     if not costs.phases:
         return share if part.phase.lane == "compute" else PhaseTimes()
-    alone = _entry(part, costs.phases)
+    own, general = f"{part.kind}.{part.phase.name}", part.phase.name
+    alone = costs.phases.get(own, costs.phases.get(general))
     if alone is None and not part.phase.backward:
         alone = PhaseTimes()
     if alone is None:
         raise CostError(
             f"no times for phase {part.phase.name} of {part.kind} layers; known are {', '.join(costs.phases)}"
         )
-    in_pairs = _entry(part, costs.woven) if woven else None
-    return alone if in_pairs is None else in_pairs.over(alone)
-
-
-def _entry(part: Part, table: Mapping[str, _Entry]) -> _Entry | None:
-    """Return a phase's entry: that of its kind of layer, or that of all layers."""
-    return table.get(f"{part.kind}.{part.phase.name}", table.get(part.phase.name))
+    # an entry for all layers is not for those that have times of their own
+    in_pairs = costs.woven.get(own, None if own in costs.phases else costs.woven.get(general))
+    return alone if in_pairs is None or not woven else in_pairs.over(alone)

@@ -277,5 +277,5 @@ def _usual(times: Floats) -> float | None:
     if not len(times):
         return None
     median = float(np.median(times))
-    others: Floats = times[times <= _STALL * median] - median  # so that equal times are returned to the bit
-    return median + float(others.mean()) if len(others) else median
+    usual = times[times <= _STALL * median] if median > 0 else times
+    return median + float((usual - median).mean())  # equal times are returned to the bit

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from stretto.program.columns import Bools
 from stretto.program.program import Program
-from stretto.program.task import BACKWARDS, FORWARDS, Kind
+from stretto.program.task import BACKWARDS, FORWARDS
 from stretto.timeline.memory import Floats
 
 
@@ -30,8 +30,7 @@ def communication(program: Program, start: Floats, end: Floats, *, steady: bool)
     of its last forward.
     """
     comm, compute, device, work = program.on_lane("comm"), program.compute, program.device, program.work
-    forward = compute & work.among(FORWARDS)
-    backward = compute & work.among((*BACKWARDS, Kind.PAIR))
+    forward, backward = work.among(FORWARDS), work.among(BACKWARDS)
     found = []
     for number in range(program.devices):
         here = device == number

@@ -173,7 +173,7 @@ class Timeline:
         ...     timeline = simulate(lower(plan, layers=[[MOE]] * 4, costs=costs), costs)
         ...     print([f"{device.share:.0%}" for device in timeline.communication(steady=True)])
         ['0%', '0%']
-        ['100%', '100%']
+        ['98%', '98%']
         """
         return communication(self.program, self.start, self.end, steady=steady)
 
