@@ -205,7 +205,7 @@ def test_times_that_are_mostly_zero_count() -> None:
     (forwards,) = np.nonzero(run.program.work.kind == Kind.F)
     end = run.end.copy()
     end[forwards[:2]] += 5.0
-    assert stretto.fit(replace(run, end=end)).F == (pytest.approx(2.0),)
+    assert stretto.fit(replace(run, end=end)).per_stage("F", stages=1) == pytest.approx(2.0)
 
 
 def test_phases_are_pooled_over_different_numbers_of_stages() -> None:
