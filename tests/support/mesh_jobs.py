@@ -442,8 +442,8 @@ def waits(mesh: DeviceMesh, sizes: Sizes, schedule: str) -> tuple[list[str], int
     return waited, counted
 
 
-class Embedded(nn.Module):
-    """A layer that is an expert block of our model, on a plain tensor: the last layer is in phases too."""
+class TensorBlock(nn.Module):
+    """A block of our model that takes and returns a plain tensor, so that it can be the last layer, with its phases."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -474,7 +474,7 @@ def losses_of_steps(mesh: DeviceMesh, sizes: Sizes, schedule: str, steps: int) -
     width, tokens = (1024, 512) if DEVICE.type == "cuda" else (CONFIG.hidden_size, 8)
     config = dataclasses.replace(CONFIG, hidden_size=width, moe_intermediate_size=width // 2, num_hidden_layers=4)
     torch.manual_seed(1)
-    layers = [Embedded(config).to(DEVICE, torch.float32) for _ in range(8)]
+    layers = [TensorBlock(config).to(DEVICE, torch.float32) for _ in range(8)]
     pipe = stretto.Pipeline(layers, plan=member.plan(schedule), loss=_distance, mesh=member.mesh)
     x = torch.randn(MICROBATCHES, tokens, width, device=DEVICE)
     losses = [pipe.step(x, x.roll(1, 0)).loss for _ in range(steps)]
@@ -492,7 +492,7 @@ def kept_alive(mesh: DeviceMesh) -> tuple[int, int]:
     """
     member = Member(mesh, {"pp": 1})
     torch.manual_seed(1)
-    layers = [Embedded(CONFIG) for _ in range(2)]
+    layers = [TensorBlock(CONFIG) for _ in range(2)]
     pipe = stretto.Pipeline(layers, plan=one_f_one_b(devices=1, microbatches=2), loss=_distance, mesh=member.mesh["pp"])
     pipe._binding._used = kept = []  # as on a GPU, but nothing is let go
     x = torch.randn(2, 8, CONFIG.hidden_size)
