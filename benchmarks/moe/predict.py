@@ -58,6 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what `run.py --out` has saved")
     folder = parser.parse_args().folder
+    if not (folder / "medians.txt").is_file():
+        parser.error(f"{folder} has no medians.txt, which run.py --out writes with the timelines")
     timelines: dict[str, dict[str, Timeline]] = {}
     medians: dict[str, dict[str, float]] = {}
     for line in (folder / "medians.txt").read_text().splitlines():
@@ -66,7 +68,9 @@ def main() -> None:
         timelines.setdefault(run, {})[name] = stretto.load_timeline(folder / f"{file}.trace.json")
         medians.setdefault(run, {})[name] = float(median)
     for run, recorded in timelines.items():
-        if {*FITTED} <= recorded.keys():
+        if missing := [name for name in FITTED if name not in recorded]:
+            print(f"\n{run}: not predicted, since {' and '.join(missing)} was not recorded")
+        else:
             print(f"\n{run}\n", *table(recorded, medians[run]), sep="\n")
 
 

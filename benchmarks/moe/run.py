@@ -73,7 +73,7 @@ class Place:
     skewed: bool
 
 
-def ours(place: Place, plan: stretto.Plan, costs: stretto.Costs | None, together: int) -> Made:
+def ours(place: Place, plan: stretto.Plan, costs: stretto.Costs | None) -> Made:
     pipe = stretto.Pipeline(
         lambda number: Layer(number, skewed=place.skewed),
         layer_count=LAYERS,
@@ -81,7 +81,6 @@ def ours(place: Place, plan: stretto.Plan, costs: stretto.Costs | None, together
         loss=loss,
         mesh=place.mesh,
         costs=costs,
-        wgrad_microbatches=together,
         timeout=60,
     )
     return Made(
@@ -199,8 +198,8 @@ def cases(place: Place, costs: stretto.Costs | None) -> Iterator[tuple[str, Call
         plan = make(devices=place.mesh["pp"].size(), microbatches=len(place.x))
         alone = unwoven(plan)
         if alone != plan:
-            yield f"ours, {name}, not woven", partial(ours, place, alone, costs, 1)
-        yield f"ours, {name}", partial(ours, place, plan, costs, 1)
+            yield f"ours, {name}, not woven", partial(ours, place, alone, costs)
+        yield f"ours, {name}", partial(ours, place, plan, costs)
         if name in PEERS:
             yield f"PyTorch, {name}", partial(torchs, place, PEERS[name])
 
@@ -210,7 +209,7 @@ def calibrated(place: Place) -> stretto.Costs:
     plan = interleaved(devices=place.mesh["pp"].size(), microbatches=len(place.x), overlap=True)
     costs, timelines = None, []
     for one in (unwoven(plan), plan):
-        timelines.append(measure(partial(ours, place, one, costs, 1), steps=0).timeline)
+        timelines.append(measure(partial(ours, place, one, costs), steps=0).timeline)
         fitted = [stretto.fit(*timelines)] if dist.get_rank() == 0 else [None]  # type: ignore[arg-type]
         dist.broadcast_object_list(fitted, device=torch.device("cpu"))
         costs = fitted[0]

@@ -1,8 +1,7 @@
 """Trains a model by a plan: each rank runs its part of the checked program."""
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -187,7 +186,7 @@ class Pipeline:
                 if self._shape.ep > 1:
                     self._replicas.validate_begin()
                 recorder = Recorder(len(self._binding.tasks)) if record else None
-                with _uncollected() if record else nullcontext():
+                with nullcontext() if recorder is None else recorder.recording():
                     self._binding.run(microbatches, losses, recorder, key=self._key, rows=rows)
                     self._turns.catch_up(recorder is not None)
                 wrong = self._found_wrong(check_buffers, losses)
@@ -478,16 +477,3 @@ class Pipeline:
         tables, flags = [(losses.name, losses.table())], (refuses, losses.trains)
         (self._total_of_last,) = sum_tables(self._team, tables, self._turns.catch_up, flags=flags)
         return self._total_of_last
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Collect garbage now, and not within the block, where it would take a tenth of a second of a recorded step."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
