@@ -20,11 +20,13 @@ from pushes import until
 from stretto.execute.recorder import Recorder
 from stretto.ir.errors import PeerError, WeightsError
 from stretto.weights import Hooks, PushError, Receiver, Sender, status
+from stretto.weights.connection import PeerClosed
 from stretto.weights.ipc_buffers import SharedBuffers
 from stretto.weights.listener import Listener, connect
 from stretto.weights.manifest import TensorSpec
 from stretto.weights.messages import Abandon, Begin, Begun, Buffers, Failed, Filled, Pause, Paused, Ready
 from stretto.weights.receive.session import Session
+from stretto.weights.receive.state import ReceiverState
 from stretto.weights.regions import whole
 from stretto.weights.send.endpoint import Wanted
 from stretto.weights.sources.shard import Shard
@@ -382,6 +384,32 @@ def test_many_pushes_at_once_each_go_well_or_are_refused_in_words(engine: Any) -
     assert wrong == []
     assert well
     assert len(one.live["w"].unique()) == 1
+
+
+def test_a_sender_that_comes_back_while_another_takes_over_is_not_cut_off_after_its_answer(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, busy, came_back = engine(), ReceiverState.busy.fget, threading.Event()
+    first = connect(one.address)
+    after_opening(first)
+    first.send(Abandon("not yet"))
+    until(lambda: not one.receiver._state.busy, SECONDS)
+
+    def busy_slowly(state: ReceiverState) -> bool:
+        found = busy(state)
+        if not found and not came_back.is_set():  # another sender takes over, and `first` comes back just now
+            came_back.set()
+            first.send(opening())
+            time.sleep(0.5)
+        return found
+
+    monkeypatch.setattr(ReceiverState, "busy", property(busy_slowly))
+    with registered() as second:
+        second.push("v", [one.address])
+    assert came_back.is_set()
+    with pytest.raises(PeerClosed):
+        first.recv(seconds=SECONDS)  # not Ready: it has to connect again
+    first.close()
 
 
 # What would end a process.

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -173,7 +174,10 @@ class Receiver:
             with self._lock:
                 self._state.answering = True  # before `_waiting` is cleared, or another sender could claim the receiver
                 self._waiting = None
-            session = Session(connection, self._state, self._hooks, self.device, self._find_manifest, self._make_loader)
+            start_answer = functools.partial(self._start_answer, connection)
+            session = Session(
+                connection, self._state, self._hooks, self.device, self._find_manifest, self._make_loader, start_answer
+            )
             on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
             try:
                 with on_device:  # make it the current device for hooks and loader
@@ -302,6 +306,14 @@ class Receiver:
             return True
 
     # Called by the session.
+
+    def _start_answer(self, connection: Connection) -> bool:
+        """Mark the receiver as answering this connection; False if another has claimed it since the last answer."""
+        with self._lock:
+            if self._active is not connection:
+                return False
+            self._state.answering = True
+            return True
 
     def _find_manifest(self, opening: Open) -> Manifest | None:
         if opening.manifest is not None:

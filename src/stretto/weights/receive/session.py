@@ -58,10 +58,14 @@ class Session:
         device: torch.device,
         find_manifest: Callable[[Open], Manifest | None],
         make_loader: Callable[[Manifest, Open], Loader],
+        start_answer: Callable[[], bool],
     ) -> None:
-        """`find_manifest` returns the manifest of an offer, or None if the sender has to send it."""
+        """`find_manifest` returns the manifest of an offer, or None if the sender has to send it.
+
+        `start_answer` marks the receiver as answering, and returns False if another sender has taken it over.
+        """
         self._connection, self._state, self._hooks, self._device = connection, state, hooks, device
-        self._find_manifest, self._make_loader = find_manifest, make_loader
+        self._find_manifest, self._make_loader, self._start_answer = find_manifest, make_loader, start_answer
         self._buffers: OpenedBuffers | None = None
         self._loader: Loader | None = None
         self._loader_key: tuple[str, int, bool, int] | None = None
@@ -79,7 +83,9 @@ class Session:
         try:
             message: Message = opening
             while True:
-                self._state.answering = True
+                if not self._start_answer():
+                    close_files(files)
+                    raise PeerClosed("gave way to another sender")
                 self._answer(message, files)
                 self._state.answering = False
                 message, files = self._next_message()
