@@ -8,6 +8,7 @@ import stretto
 ROOMS = [
     "ir",
     "layers",
+    "memory",
     "schedules",
     "costs",
     "program",

@@ -18,8 +18,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from mini_engine.model import Config, entries
 from mini_engine.shard import Shard
+from stretto.execute.host_memory import in_parallel
 from stretto.weights import Hooks, Receiver, Sender
-from stretto.weights.host_memory import in_parallel
 from stretto.weights.manifest import TensorSpec
 
 GIB = 1 << 30

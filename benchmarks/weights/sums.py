@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from stretto.execute.host_memory import threads
 from stretto.weights.checksums import by_floats, digest_of, matrix
-from stretto.weights.host_memory import threads
 
 
 def best(act: Callable[[], object], times: int = 10) -> float:

@@ -5,7 +5,7 @@ The main path, in order:
     plan      schedules (a module), Plan, load_plan, parse_plan; layers (a module), Phase
     program   lower, weight_update, program_of, Call, Program, parse_program
     check     check, Violation
-    run       simulate, costs (a module): Costs, load_costs; execute; Pipeline
+    run       simulate, costs (a module): Costs, load_costs; execute; Pipeline; Memory, load_memory
     models    model (a module), cut; weights (a module): push them
     look      Timeline, load_timeline, fit, draw_text, draw_comparison
     errors    StrettoError, and those derived from it
@@ -33,6 +33,7 @@ from stretto.ir.extras import require as _require
 from stretto.ir.plan import Plan
 from stretto.ir.text import load_plan, parse_plan
 from stretto.layers import Phase
+from stretto.memory import Memory, load_memory
 from stretto.program.calls import Call, program_of
 from stretto.program.lower import lower
 from stretto.program.program import Program
@@ -52,6 +53,7 @@ __all__ = [
     "Call",
     "CostError",
     "Costs",
+    "Memory",
     "PeerError",
     "Phase",
     "Pipeline",
@@ -74,6 +76,7 @@ __all__ = [
     "fit",
     "layers",
     "load_costs",
+    "load_memory",
     "load_plan",
     "load_timeline",
     "lower",

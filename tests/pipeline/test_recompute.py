@@ -1,6 +1,7 @@
 """Recompute sites: the same gradients, outputs that are not kept, each computed twice and never more."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from alive import Alive
 from stretto.ir.errors import PipelineError
 from stretto.pipeline.gradients import Gradients
+from stretto.pipeline.memory_sites import ModuleSite, PartSites
+from stretto.pipeline.module_buffers import ModuleBuffers
 from stretto.pipeline.pytree import LEAF, Tree
-from stretto.pipeline.recompute import Sites
 from stretto.pipeline.rng import Generators
+from stretto.pipeline.saving import SavedPass, Saving
 from stretto.pipeline.segments import run_segment
 from stretto.pipeline.split_backward import Deferral
 from stretto.pipeline.weight_gradients import add_together
@@ -70,15 +73,18 @@ def twins(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> 
 
 
 def forward(module: nn.Module, sites: dict[str, nn.Module], x: Tensor, closures: list[Any]) -> tuple[Any, Any, Any]:
-    deferral, made = Deferral(module, gradients := Gradients()), Sites(sites, Generators(x.device))
-    with deferral.overrides, made.overrides, deferral.into(closures), made.into({}):
-        out, segment = run_segment(module, Tree([x], LEAF, [True]), torch.zeros((), requires_grad=True))
+    modules = {id(site): ModuleSite(name, name, site, "recompute") for name, site in sites.items()}
+    made = Saving({(0, 0): PartSites("all", "keep", modules)}, Generators(x.device))
+    deferral, buffers = Deferral(module, gradients := Gradients()), ModuleBuffers("layer 0", module)
+    with deferral.overrides, made.overrides, deferral.into(closures), made.into(SavedPass(None)):
+        function = partial(made.run, (0, 0), "layer 0", module, buffers=buffers)
+        out, segment = run_segment(function, Tree([x], LEAF, [True]), torch.zeros((), requires_grad=True))
     return out.value(), segment, (deferral, made, gradients)
 
 
 def backward(segment: Any, overriding: Any, grad: Tensor, closures: list[Any]) -> Tensor:
     deferral, made, gradients = overriding
-    with deferral.overrides, made.overrides, deferral.into(closures), made.into({}):
+    with deferral.overrides, made.overrides, deferral.into(closures), made.into(SavedPass(None)):
         (arrived,) = segment.backward([grad])
     with torch.no_grad():
         add_together([closures])

@@ -284,7 +284,7 @@ REFUSED = {
     "some together": "wgrad_microbatches goes with a plan; a program has it from lower()",
     "others together": "rank 1 was given another wgrad_microbatches than rank 0 (3 and 2)",
     "senseless tie": "'head.weight' is no parameter to tie: names begin with a layer's number",
-    "unknown site": "no module is called '*.nrom', so it cannot be recomputed",
+    "unknown site": "memory names '*.nrom', but no phase or module is called that",
     "both": "checkpoint=True recomputes whole layers; give that or modules to recompute, not both",
     "no time": "timeout is a number of seconds above 0, and at most 10⁹ (got 0)",
     "not finite": "the loss of microbatch 2 is not finite",

@@ -79,7 +79,9 @@ REFUSED = {
     "a plan for a program": "program is a Program, such as stretto.lower(plan) makes (got Plan(",
     "an update": "this program trains nothing; stretto.lower(plan) makes one that does",
     "an own program": "this program trains nothing; stretto.lower(plan) makes one that does",
-    "offload": "a pipeline does not run programs that recompute or offload",
+    "offload": "the program offloads, but memory does not say what; name it there, or lower without offload",
+    "no offload": "memory offloads, but the program copies nothing to host memory; lower with offload=1",
+    "recompute": "a pipeline recomputes within its backwards, not in tasks of their own; lower without recompute",
     "costs": "costs are what a plan is woven by; a program is woven already",
     "other devices": "the program is for 4 devices, but the mesh has 2 ranks",
     "unsound": "the program is not sound: dependencies: 1REDUCE_GRAD does not wait for 1B5.wgrad",
@@ -123,6 +125,10 @@ def refused(mesh: DeviceMesh, what: str) -> str:
                 given["program"] = stretto.program_of([stretto.Call("a"), stretto.Call("b", 1)])
             case "offload":
                 given["program"] = stretto.lower(dual, offload=1)
+            case "no offload":
+                given["memory"] = {"*": "offload"}
+            case "recompute":
+                given["program"] = stretto.lower(dual, recompute=True)
             case "costs":
                 given["costs"] = stretto.Costs()
             case "other devices":

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from stretto.execute.host_memory import threads
 from stretto.ir.errors import WeightsError
 from stretto.weights.checksums import digest_of
-from stretto.weights.host_memory import threads
 from stretto.weights.layout import Bucket
 from stretto.weights.manifest import TensorSpec
 from stretto.weights.messages import InFlight

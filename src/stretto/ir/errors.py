@@ -16,7 +16,7 @@ class MissingPackageError(StrettoError, ImportError):
 
 
 class PlanError(StrettoError, ValueError):
-    """A schedule cannot be made for these sizes, or rows do not form a plan."""
+    """A schedule cannot be made for these sizes, rows do not form a plan, or a memory policy is malformed."""
 
 
 class TextError(StrettoError, ValueError):

@@ -17,6 +17,7 @@ from stretto.execute.supervisor import Supervisor
 from stretto.ir.errors import PipelineError
 from stretto.pipeline.arrivals import Arrival, Channel
 from stretto.pipeline.descriptions import Description
+from stretto.pipeline.host_pool import HostPool
 from stretto.pipeline.losses import Losses
 from stretto.pipeline.measures import Measures
 from stretto.pipeline.microbatches import Microbatches
@@ -53,11 +54,12 @@ class StepBinding:
         *,
         reduce: Reduce | None = None,
         shape_cache: ShapeCache | None = None,
+        host_bytes: int | None = None,
     ) -> None:
         """Bind every task of the program.
 
         `reduce` sums the gradients of stages over ranks; without it, this is an evaluation step. Without a
-        `shape_cache`, every message carries its description.
+        `shape_cache`, every message carries its description. `host_bytes` is the most host memory to offload to.
         """
         self._shape_cache = shape_cache
         self._known: Messages | None = None  # this step's descriptions, if an earlier step began alike
@@ -84,6 +86,7 @@ class StepBinding:
         self._joins = {self.tasks[at] for at in ends}
         taken, after = share_recv_buffers(self.tasks, ends)
         self._buffer_of = {self.tasks[at]: buffer_key for at, buffer_key in taken.items()}
+        self._plan_offload(transfers.device, host_bytes)
         on_device = transfers.device.type == "cuda"
         self.several_streams = on_device and any(task.lane.name == "comm" for task in self.tasks)
         """Whether tasks compute on more than one CUDA stream."""
@@ -94,6 +97,22 @@ class StepBinding:
             else HostLanes(self._executor, transfers.lanes, begins=True)
         )
         self._executor.bind(lanes, self._bound)
+
+    def _plan_offload(self, device: torch.device, host_bytes: int | None) -> None:
+        """Find out which passes leave the device, where to, and which task may use their memory first."""
+        out = [task for task in self.tasks if task.kind is Kind.OFFLOAD]
+        self._host_pool = HostPool({task.slot: task.stage for task in out}, device, limit=host_bytes)
+        self._host_buffer = {(task.stage, task.microbatch): task.slot for task in out}
+        self._frees: dict[Task, list[tuple[int, int]]] = {}
+        freed: set[int] = set()
+        for task, needs in zip(self.tasks, self._executor.needs, strict=True):
+            for need in needs:
+                if self.tasks[need].kind is Kind.OFFLOAD and need not in freed:
+                    freed.add(need)
+                    self._frees.setdefault(task, []).append((self.tasks[need].stage, self.tasks[need].microbatch))
+        if self._training:
+            for number, stage in self._stages.items():
+                stage.leaving = frozenset(task.microbatch for task in out if task.stage == number)
 
     def begin(self, begin: Callable[[], Hashable | None], rows: int = 0) -> None:
         """Tell the other ranks how this step begins.
@@ -162,6 +181,18 @@ class StepBinding:
         return inputs + targets
 
     def _bound(self, task: Task) -> Act:
+        act, frees = self._act(task), self._frees.get(task)
+        if frees is None:
+            return act
+
+        def free_and_act() -> Work | None:
+            for stage, microbatch in frees:
+                self._stages[stage].release(microbatch)
+            return act()
+
+        return free_and_act
+
+    def _act(self, task: Task) -> Act:
         stage, microbatch, part = task.stage, task.microbatch, task.part
         match task.kind:
             case Kind.F:
@@ -186,21 +217,24 @@ class StepBinding:
             case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
                 assert task.lane.peer is not None
                 return self._transfer(task, task.lane.peer)
+            case Kind.OFFLOAD | Kind.ONLOAD:
+                copies = self._stages[stage].offload if task.kind is Kind.OFFLOAD else self._stages[stage].onload
+                return partial(copies, microbatch, self._host_pool, self._host_buffer[stage, microbatch])
             case _:
-                raise PipelineError(f"{task} cannot be run: a pipeline moves no activations to host memory")
+                raise PipelineError(f"{task} cannot be run in a pipeline")
 
     def _forward(self, stage: int, microbatch: int, part: int) -> Act:
         owner, key = self._stages[stage], (stage, microbatch)
-        run: Callable[[int, int, Tree], Tree] = owner.forward if self._training else owner.evaluate
         ends = part == len(self._program.anatomy.forward[stage]) - 1
         local = stage + 1 in self._stages and self._placed(stage + 1, microbatch) == self._placed(stage, microbatch)
 
         def forward() -> None:
-            buffer = None
+            buffer, held = None, False
             if part or stage:
                 stored = self._values.pop(key)
                 if isinstance(stored, Arrival):
                     value, buffer = stored.take()
+                    held = True
                     assert stored.description is not None
                     self._rows = stored.description.rows
                 else:
@@ -210,6 +244,7 @@ class StepBinding:
             else:
                 assert self._inputs is not None
                 value, leaves = entering(self._inputs[microbatch - self._first])
+                held = True
                 if leaves and self._training:
                     self._differentiated[microbatch] = leaves
             if self._used is not None:
@@ -218,7 +253,7 @@ class StepBinding:
                 if self._training:
                     losses = self._losses
                     assert losses is not None
-                    out = owner.forward(microbatch, part, value, losses.of(microbatch, self._rows))
+                    out = owner.forward(microbatch, part, value, losses.of(microbatch, self._rows), held=held)
                     self._grads[key] = [losses.seed(out.leaves[0], microbatch)]
                 else:
                     measures = self._measures
@@ -226,7 +261,10 @@ class StepBinding:
                     out = owner.evaluate(microbatch, part, value, measures.of(microbatch, self._rows))
                     measures.keep(microbatch, out, buffer)
                 return
-            out = run(microbatch, part, value)
+            if self._training:
+                out = owner.forward(microbatch, part, value, held=held)
+            else:
+                out = owner.evaluate(microbatch, part, value)
             if buffer is not None:
                 out = buffer.own(out)
             if self._used is not None:

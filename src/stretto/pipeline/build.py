@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from stretto.ir.errors import PipelineError, peer_failure
 from stretto.ir.mesh import MeshShape
 from stretto.ir.placement import Placement
 from stretto.layers import Layer
+from stretto.memory import Memory
 from stretto.moe.all_to_all import AllToAll
 from stretto.moe.exchange import Exchange, validate_exchange
 from stretto.moe.expert_ranks import ExpertRanks
@@ -23,17 +23,11 @@ from stretto.pipeline.agreement import Agreement
 from stretto.pipeline.bind import Reduce, StepBinding
 from stretto.pipeline.exchanges import Exchanges
 from stretto.pipeline.gradients import Gradients
-from stretto.pipeline.layers import (
-    Layers,
-    is_sparse,
-    modules_named,
-    outermost,
-    unfit,
-)
+from stretto.pipeline.layers import Layers, is_sparse, unfit
+from stretto.pipeline.memory_sites import Decisions, Part, PartSites, find_sites, unused
 from stretto.pipeline.mesh import shape_of
 from stretto.pipeline.names import Names, prefix_of
 from stretto.pipeline.options import Options, wrong_option
-from stretto.pipeline.phases import bypassed
 from stretto.pipeline.placing import (
     Placed,
     Together,
@@ -51,10 +45,7 @@ from stretto.pipeline.shape_cache import ShapeCache
 from stretto.pipeline.shared_experts import tied_experts
 from stretto.pipeline.shared_parameters import find_shared
 from stretto.pipeline.stage import Stage
-from stretto.pipeline.ties import (
-    layer_of,
-    tied_stages,
-)
+from stretto.pipeline.ties import tied_stages
 from stretto.pipeline.transfers import Transfers
 from stretto.program.program import Program
 from stretto.program.sums import reduces
@@ -105,20 +96,29 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
         program = _make_program(team, placed, phases, together, experts, options)
         _validate_same_options(team, placed, program, together, options)
         raise_on_all(team, tied_experts(placed.module, together, names))
-        recomputed = _find_recomputed(team, placed, names, options.recompute, in_phases=not program.anatomy.is_whole)
+        sites = _find_sites(team, placed, options.memory, in_phases=not program.anatomy.is_whole)
         tie_parameters(team, placed, names)
         sparse = _find_sparse(placed)
         replicas = _share_parameters(team, device, placement, placed, names, sparse, shape)
         raise_on_all(team, replicas.unsummed(_sums_of(program, team.rank)))
         gradients = _make_gradients(placed, names, replicas, sparse, options)
         connected = _make_exchange(team, shape, gradients, options)
-        stages = _make_stages(device, placement, placed, names, program, gradients, recomputed, connected, options)
+        stages = _make_stages(device, placement, placed, program, gradients, sites, connected, options)
         transfers = Transfers(team, program, device)
         _warm_up_autograd(device)
         agreement = Agreement(team, [tuple(range(team.size))])
         starts = None if options.dynamic_shapes and shape.ep == 1 else agreement
         reduce = partial(replicas.sum_stages, gradients=gradients)
-        binding = bind(program, team, stages, transfers, starts, reduce=reduce, dynamic_shapes=options.dynamic_shapes)
+        binding = bind(
+            program,
+            team,
+            stages,
+            transfers,
+            starts,
+            reduce=reduce,
+            dynamic_shapes=options.dynamic_shapes,
+            host_bytes=options.memory.host_bytes,
+        )
     return Parts(
         team=team,
         placement=placement,
@@ -140,7 +140,14 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
 
 def _form_team(loss: Any, mesh: DeviceMesh, device: torch.device, shape: MeshShape, options: Options) -> Team:
     """Validate the arguments and connect the ranks (collective): if one rank's arguments are wrong, all raise."""
-    wrong = wrong_program(options.plan, options.program, options.costs, options.wgrad_microbatches, shape)
+    wrong = wrong_program(
+        options.plan,
+        options.program,
+        options.costs,
+        options.wgrad_microbatches,
+        shape,
+        offloads=options.memory.offloads,
+    )
     wrong = wrong or wrong_option(loss, options)
     members = Members.of_mesh(mesh)
     return Team(members, device, timeout=options.timeout, wrong=wrong, error=PipelineError, failure=peer_failure)
@@ -158,7 +165,14 @@ def _make_program(
     ties = tied_stages(together, placed.shares)
     return team.all_or_none(
         lambda: program_for(
-            options.plan, options.program, phases, ties, experts, options.costs, options.wgrad_microbatches
+            options.plan,
+            options.program,
+            phases,
+            ties,
+            experts,
+            options.costs,
+            options.wgrad_microbatches,
+            options.memory.copy_actions if options.memory.offloads else 0,
         )
     )
 
@@ -167,8 +181,7 @@ def _validate_same_options(team: Team, placed: Placed, program: Program, togethe
     """Raise unless all ranks were given the same options (collective)."""
     texts = {
         "cut": str([len(share) for share in placed.shares]),
-        "checkpoint": str(options.checkpoint),
-        "recompute": str(list(options.recompute)),
+        "memory": str(options.memory),
         "tied": str(sorted(set(together.values()))),
         "wgrad_microbatches": str(program.anatomy.wgrad_microbatches),
         "plan" if options.plan is not None else "program": digest_of(program),
@@ -204,24 +217,13 @@ def _sums_of(program: Program, rank: int) -> set[tuple[tuple[int, ...], bool]]:
     }
 
 
-def _find_recomputed(
-    team: Team, placed: Placed, names: Names, patterns: Sequence[str], *, in_phases: bool
-) -> dict[str, nn.Module]:
-    """Return this rank's modules to recompute (collective). Raise if a pattern matches no module on any rank."""
-    modules = modules_named(placed.layers, patterns)
-    matches = [any(fnmatch(names.seen(name), pattern) for name in modules) for pattern in patterns]
-    for pattern, *by_rank in zip(patterns, *team.gather(matches, list[bool]), strict=True):
-        if not any(by_rank):
-            raise PipelineError(f"no module is called {pattern!r:.60}, so it cannot be recomputed")
-    outer = outermost(modules)
-    silent = {id(module) for number, layer in placed.layers.items() for module in bypassed(number, layer).values()}
-    for name, module in outer.items():
-        if in_phases and id(module) in silent:
-            raise PipelineError(
-                f"{names.seen(name)} offers phases, so it is not recomputed as one module; name modules within it, or "
-                "use checkpoint=True"
-            )
-    return outer
+def _find_sites(team: Team, placed: Placed, memory: Memory, *, in_phases: bool) -> dict[Part, PartSites]:
+    """Return the sites of this rank's layers (collective). Raise if a pattern decides nothing on any rank."""
+    decisions = Decisions(memory)
+    sites = find_sites(decisions, placed.layers, in_phases=in_phases) if memory.sites else {}
+    if (wrong := unused(memory, team.gather(decisions.reasons, dict[str, str]))) is not None:
+        raise PipelineError(wrong)
+    return sites
 
 
 def _find_sparse(placed: Placed) -> set[int]:
@@ -292,14 +294,18 @@ def _make_stages(
     device: torch.device,
     placement: Placement,
     placed: Placed,
-    names: Names,
     program: Program,
     gradients: Gradients,
-    recomputed: Mapping[str, nn.Module],
+    sites: Mapping[Part, PartSites],
     connected: Connected | None,
     options: Options,
 ) -> dict[int, Stage]:
     shares = placed.shares
+
+    def sites_of(stage: int) -> dict[Part, PartSites]:
+        last = shares[stage][len(shares[stage]) - options.memory.keep_layers :] if options.memory.keep_layers else ()
+        own = {part: of_part for part, of_part in sites.items() if part[0] in shares[stage]}
+        return {part: of_part.staying() if part[0] in last else of_part for part, of_part in own.items()}
 
     def exchanges(stage: int) -> Exchanges | None:
         if connected is None:
@@ -314,13 +320,11 @@ def _make_stages(
             stage,
             gradients=gradients,
             device=device,
-            checkpointed=options.checkpoint,
             elsewhere=partial(_name_elsewhere, layers=placed.modules),
             replicated=sum(stage == other for _, other in placement.homes) > 1,
             exchanges=exchanges(stage),
-            recomputed={
-                names.seen(name): module for name, module in recomputed.items() if layer_of(name) in shares[stage]
-            },
+            sites=sites_of(stage) if options.memory.sites else None,
+            memory=options.memory,
         )
         for stage in placed.stages
     }
@@ -341,6 +345,7 @@ def bind(
     *,
     reduce: Reduce | None = None,
     dynamic_shapes: bool = False,
+    host_bytes: int | None = None,
 ) -> StepBinding:
     """Bind a program's tasks: a training step with `reduce`, otherwise an evaluation step.
 
@@ -349,7 +354,9 @@ def bind(
     mesh, rank = program.placement.mesh, team.rank
     pipeline = [device for device in range(team.size) if mesh is None or mesh.place(device)[1] == mesh.place(rank)[1]]
     shape_cache = None if starts is None else ShapeCache(starts, team.size, pipeline, remembers=not dynamic_shapes)
-    return StepBinding(program, team.supervisor, stages, transfers, reduce=reduce, shape_cache=shape_cache)
+    return StepBinding(
+        program, team.supervisor, stages, transfers, reduce=reduce, shape_cache=shape_cache, host_bytes=host_bytes
+    )
 
 
 def _name_of(module: nn.Module, names: Names, tensor: Tensor) -> str:

@@ -1,7 +1,6 @@
 """The layers of a pipeline: how they are built, validated and found by name."""
 
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatch
 from typing import TypeAlias
 
 import torch
@@ -81,25 +80,6 @@ def unfit(layers: Mapping[int, nn.Module]) -> str | None:
             if parameter.requires_grad and parameter.dtype == torch.float16:
                 return f"{name} is float16, whose gradients need scaling, which a pipeline does not do; use bfloat16"
     return None
-
-
-def modules_named(layers: Mapping[int, nn.Module], patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules whose names, as users see them, match a pattern. They are returned by their internal names."""
-    if isinstance(patterns, str):
-        raise PipelineError(f"recompute is a list of names or patterns (got {patterns!r:.60})")
-    return {
-        name: module
-        for number, layer in layers.items()
-        for name, seen, module in modules_of(number, layer)
-        if any(fnmatch(seen, pattern) for pattern in patterns)
-    }
-
-
-def outermost(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that are not inside another of them."""
-    return {
-        name: module for name, module in modules.items() if not any(name.startswith(f"{other}.") for other in modules)
-    }
 
 
 def is_sparse(module: nn.Module) -> bool:

@@ -7,12 +7,11 @@ from typing import Any
 from stretto.costs import Costs
 from stretto.ir.errors import PipelineError, StrettoError
 from stretto.ir.plan import Plan
+from stretto.memory import Memory, memory_of
 from stretto.moe.exchange import Exchange
 from stretto.moe.expert_ranks import ExpertRanks
 from stretto.pipeline.gradients import KINDS, Kind
 from stretto.program.program import Program
-
-_EXAMPLES = {"recompute": '["*.norm"]', "tied": '[("0.weight", "5.weight")]'}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +26,31 @@ class Options:
     tied: Sequence[Sequence[str]]
     gradients: Kind
     wgrad_microbatches: int
-    checkpoint: bool
-    recompute: Sequence[str]
+    memory: Memory
     dynamic_shapes: bool
     seed: int
     timeout: float
     exchange: Callable[[ExpertRanks], Exchange] | None
+    wrong_memory: StrettoError | None = None
+
+
+def memory_from(memory: Any, checkpoint: Any, recompute: Any) -> tuple[Memory, StrettoError | None]:
+    """Return the policy of a pipeline's arguments `memory`, `checkpoint` and `recompute`, and the error in them."""
+    try:
+        policy = memory_of(memory)
+        if isinstance(recompute, str) or not isinstance(recompute, Sequence):
+            raise PipelineError(f'recompute is a list, such as ["*.norm"] (got {recompute!r:.40})')
+        if not isinstance(checkpoint, bool):
+            raise PipelineError(f"checkpoint is True or False (got {checkpoint!r:.40})")
+        if checkpoint and recompute:
+            raise PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
+        if (checkpoint or recompute) and memory != "none":
+            name = "checkpoint" if checkpoint else "recompute"
+            raise PipelineError(f"{name} is a short form of memory, so give one of the two")
+        patterns = ["*"] if checkpoint else list(recompute)
+        return (Memory(sites=dict.fromkeys(patterns, "recompute")) if patterns else policy), None
+    except StrettoError as error:
+        return Memory(), error
 
 
 def wrong_option(loss: Any, options: Options) -> StrettoError | None:
@@ -44,9 +62,8 @@ def wrong_option(loss: Any, options: Options) -> StrettoError | None:
         return PipelineError(f"seed is a whole number of at most 63 bits (got {seed!r:.60})")
     if gradients not in KINDS:
         return PipelineError(f"gradients is one of {', '.join(map(repr, KINDS))} (got {gradients!r:.60})")
-    for name, value in (("recompute", options.recompute), ("tied", options.tied)):
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            return PipelineError(f"{name} is a list, such as {_EXAMPLES[name]} (got {value!r:.40})")
+    if isinstance(options.tied, str) or not isinstance(options.tied, Sequence):
+        return PipelineError(f'tied is a list, such as [("0.weight", "5.weight")] (got {options.tied!r:.40})')
     if not isinstance(dynamic_shapes, bool):
         return PipelineError(f"dynamic_shapes is True or False (got {dynamic_shapes!r:.60})")
     if options.exchange is not None and not callable(options.exchange):
@@ -54,6 +71,4 @@ def wrong_option(loss: Any, options: Options) -> StrettoError | None:
             f"exchange is a function that makes an exchange for experts, such as stretto.moe.AllToAll (got "
             f"{options.exchange!r:.60})"
         )
-    if options.checkpoint and options.recompute:
-        return PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
-    return None
+    return options.wrong_memory

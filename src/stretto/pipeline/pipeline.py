@@ -5,7 +5,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from stretto.costs import Costs
 from stretto.execute.recorder import Recorder
 from stretto.ir.errors import PipelineError
 from stretto.ir.plan import Plan
+from stretto.memory import Action, Memory
 from stretto.moe.exchange import Exchange
 from stretto.moe.expert_ranks import ExpertRanks
 from stretto.pipeline.build import build
@@ -29,7 +30,7 @@ from stretto.pipeline.mesh import parallel_index
 from stretto.pipeline.microbatches import Microbatches, cut, needed
 from stretto.pipeline.modes import evaluating
 from stretto.pipeline.names import named_modules
-from stretto.pipeline.options import Options
+from stretto.pipeline.options import Options, memory_from
 from stretto.pipeline.pytree import Value, tensors_of
 from stretto.pipeline.results import StepResult
 from stretto.pipeline.rng import RngKey
@@ -61,9 +62,9 @@ class Pipeline:
 
     `loss(output, target)` returns the mean of its microbatch, or a sum and the count to divide it by.
 
-    With `checkpoint`, the backward recomputes every layer. With `recompute`, it recomputes only the modules whose names
-    match, such as norms and activation functions, which are cheap to run and then need not keep their outputs. Pass one
-    of the two, not both.
+    `memory` says what becomes of the tensors that forwards save: `Memory(sites={"*.norm": "recompute", "*":
+    "offload"})`, or just its sites. `checkpoint=True` is short for the sites {"*": "recompute"}, which compute every
+    layer or phase again, and `recompute=["*.norm"]` for {"*.norm": "recompute"}.
 
     Layers may pass any values to each other. But if a step begins like an earlier one, with inputs of the same shapes,
     these values must have the same shapes as then, or the step is refused; `dynamic_shapes=True` lifts that.
@@ -93,6 +94,7 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         gradients: Kind = "cast",
         wgrad_microbatches: int = 1,
+        memory: Memory | Mapping[str, Action] | Literal["none"] = "none",
         checkpoint: bool = False,
         recompute: Sequence[str] = (),
         dynamic_shapes: bool = False,
@@ -100,6 +102,7 @@ class Pipeline:
         timeout: float = 300.0,
         exchange: Callable[[ExpertRanks], Exchange] | None = None,
     ) -> None:
+        policy, wrong_memory = memory_from(memory, checkpoint, recompute)
         options = Options(
             plan=plan,
             program=program,
@@ -109,12 +112,12 @@ class Pipeline:
             tied=tied,
             gradients=gradients,
             wgrad_microbatches=wgrad_microbatches,
-            checkpoint=checkpoint,
-            recompute=recompute,
+            memory=policy,
             dynamic_shapes=dynamic_shapes,
             seed=seed,
             timeout=timeout,
             exchange=exchange,
+            wrong_memory=wrong_memory,
         )
         parts = build(layers, loss, mesh, options)
         self.rank = parts.team.rank

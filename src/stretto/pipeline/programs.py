@@ -16,10 +16,12 @@ from stretto.program.forwards import first_forwards, forwards_of
 from stretto.program.lower import lower
 from stretto.program.program import Program
 from stretto.program.sums import Sums, reduces
-from stretto.program.task import COPIES, Kind
+from stretto.program.task import COPIES
 
 
-def wrong_program(plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, mesh: MeshShape) -> StrettoError | None:
+def wrong_program(
+    plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, mesh: MeshShape, *, offloads: bool
+) -> StrettoError | None:
     """Return the error in a pipeline's plan or program arguments, or None."""
     if type(wgrad_microbatches) is not int or wgrad_microbatches < 1:
         return PipelineError(f"wgrad_microbatches is a whole number of at least 1 (got {wgrad_microbatches!r:.60})")
@@ -35,10 +37,16 @@ def wrong_program(plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, 
     if program is not None:
         if program.is_update or program.is_own:
             return ProgramError("this program trains nothing; stretto.lower(plan) makes one that does")
-        if program.work.among((Kind.RECOMPUTE, *COPIES)).any():
+        if program.recomputes:
             return ProgramError(
-                "a pipeline does not run programs that recompute or offload; lower without, and give recompute or "
-                "checkpoint to the pipeline"
+                "a pipeline recomputes within its backwards, not in tasks of their own; lower without recompute, and "
+                "say in memory what to recompute"
+            )
+        if offloads != bool(program.work.among(COPIES).any()):
+            return ProgramError(
+                "memory offloads, but the program copies nothing to host memory; lower with offload=1"
+                if offloads
+                else "the program offloads, but memory does not say what; name it there, or lower without offload"
             )
         if costs is not None:
             return PipelineError("costs are what a plan is woven by; a program is woven already")
@@ -70,17 +78,26 @@ def program_for(
     experts: Sequence[int],
     costs: Costs | None,
     wgrad_microbatches: int,
+    offload: int,
 ) -> Program:
     """Lower the plan for layers with these phases and ties, or validate the given program against them.
 
-    `experts` are the stages with experts of which each rank holds some.
+    `experts` are the stages with experts of which each rank holds some. `offload` is as in `lower`.
     """
     if program is not None:
         _validate_fits(program, phases, ties, experts)
         return program
     assert plan is not None
     costs = costs if costs is not None or phases is None else even_costs(phases)
-    program = lower(plan, layers=phases, ties=ties, experts=experts, costs=costs, wgrad_microbatches=wgrad_microbatches)
+    program = lower(
+        plan,
+        layers=phases,
+        ties=ties,
+        experts=experts,
+        costs=costs,
+        wgrad_microbatches=wgrad_microbatches,
+        offload=offload,
+    )
     validate_sound(program, "plan")
     return program
 

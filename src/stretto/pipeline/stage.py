@@ -10,25 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 
 from stretto.ir.action import Op
 from stretto.ir.errors import PipelineError
-from stretto.pipeline.checkpointed import CheckpointedRun
+from stretto.memory import Memory
 from stretto.pipeline.exchanges import Exchanges
 from stretto.pipeline.forward_only import Passage, pass_on
 from stretto.pipeline.gradients import Gradients
+from stretto.pipeline.host_pool import HostPool
 from stretto.pipeline.losses import OneLoss
+from stretto.pipeline.memory_sites import Part, PartSites
 from stretto.pipeline.module_buffers import ModuleBuffers
+from stretto.pipeline.offload import Away, within
 from stretto.pipeline.phases import bypassed, has_hooks, is_phased
-from stretto.pipeline.pytree import Tree, Value, take_apart, tensors_of
-from stretto.pipeline.recompute import Sites, Table
+from stretto.pipeline.pytree import Tree, Value, storage_of, take_apart, tensors_of
 from stretto.pipeline.rng import Generators, RngKey
+from stretto.pipeline.saving import SavedPass, Saving
 from stretto.pipeline.segments import Grads, Segment, call, leaves_of, run_segment, settled
 from stretto.pipeline.split_backward import Deferral
 from stretto.pipeline.weight_gradients import WeightGradient, add_together
 from stretto.program.anatomy import Anatomy
 
 CPU = torch.device("cpu")
+KEEP_ALL = Memory()
 Function = Callable[[Value, int], Value]
 """A part of the forward, as a function of a value and a microbatch."""
 
@@ -40,8 +45,8 @@ class _Pass:
     segments: list[Segment | None]
     deferred: list[list[WeightGradient]]
     """The deferred weight gradients of each part."""
-    sites: Table
-    """Runs of recompute sites in the current forward or backward, by their outputs."""
+    saved: SavedPass
+    """What becomes of the tensors that it has saved."""
     passages: dict[int, Passage]
     """What each forward-only part has passed on."""
 
@@ -57,25 +62,30 @@ class Stage:
         *,
         gradients: Gradients,
         device: torch.device = CPU,
-        checkpointed: bool = False,
-        recomputed: Mapping[str, nn.Module] | None = None,
+        sites: Mapping[Part, PartSites] | None = None,
+        memory: Memory = KEEP_ALL,
         elsewhere: Callable[[Tensor], str | None] = lambda _: None,
         replicated: bool = False,
         exchanges: Exchanges | None = None,
     ) -> None:
-        """`elsewhere` returns the name of a tensor that is a parameter of another rank, else None. `replicated` tells
+        """`sites` say what becomes of saved tensors, and `memory` how much of them leaves; without `sites` all stay.
+        `elsewhere` returns the name of a tensor that is a parameter of another rank, else None. `replicated` tells
         whether the stage lives on several devices. `exchanges` connect its experts with those of other ranks.
         """
         self.index = index
         self.layers = dict(layers)
-        self._checkpointed = checkpointed
         self._module = nn.ModuleList(layers.values())
         self._buffered: list[nn.Module] = []
         self._generators = Generators(device)
         self._gradients = gradients
         self.deferral = Deferral(self._module, gradients)
         self._device = device
-        self._sites = Sites(recomputed, self._generators) if recomputed else None
+        self._saving = None if sites is None else Saving(sites, self._generators)
+        self._memory = memory
+        self._held: set[int] = set()  # storages of parameters and buffers
+        self._main: Any = None  # on a device, the stream of the compute lane
+        self.leaving: frozenset[int] = frozenset()
+        """The microbatches whose saved tensors the program offloads."""
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         """The dummy scalar through which inputs enter every segment's graph."""
         self._last_layers: list[str] = []  # the last layer of each part, for error messages
@@ -131,9 +141,12 @@ class Stage:
         for leaf in [other() for other in self._others]:
             if leaf is not None and leaf.requires_grad and not self._gradients.knows(leaf):
                 self._gradients.adopt(leaf)
-        sites = nullcontext() if self._sites is None else self._sites.overrides
+        saving = nullcontext() if self._saving is None else self._saving.overrides
         self._microbatches = []
-        with self._generators.kept(), self.deferral.overrides, sites, connected:
+        if self.leaving:
+            self._held = {storage_of(getattr(tensor, "_local_tensor", tensor)) for tensor in self._own_tensors()}
+            self._main = torch.cuda.current_stream() if self._device.type == "cuda" else None
+        with self._generators.kept(), self.deferral.overrides, saving, connected:
             try:
                 yield
                 self._gradients.collect(self._parameters)  # gradients left by a layer's own backward()
@@ -144,23 +157,32 @@ class Stage:
                 for deferred in self._joining:
                     deferred.clear()
 
-    def forward(self, microbatch: int, part: int, inputs: Tree, loss: OneLoss | None = None) -> Tree:
+    def forward(
+        self, microbatch: int, part: int, inputs: Tree, loss: OneLoss | None = None, *, held: bool = False
+    ) -> Tree:
         """Run a part of the forward on the output of the previous part or stage, and return its output.
 
-        With `loss`, which only the last part of the last stage gets, return the loss instead.
+        With `loss`, which only the last part of the last stage gets, return the loss instead. With `held`, others hold
+        the memory of the inputs for as long as the pass lasts, so it need not leave the device.
         """
         if part == 0:
             self._microbatches.append(microbatch)
             deferred: list[list[WeightGradient]] = [[] for _ in self._weight_of]
-            self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, {}, {})
+            away = Away(self._memory.min_bytes, self._held) if microbatch in self.leaving else None
+            self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, SavedPass(away), {})
         state = self._passes[microbatch]
+        if state.saved.away is not None:
+            if held:
+                state.saved.away.hold(map(storage_of, tensors_of(inputs.leaves)))
+            if self._main is not None:
+                state.saved.away.streams.add(torch.cuda.current_stream())
         if self._exchanges is not None:
             self._exchanges.take_turn(Op.F, part)
         if part not in self._forward_of:
             run = self._function(part, microbatch, None)
             out, state.passages[part] = pass_on(run, inputs, self._last_layers[part])
             return out
-        with self._discarding(state):
+        with self._replacing(state):
             out, segment = run_segment(
                 self._function(part, microbatch, loss), inputs, self.anchor, self._last_layers[part]
             )
@@ -170,7 +192,7 @@ class Stage:
         if self._searching or microbatch == self._searched_microbatch:
             self._find_others(segment.leaves(), self._last_layers[part], loss)
         if part == len(self._functions) - 1:
-            state.sites.clear()
+            state.saved.outputs.clear()
         return self._own(out)
 
     def evaluate(
@@ -207,9 +229,9 @@ class Stage:
         assert segment is not None, "this backward has run already"
         state.segments[at] = None
         deferred = state.deferred[self._weight_of[part]] if part in self._weight_of else None
-        with self.deferral.into(deferred), self._discarding(state), self._as_computed():
+        with self.deferral.into(deferred), self._replacing(state), self._as_computed():
             out = segment.backward(grads, keep=self.used is not None)
-        state.sites.clear()
+        state.saved.outputs.clear()
         if self.used is not None:
             self.used.append(segment)
         self._gradients.collect(self._parameters)
@@ -231,8 +253,55 @@ class Stage:
         with self._as_computed(), torch.no_grad():
             add_together(waiting)
 
-    def _discarding(self, state: _Pass) -> Any:
-        return _NOTHING if self._sites is None else self._sites.into(state.sites)
+    def offload(self, microbatch: int, pool: HostPool, number: int) -> None:
+        """Start to copy what a pass has saved to the host buffer of this number."""
+        away = self._passes[microbatch].saved.away
+        assert away is not None
+        limit = None if self._memory.max_in_flight is None else self._memory.max_in_flight // self._memory.copy_actions
+        memory, chosen = pool.take(number, within(away.candidates(), fraction=self._memory.fraction, limit=limit))
+        away.leave(chosen, memory)
+        if self._main is None:
+            away.release()
+        else:
+            away.copied = torch.cuda.current_stream().record_event()
+
+    def release(self, microbatch: int) -> None:
+        """Return to the allocator what has been offloaded, before the device's next task allocates memory."""
+        state = self._passes.get(microbatch)
+        if state is None or state.saved.away is None or state.saved.away.copied is None:
+            return
+        for stream in state.saved.away.streams:
+            stream.wait_event(state.saved.away.copied)
+        state.saved.away.copied = None
+        state.saved.away.release()
+
+    def onload(self, microbatch: int, pool: HostPool, number: int) -> None:
+        """Start to copy back what was offloaded to the host buffer of this number."""
+        away = self._passes[microbatch].saved.away
+        assert away is not None
+        if self._main is None:
+            away.come_back(partial(torch.empty, dtype=torch.uint8, device=self._device))
+            return
+        self.release(microbatch)
+        now = torch.cuda.current_stream()
+        now.wait_stream(self._main)  # whose memory it is
+
+        def empty(nbytes: int) -> Tensor:
+            with torch.cuda.stream(self._main):
+                return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+        away.come_back(empty)
+        pool.read(number, now.record_event())
+
+    def _own_tensors(self) -> Iterator[Tensor]:
+        """Return the parameters and buffers of all layers."""
+        for module in self._module.modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and tensor.layout is torch.strided and not is_lazy(tensor):
+                    yield tensor
+
+    def _replacing(self, state: _Pass) -> Any:
+        return _NOTHING if self._saving is None else self._saving.into(state.saved)
 
     def _as_computed(self) -> Any:
         """Return a context without autocast: gradients are computed in the dtypes of the forward."""
@@ -354,15 +423,15 @@ class Stage:
         return functions
 
     def _part(self, number: int, phase: int, function: Callable[[Value], Value]) -> Function:
-        """Return a function that seeds and runs a layer or phase, recomputing it in the backward if checkpointed."""
-        buffers = ModuleBuffers(f"layer {number}", self.layers[number])
+        """Return a function that seeds and runs a layer or phase."""
+        name, saving = f"layer {number}", self._saving
+        buffers = ModuleBuffers(name, self.layers[number])
 
         def run(value: Value, microbatch: int) -> Value:
-            seed = self._key.seed_of(number, phase, microbatch)
-            if self._checkpointed and torch.is_grad_enabled():
-                return CheckpointedRun(number, function, buffers, self._generators, seed).run(value)
-            self._generators.seed(seed)
-            return function(value)
+            self._generators.seed(self._key.seed_of(number, phase, microbatch))
+            if saving is None:
+                return function(value)
+            return saving.run((number, phase), name, function, value, buffers)
 
         return run
 

@@ -1,77 +1,21 @@
 """Host memory for versions, pinned once and reused, and parallel copies into it."""
 
 import gc
-import mmap
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.execute.host_memory import PART, Arena, HostMemoryError, machine_bytes
 from stretto.ir.errors import WeightsError
 from stretto.weights.sources.shard import Stored, view_of
 
 Copy = tuple[Tensor, Tensor | Stored]
 """A (destination, source) pair."""
-_PAGE = mmap.PAGESIZE
-_PART = 8 << 20  # bytes a thread copies at a time
-_THREADS = min(16, os.cpu_count() or 1)
-
-
-class Arena:
-    """A block of host memory, pinned on request so that copies to a device are fast."""
-
-    def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self._map = mmap.mmap(-1, max(nbytes, _PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # not every kernel supports huge pages
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned: Pinned | None = None
-        if pinned:
-            # Pinning is faster once the pages exist, and several threads can fault them in.
-            in_parallel(lambda part: part[::_PAGE].zero_(), _parts(self.memory))
-            self._pinned = Pinned(self.memory)
-
-    def close(self) -> None:
-        if self._pinned is not None:
-            self._pinned.close()
-            self._pinned = None
-
-
-class Pinned:
-    """Pins host memory, however it was allocated, until `close`."""
-
-    def __init__(self, memory: Tensor) -> None:
-        begin = memory.data_ptr() // _PAGE * _PAGE
-        self._begin, self._memory = begin, memory
-        end = -(-(memory.data_ptr() + memory.numel()) // _PAGE) * _PAGE
-        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = int(self._runtime.cudaHostRegister(begin, end - begin, 0))
-        if status:
-            raise WeightsError(f"cannot pin {end - begin:,} bytes of host memory (CUDA error {status}); see ulimit -l")
-
-    def close(self) -> None:
-        self._runtime.cudaHostUnregister(self._begin)
-
-
-def _parts(memory: Tensor) -> Iterator[Tensor]:
-    yield from torch.split(memory, _PART)
-
-
-def threads() -> ThreadPoolExecutor:
-    """Return a thread pool for copies and checksums; torch and numpy release the GIL during both."""
-    return ThreadPoolExecutor(_THREADS, "stretto copies")
-
-
-def in_parallel(act: Callable[[Tensor], object], parts: Iterable[Tensor]) -> None:
-    with threads() as pool:
-        for _ in pool.map(act, parts):
-            pass
 
 
 def copy_in_parallel(copies: Iterable[Copy], pool: ThreadPoolExecutor) -> None:
@@ -116,12 +60,12 @@ def _batches(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
     batch_bytes = 0
     for into, source in copies:
         splittable = not isinstance(source, Tensor) or (source.dtype == torch.uint8 and source.dim() == 1)
-        if into.nbytes > _PART and splittable:
-            yield from ([pair] for pair in zip(torch.split(into, _PART), source.split(_PART), strict=True))
+        if into.nbytes > PART and splittable:
+            yield from ([pair] for pair in zip(torch.split(into, PART), source.split(PART), strict=True))
             continue
         batch.append((into, source))
         batch_bytes += into.nbytes
-        if batch_bytes > _PART:
+        if batch_bytes > PART:
             yield batch
             batch, batch_bytes = [], 0
     yield batch
@@ -140,10 +84,6 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 class Arenas:
     """A pool of arenas: the next version reuses an arena that no version needs any more."""
 
@@ -157,9 +97,12 @@ class Arenas:
             self._free.remove(best)
             return best
         self.close()  # the free arenas have become too small
-        if nbytes > (available := _machine_bytes()):
+        if nbytes > (available := machine_bytes()):
             raise WeightsError(f"a version needs {nbytes:,} bytes here, and this machine has {available:,}")
-        return Arena(nbytes, pinned=self._pinned)
+        try:
+            return Arena(nbytes, pinned=self._pinned)
+        except HostMemoryError as error:
+            raise WeightsError(str(error)) from None
 
     def give(self, arena: Arena) -> None:
         self._free.append(arena)

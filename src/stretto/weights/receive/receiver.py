@@ -16,10 +16,10 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from stretto.execute.host_memory import threads
 from stretto.ir.errors import WeightsError, named
 from stretto.weights.checksums import digest_of
 from stretto.weights.connection import Connection, PeerClosed, log_level
-from stretto.weights.host_memory import threads
 from stretto.weights.ipc_buffers import device_name, resolved
 from stretto.weights.layout import lay_out
 from stretto.weights.listener import Address, Listener, read_secret

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 
+from stretto.execute.host_memory import threads
 from stretto.ir.errors import WeightsError, named
 from stretto.weights.checksums import digest_of
 from stretto.weights.connection import Connection, PeerClosed, PeerTimeout, log_level
-from stretto.weights.host_memory import threads, uncollected
+from stretto.weights.host_memory import uncollected
 from stretto.weights.ipc_buffers import OpenedBuffers
 from stretto.weights.manifest import Manifest
 from stretto.weights.messages import (

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from stretto.execute.groups import all_to_all
+from stretto.execute.host_memory import threads
 from stretto.execute.team import Team
 from stretto.ir.errors import WeightsError, one_line
-from stretto.weights.host_memory import Copy, copy_in_parallel, threads
+from stretto.weights.host_memory import Copy, copy_in_parallel
 from stretto.weights.layout import Bucket
 from stretto.weights.send.shard_map import ShardCopy, ShardMap, shard_copies
 from stretto.weights.send.shard_reader import ShardReader

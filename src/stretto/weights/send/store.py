@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stretto.execute.host_memory import Arena, threads
 from stretto.execute.team import Team
 from stretto.ir.errors import WeightsError
 from stretto.weights.checksums import digest_of
-from stretto.weights.host_memory import Arena, Arenas, threads
+from stretto.weights.host_memory import Arenas
 from stretto.weights.layout import Bucket, lay_out
 from stretto.weights.manifest import Manifest
 from stretto.weights.send.choose import bucket_bytes_for

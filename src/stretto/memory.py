@@ -1,0 +1,149 @@
+"""Memory policies: what becomes of the tensors that forwards save for backwards, site by site.
+
+>>> from stretto import Memory
+>>> policy = Memory(sites={"*.norm": "recompute", "*": "offload"})
+>>> policy.action("3.norm"), policy.action("3.linear")
+('recompute', 'offload')
+"""
+
+import tomllib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import tomli_w
+
+from stretto.ir.errors import PlanError, TextError
+from stretto.ir.files import file_path, read_text, write_text
+from stretto.ir.units import parse_bytes
+
+Action: TypeAlias = Literal["keep", "recompute", "offload", "recompute+offload"]
+ACTIONS = ("keep", "recompute", "offload", "recompute+offload")
+_SIZES = ("min_bytes", "max_in_flight", "host_bytes")
+_EXAMPLE = 'such as {"*.norm": "recompute", "attn": "offload"}'
+
+
+class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a `Pipeline` does with the tensors that forwards save for backwards.
+
+    A site is a phase or a module. Its tensors stay on the device ("keep"), are dropped and computed again in the
+    backward ("recompute"), or are copied to host memory and back ("offload"). With "recompute+offload" they are
+    computed again from inputs that were offloaded.
+    """
+
+    sites: dict[str, Action] = {}
+    """What becomes of the tensors of each site, by patterns of names: the first pattern that matches decides. Sites
+    that none matches do as the module or phase around them, and in the end keep their tensors."""
+    fraction: float = 1.0
+    """How much of what may be offloaded is, in bytes: what the backward needs last goes first."""
+    min_bytes: int = 1 << 20
+    """Tensors that are smaller stay on the device: a copy of them takes longer than it is worth."""
+    max_in_flight: int | None = None
+    """The most bytes of a device that may be on their way to host memory at a time; the rest stays on the device."""
+    keep_layers: int = 0
+    """This many of each stage's last layers offload nothing, since the backward needs them first."""
+    host_bytes: int | None = None
+    """The most host memory that a rank may use. A pipeline that needs more says how much."""
+    copy_actions: int = 1
+    """How many of the device's actions a copy may take, as in `lower(offload=)`; 1 is Kimi K2's rule. What is needed
+    again before it could have left and come back stays on the device."""
+
+    def __post_init__(self) -> None:
+        wrong = _wrong(self)
+        if wrong is not None:
+            raise PlanError(wrong)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any site may offload."""
+        return self.fraction > 0 and any(action.endswith("offload") for action in self.sites.values())
+
+    def action(self, *names: str) -> Action | None:
+        """Return what becomes of the tensors of a site with these names; None if no pattern matches."""
+        return next((self.sites[pattern] for pattern in self.sites if self.matches(pattern, *names)), None)
+
+    def matches(self, pattern: str, *names: str) -> bool:
+        """Return whether a pattern matches one of a site's names."""
+        return any(fnmatchcase(name, pattern) for name in names)
+
+    def save(self, path: str | Path) -> None:
+        """Write a TOML file, for `load_memory`."""
+        if file_path(path).suffix.lower() != ".toml":
+            raise TextError(f"a memory policy is saved as .toml (got {path})")
+        defaults = msgspec.to_builtins(Memory())
+        table = {name: value for name, value in msgspec.to_builtins(self).items() if value != defaults[name]}
+        write_text(path, tomli_w.dumps(table))
+
+
+def load_memory(path: str | Path) -> Memory:
+    """Read the TOML file that `Memory.save` writes, or one written by hand.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from stretto import Memory, load_memory
+    >>> with TemporaryDirectory() as folder:
+    ...     Memory(sites={"attn": "offload"}, keep_layers=1).save(f"{folder}/memory.toml")
+    ...     print(load_memory(f"{folder}/memory.toml").sites)
+    {'attn': 'offload'}
+    """
+    try:
+        try:
+            table = tomllib.loads(read_text(path))
+        except (ValueError, RecursionError) as error:  # ValueError also covers numbers with thousands of digits
+            raise PlanError(f"not valid TOML: {error}") from None
+        return _from_table(table)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def memory_of(value: Any) -> Memory:
+    """Return a policy: a `Memory` as it is, a mapping as its sites, and "none" as one that keeps everything."""
+    if isinstance(value, Memory):
+        return value
+    if isinstance(value, Mapping):
+        return Memory(sites=dict(value))
+    if value is None or value == "none":
+        return Memory()
+    raise PlanError(
+        f'memory is a stretto.Memory, a dict {_EXAMPLE}, or "none"; load_memory(path) reads a file (got {value!r:.60})'
+    )
+
+
+def _from_table(table: Mapping[str, Any]) -> Memory:
+    sized = dict(table)
+    for name in _SIZES:
+        if isinstance(text := sized.get(name), str):
+            try:
+                sized[name] = int(parse_bytes(text))
+            except TextError:
+                raise PlanError(f"{name} is a number of bytes, or a size such as 2GB (got {text!r:.40})") from None
+    unknown = [name for name in sized if name not in Memory.__struct_fields__]
+    if unknown:
+        known = ", ".join(Memory.__struct_fields__)
+        raise PlanError(f"{unknown[0]!r:.40} is nothing that a memory policy has; there are {known}")
+    return Memory(**sized)
+
+
+def _wrong(policy: Memory) -> str | None:
+    """Return the error in a policy, or None."""
+    if not isinstance(policy.sites, dict):
+        return f"sites is a table of patterns, {_EXAMPLE} (got {policy.sites!r:.60})"
+    for pattern, action in policy.sites.items():
+        if not isinstance(pattern, str) or not pattern:
+            return f"a site is named by a pattern, such as '*.norm' (got {pattern!r:.40})"
+        if action not in ACTIONS:
+            return f"what becomes of {pattern!r:.40} is one of {', '.join(ACTIONS)} (got {action!r:.40})"
+    if type(policy.fraction) not in (int, float) or not 0 <= policy.fraction <= 1:
+        return f"fraction is a number from 0 to 1 (got {policy.fraction!r:.40})"
+    for name in _SIZES:
+        value = getattr(policy, name)
+        if value is not None and (type(value) is not int or value < 0):
+            return f"{name} is a whole number of bytes (got {value!r:.40})"
+    if policy.min_bytes is None:
+        return "min_bytes is a whole number of bytes (got None)"
+    if type(policy.keep_layers) is not int or policy.keep_layers < 0:
+        return f"keep_layers is a whole number of layers (got {policy.keep_layers!r:.40})"
+    if type(policy.copy_actions) is not int or policy.copy_actions < 1:
+        return f"copy_actions is a number of actions of at least 1 (got {policy.copy_actions!r:.40})"
+    return None

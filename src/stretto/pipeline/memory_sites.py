@@ -1,0 +1,144 @@
+"""Sites: the phases and modules of a stage, and what a memory policy says about each."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from stretto.memory import Action, Memory
+from stretto.pipeline.named_layer import NamedLayer
+from stretto.pipeline.names import modules_of
+from stretto.pipeline.phases import anatomy_of, bypassed, is_phased
+
+_STAYING: dict[Action, Action] = {
+    "keep": "keep",
+    "recompute": "recompute",
+    "offload": "keep",
+    "recompute+offload": "recompute",
+}
+Part = tuple[int, int]
+"""A layer's number, and the number of its phase; 0 if it runs whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartSites:
+    """What becomes of the tensors that a layer, or one of its phases, saves."""
+
+    label: str
+    """The phase's name, for reports."""
+    action: Action
+    """For what is saved outside of `modules`. If it recomputes, the whole part is computed again."""
+    modules: dict[int, "ModuleSite"]
+    """By the module's id, the modules for which another action holds than around them."""
+
+    def staying(self) -> "PartSites":
+        """Return the same sites, where nothing is offloaded."""
+        modules = {key: site._replace(action=_STAYING[site.action]) for key, site in self.modules.items()}
+        return PartSites(self.label, _STAYING[self.action], modules)
+
+
+class ModuleSite(NamedTuple):
+    """A module for which another action holds than around it."""
+
+    name: str
+    """As users see it."""
+    label: str
+    """Its name within its phase, for reports."""
+    module: nn.Module
+    action: Action
+
+
+class Decisions:
+    """Asks a memory policy about sites, and remembers which of its patterns decided."""
+
+    def __init__(self, policy: Memory) -> None:
+        self._policy = policy
+        self.reasons: dict[str, str] = {}
+        """For each pattern that matched a site, why it decided nothing; empty if it decided."""
+
+    def about(self, names: Sequence[str], *, repeats: bool = True) -> Action | None:
+        """Return what the policy says about a site. Without `repeats` it is kept instead of recomputed."""
+        matching = [pattern for pattern in self._policy.sites if self._policy.matches(pattern, *names)]
+        if not matching:
+            return None
+        first, *others = matching
+        action = self._policy.sites[first]
+        if recomputes(action) and not repeats:
+            self.reasons.setdefault(first, f"{names[0]} is communication, which is not recomputed; keep or offload it")
+            action = "keep"
+        else:
+            self.reasons[first] = ""
+        for other in others:
+            self.reasons.setdefault(
+                other, f"{first!r:.60} decides about all that {other!r:.60} matches; put the narrower one first"
+            )
+        return action
+
+
+def find_sites(decisions: Decisions, layers: Mapping[int, nn.Module], *, in_phases: bool) -> dict[Part, PartSites]:
+    """Return the sites of all parts of these layers."""
+    sites: dict[Part, PartSites] = {}
+    for number, layer in layers.items():
+        anatomy = anatomy_of(layer)
+        split = in_phases and is_phased(layer)
+        runs_whole = is_phased(layer) and not split  # then its phases are not known to us
+        layer_names = _layer_names(number, layer, split=split)
+        for at, phase in enumerate(anatomy.phases[:1] if runs_whole else anatomy.phases):
+            name = anatomy.name if runs_whole else phase.name
+            names = [name, f"{anatomy.name}.{name}"]
+            root = decisions.about([*names, *layer_names], repeats=runs_whole or phase.lane == "compute")
+            modules = _modules(decisions, number, layer, names, root or "keep", split=split)
+            sites[number, at] = PartSites(name, root or "keep", {id(site.module): site for site in modules})
+    return sites
+
+
+def unused(policy: Memory, reasons: Iterable[Mapping[str, str]]) -> str | None:
+    """Return an error text if a pattern decides nothing on any rank, given each rank's `Decisions.reasons`."""
+    every = list(reasons)
+    for pattern in policy.sites:
+        why = [of_rank[pattern] for of_rank in every if pattern in of_rank]
+        if not why:
+            return f"memory names {pattern!r:.60}, but no phase or module is called that"
+        if all(why):
+            return why[0]
+    return None
+
+
+def recomputes(action: Action | None) -> bool:
+    return action in ("recompute", "recompute+offload")
+
+
+def _layer_names(number: int, layer: nn.Module, *, split: bool) -> list[str]:
+    """Return the names by which users know a layer as a whole."""
+    if not isinstance(layer, NamedLayer):
+        return [str(number)]
+    return [name for name in bypassed(number, layer) if not name.startswith("layer ")] if split else []
+
+
+def _modules(
+    decisions: Decisions, number: int, layer: nn.Module, phase_names: list[str], root: Action, *, split: bool
+) -> Iterator[ModuleSite]:
+    """Return the modules within a layer for which another action holds than around them."""
+    silent = {id(layer), *(id(module) for module in bypassed(number, layer).values() if split)}
+    around: list[tuple[str, Action]] = []
+    for _, seen, module in modules_of(number, layer):
+        if id(module) in silent:
+            continue
+        while around and not seen.startswith(f"{around[-1][0]}."):
+            around.pop()
+        outer = around[-1][1] if around else root
+        inner = _within(seen, number, layer)
+        action = decisions.about([seen, *(f"{phase}.{inner}" for phase in phase_names)]) or outer
+        if action != outer:
+            yield ModuleSite(seen, f"{phase_names[0]}.{inner}", module, action)
+        around.append((seen, action))
+
+
+def _within(seen: str, number: int, layer: nn.Module) -> str:
+    """Return the name of a module within its layer."""
+    paths = layer.paths if isinstance(layer, NamedLayer) else (str(number),)
+    for path in paths:
+        if seen.startswith(f"{path}."):
+            return seen.removeprefix(f"{path}.")
+    return seen.rpartition(".")[2]

@@ -1,0 +1,158 @@
+"""Offloaded activations: tensors that a pass saved leave for host memory, and come back for its backward."""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.ir.errors import PipelineError
+
+_ALIGNED = 512  # bytes between the beginnings of tensors in host memory
+
+
+class Stored:
+    """The memory of tensors that share a storage: on the device, in host memory, or on the way."""
+
+    __slots__ = ("__weakref__", "device", "host", "nbytes", "views")
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.nbytes = storage.nbytes()
+        self.device: Tensor | None = _bytes_of(storage, tensor.device)
+        self.host: Tensor | None = None
+        self.views: list[weakref.ref[View]] = []
+
+
+class View:
+    """A saved tensor whose memory may leave the device."""
+
+    __slots__ = ("__weakref__", "_geometry", "_stored", "_tensor", "_version", "is_stale")
+
+    def __init__(self, saved: Tensor, stored: Stored) -> None:
+        self._geometry = saved.dtype, saved.storage_offset(), saved.size(), saved.stride()
+        self._stored, self._version = stored, saved._version
+        self._tensor: Tensor | None = saved.detach()
+        self.is_stale = False
+        """Whether it was changed in place before its memory left."""
+        stored.views.append(weakref.ref(self))
+
+    def tensor(self) -> Tensor:
+        if self._tensor is not None:
+            self.validate()
+            tensor = self._tensor
+        else:
+            dtype, *geometry = self._geometry
+            memory = self._stored.device
+            assert memory is not None, "this activation is still in host memory"
+            tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), *geometry)
+        if self.is_stale:
+            raise PipelineError("a tensor that the backward needs was changed in place")
+        return tensor
+
+    def validate(self) -> None:
+        self.is_stale = self.is_stale or (self._tensor is not None and self._tensor._version != self._version)
+
+    def release(self) -> None:
+        self._tensor = None
+
+
+class Away:
+    """What one pass of a stage may offload."""
+
+    def __init__(self, min_bytes: int, held: Collection[int]) -> None:
+        """Tensors of fewer bytes stay where they are, and so do these storages, which others hold anyway."""
+        self._min_bytes = min_bytes
+        self._held = set(held)
+        self._stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
+        self._order: list[weakref.ref[Stored]] = []
+        self._left: list[weakref.ref[Stored]] = []
+        self.streams: set[Any] = set()
+        """The device's streams whose memory it is."""
+        self.copied: Any = None
+        """On a device, the event at which everything has been copied to host memory."""
+
+    def hold(self, storages: Iterable[int]) -> None:
+        """Leave more storages where they are."""
+        self._held.update(storages)
+
+    def view(self, saved: Tensor) -> View | None:
+        """Return a handle to a saved tensor, or None if its memory stays."""
+        if type(saved) is not Tensor or saved.layout is not torch.strided or saved.is_conj() or saved.is_neg():
+            return None
+        storage = saved.untyped_storage()
+        key = storage._cdata
+        if key in self._held or storage.nbytes() < self._min_bytes or not storage.nbytes():
+            return None
+        stored = self._stored.get(key)
+        if stored is None:
+            self._stored[key] = stored = Stored(saved)
+            self._order.append(weakref.ref(stored))
+        return View(saved, stored)
+
+    def candidates(self) -> "list[Stored]":
+        """Return what may leave, in the order in which it was saved: the backward needs the first of it last."""
+        return [stored for reference in self._order if (stored := reference()) is not None]
+
+    def leave(self, chosen: Sequence[Stored], host: Tensor) -> None:
+        """Start to copy memory to host memory."""
+        self._stored.clear()  # from now on another storage may have the same address
+        self._order.clear()
+        begin = 0
+        for stored in chosen:
+            for view in _alive(stored.views):
+                view.validate()
+            assert stored.device is not None
+            stored.host = host[begin : begin + stored.nbytes]
+            stored.host.copy_(stored.device, non_blocking=True)
+            begin = _aligned(begin + stored.nbytes)
+        self._left = [weakref.ref(stored) for stored in chosen]
+
+    def release(self) -> None:
+        """Return to the allocator what has been copied."""
+        for stored in _alive(self._left):
+            stored.device = None
+            for view in _alive(stored.views):
+                view.release()
+
+    def come_back(self, empty: Callable[[int], Tensor]) -> None:
+        """Start to copy all of it back, into memory that `empty` makes."""
+        for stored in _alive(self._left):
+            assert stored.host is not None
+            device = empty(stored.nbytes)
+            device.copy_(stored.host, non_blocking=True)
+            stored.device, stored.host = device, None
+        self._left.clear()
+
+
+def within(candidates: Sequence[Stored], *, fraction: float, limit: int | None) -> "list[Stored]":
+    """Return the first candidates that are no more than a fraction of all, and fit a limit of bytes."""
+    room = fraction * sum(stored.nbytes for stored in candidates)
+    room = min(room, room if limit is None else limit)
+    chosen, end = [], 0
+    for stored in candidates:
+        if end + stored.nbytes <= room:
+            chosen.append(stored)
+            end = end + stored.nbytes
+    return chosen
+
+
+def packed_bytes(chosen: Sequence[Stored]) -> int:
+    """Return how much host memory storages take."""
+    end = 0
+    for stored in chosen:
+        end = _aligned(end + stored.nbytes)
+    return end
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def _alive(references: Sequence[Any]) -> Iterator[Any]:
+    return (value for reference in references if (value := reference()) is not None)
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,0 +1,191 @@
+"""What becomes of the tensors that a stage's forwards save for its backwards: they stay, are recomputed, or leave."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from stretto.memory import Action
+from stretto.pipeline.memory_sites import ModuleSite, Part, PartSites, recomputes
+from stretto.pipeline.module_buffers import ModuleBuffers
+from stretto.pipeline.offload import Away
+from stretto.pipeline.overrides import Forward, Overrides
+from stretto.pipeline.pytree import Value, flatten_once
+from stretto.pipeline.recompute import Kept, Run, unpack
+from stretto.pipeline.rng import Generators
+
+Table = dict[int, tuple[Any, tuple[Any, ...], Run, int]]
+"""Maps the address of an output's storage to a weak reference to that storage, the output's version and dtype, the run
+that made it, and the output's index. While the weak reference lives, no other storage can reuse the address.
+"""
+
+
+class SavedPass:
+    """What is known of the tensors that one pass of a stage has saved."""
+
+    __slots__ = ("away", "outputs")
+
+    def __init__(self, away: Away | None) -> None:
+        self.outputs: Table = {}
+        """Outputs of recomputed modules in the current forward or backward."""
+        self.away = away
+        """What may leave; None if all of the pass stays."""
+
+
+class Saving:
+    """Replaces saved tensors by what a memory policy says about the site that saves them.
+
+    While `overrides` is entered, modules tell when they run, and within `into`, tensors are replaced.
+    """
+
+    def __init__(self, sites: Mapping[Part, PartSites], generators: Generators) -> None:
+        self._sites, self._generators = sites, generators
+        self._pass: SavedPass | None = None
+        self._part: PartSites | None = None
+        self._action: Action = "keep"
+        self._label = ""
+        self._first: Run | None = None  # the run that goes on now, for the first time
+        self._again: Run | None = None  # the same for a second time
+        self.noted: Callable[[str, str, Tensor], None] | None = None
+        """If set, it is told of each tensor that is saved: what becomes of it, the site, and the tensor."""
+        self.overrides = Overrides()
+        modules = {key: site for part in sites.values() for key, site in part.modules.items()}
+        for site in modules.values():
+            self.overrides.add(site.module, self._override(site))
+
+    @contextmanager
+    def into(self, saved: SavedPass) -> Iterator[None]:
+        """Replace the tensors that are saved within this context."""
+        before, self._pass, self._action = self._pass, saved, "keep"
+        try:
+            with saved_tensors_hooks(self._pack, unpack):
+                yield
+        finally:
+            self._pass = before
+
+    def run(
+        self, part: Part, name: str, function: Callable[[Value], Value], value: Value, buffers: ModuleBuffers
+    ) -> Value:
+        """Run a layer, or one of its phases."""
+        self._part = sites = self._sites[part]
+        self._action, self._label = sites.action, sites.label
+        if not recomputes(sites.action) or self._pass is None or not _can_hook():
+            return function(value)
+        flatten_once(value, name)
+        self._action = "offload" if sites.action == "recompute+offload" else "keep"
+        return self._dropping(self._run_of(name, function, buffers), (value,), {})
+
+    def _override(self, site: ModuleSite) -> Callable[[Forward | None], Forward]:
+        buffers = ModuleBuffers(site.name, site.module)
+
+        def make(before: Forward | None) -> Forward:
+            def forward(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
+                own = before is not None and layer is site.module
+                original = before if own and before is not None else type(layer).forward.__get__(layer)
+                here = self._part.modules.get(id(layer)) if self._part is not None else None
+                runs = self._again is not None or (self._pass is not None and _can_hook())
+                if layer is not site.module or here is None or not runs:
+                    return original(*arguments, **named)
+                return self._at(here, original, buffers, arguments, named)
+
+            return forward
+
+        return make
+
+    def _at(
+        self, site: ModuleSite, original: Forward, buffers: ModuleBuffers, arguments: tuple[Any, ...], named: Any
+    ) -> Any:
+        """Run a module as its site says."""
+        if self._again is not None:
+            return original(*arguments, **named) if recomputes(site.action) else self._again.skipped()
+        before = self._action, self._label, self._first
+        try:
+            if not recomputes(site.action):
+                self._action, self._label, self._first = site.action, site.label, None
+                if before[2] is None:
+                    return original(*arguments, **named)
+                with saved_tensors_hooks(self._pack, unpack):  # of a module that is not recomputed with the rest
+                    out = original(*arguments, **named)
+                before[2].skip(out, self._pack)
+                return out
+            if before[2] is not None:
+                return original(*arguments, **named)  # it is recomputed with what is around it
+            self._label = site.label
+            self._action = "offload" if site.action == "recompute+offload" else self._action
+            run = self._run_of(site.name, original, buffers)
+            out = self._dropping(run, arguments, named)
+            self._record_outputs(run, (arguments, named), out)
+            return out
+        finally:
+            self._action, self._label, self._first = before
+
+    def _dropping(self, run: Run, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run something for the first time that is recomputed in the backward."""
+        before, self._first = self._first, run
+        try:
+            return run.first(arguments, named, self._pack, lambda saved: self._note("recompute", saved))
+        finally:
+            self._first = before
+
+    def _run_of(self, name: str, function: Callable[..., Any], buffers: ModuleBuffers) -> Run:
+        return Run(name, function, buffers, self._generators, partial(self._repeating, self._part))
+
+    @contextmanager
+    def _repeating(self, part: PartSites | None, run: Run) -> Iterator[None]:
+        before = self._again, self._part
+        self._again, self._part = run, part
+        try:
+            yield
+        finally:
+            self._again, self._part = before
+
+    def _record_outputs(self, run: Run, inputs: Any, out: Any) -> None:
+        """Let what saves an output of a recomputed module save a handle, unless it shares memory with an input."""
+        assert self._pass is not None
+        storages = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)}
+        for number, leaf in enumerate(pytree.tree_leaves(out)):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in storages:
+                weak_reference: Any = StorageWeakRef
+                storage = leaf.untyped_storage()
+                self._pass.outputs[storage._cdata] = weak_reference(storage), _kind(leaf), run, number
+
+    def _pack(self, saved: Tensor) -> Any:
+        if self._pass is None:
+            return Kept(saved)
+        entry = self._pass.outputs.get(saved.untyped_storage()._cdata) if self._pass.outputs else None
+        if entry is not None:
+            reference, kind, run, number = entry
+            # it may be another tensor, changed since, or viewed as another dtype
+            if not reference.expired() and _kind(saved) == kind:
+                self._note("recompute", saved)
+                return run.handle_of_output(number, saved)
+        if self._action == "offload" and self._pass.away is not None:
+            view = self._pass.away.view(saved)
+            if view is not None:
+                self._note("offload", saved)
+                return view
+        self._note("keep", saved)
+        return Kept(saved)
+
+    def _note(self, what: str, saved: Tensor) -> None:
+        if self.noted is not None:
+            self.noted(what, self._label, saved)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor._version, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _can_hook() -> bool:
+    """Return whether tensors saved now pass through saved-tensor hooks."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
