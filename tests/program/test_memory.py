@@ -9,26 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
+from places import places_of
 from strategies import plans
 from stretto import Costs, Phase
 from stretto.costs import Link, PhaseTimes
 from stretto.layers import DENSE, MOE, Layer
 from stretto.program.needs import link_tasks
 from stretto.program.task import BACKWARDS, COMPUTE, FORWARDS, Kind
-from stretto.schedules import Pair, gpipe, interleaved, one_f_one_b
+from stretto.schedules import gpipe, interleaved, one_f_one_b
 from stretto.timeline import memory_bound
 
 
-def rows(plan: stretto.Plan) -> dict[tuple[str, int, int], tuple[int, int]]:
-    """Device and place in its row of every (F or B, stage, microbatch)."""
-    found = {}
-    for device, row in enumerate(plan.rows):
-        for at, cell in enumerate(row):
-            actions = (cell.forward, cell.backward) if isinstance(cell, Pair) else (cell,)
-            for action in actions:
-                if action.op.name in "FBI":
-                    found["F" if action.op.name == "F" else "B", action.stage, action.microbatch] = device, at
-    return found
+def device_buffers(program: stretto.Program) -> int:
+    """The most buffers of activations that a device has."""
+    return int(program.work.slot[program.work.kind != Kind.OFFLOAD].max()) + 1
 
 
 @given(plans(), st.integers(1, 3), st.booleans(), st.booleans())
@@ -38,7 +32,7 @@ def test_what_is_used_again_late_enough_leaves_and_comes_back(
     layers = [[MOE]] * plan.stages if phases else None
     program = stretto.lower(plan, layers=layers, offload=room, recompute=recompute)
     assert stretto.check(program) == []
-    places = rows(plan)
+    places = places_of(plan)
     expected = {
         (stage, microbatch)
         for (op, stage, microbatch), (_, at) in places.items()
@@ -66,7 +60,7 @@ def test_kimi_k2s_rule() -> None:
         leaving, coming = out[before.task.stage, before.task.microbatch], back[after.task.backward]
         assert (leaving.start, leaving.end) == (coming.start, coming.end) == (now.start, now.end)
     assert timeline.summary().devices[0].exposed_copy > 0  # warm-up forwards are shorter
-    assert program.work.slot.max() == 3  # four buffers: being filled, leaving, being used, coming
+    assert device_buffers(program) == 4  # being filled, leaving, being used, coming
 
 
 def test_copies_that_fit_behind_compute_cost_no_time() -> None:
@@ -133,8 +127,8 @@ def test_bytes_without_a_clock_bound_those_over_time(
         assert held.bytes is not None
         assert held.bytes[-1] == pytest.approx(0)
         assert held.peak_bytes <= worst.peak_bytes + 1e-9  # type: ignore[operator]
-        if (program.work.slot >= 0).any():
-            assert held.peak_activations <= program.work.slot.max() + 1
+        if program.work.among((Kind.OFFLOAD,)).any():
+            assert held.peak_activations <= device_buffers(program)
     again = stretto.simulate(program, costs).summary(costs)
     limit = max(device.peak_bytes or 0 for device in again.devices)
     assert stretto.check(program, costs=costs, memory_limit=limit / 2)
@@ -223,10 +217,10 @@ def test_check_finds_a_buffer_taken_too_soon(plan: stretto.Plan, data: st.DataOb
 def test_what_never_comes_back_is_named() -> None:
     program = stretto.lower(gpipe(devices=1, microbatches=4), offload=1)
     tasks = [task for task in program.tasks() if str(task) != "0ONLOAD0"]
-    (found,) = stretto.check(link_tasks(tasks, program.placement))
-    assert str(found) == (
-        "coverage: what stage 0 saved for microbatch 0 leaves the device 1 times and comes back 0 times"
-    )
+    assert [str(violation) for violation in stretto.check(link_tasks(tasks, program.placement))] == [
+        "coverage: what stage 0 saved for microbatch 0 leaves the device 1 times and comes back 0 times",
+        "buffers: 0OFFLOAD3 fills host buffer 0 of device 0, but nothing has used what 0OFFLOAD0 put there",
+    ]
 
 
 @pytest.mark.parametrize("room", [-1, -5])

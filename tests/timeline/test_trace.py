@@ -154,6 +154,17 @@ def test_a_trace_is_read_back_as_it_was(
     assert again.summary(costs) == timeline.summary(costs)
 
 
+def test_an_old_trace_has_no_host_buffers() -> None:
+    program = stretto.lower(gpipe(devices=1, microbatches=4), offload=1)
+    trace = json.loads(trace_json(stretto.simulate(program)))
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "d2h":
+            del event["args"]["slot"]
+    again = parse_trace(json.dumps(trace)).program
+    assert stretto.check(again) == []
+    assert (program.host_buffers(0), again.host_buffers(0)) == ({0: 0, 1: 0, 2: 0}, {})
+
+
 @pytest.mark.parametrize("devices", [1, 3])
 def test_an_update_is_read_back_with_an_arrow_to_every_destination(devices: int) -> None:
     timeline = stretto.simulate(stretto.weight_update(devices=devices, buckets=5, mode="overlap_all"))

@@ -32,10 +32,10 @@ def check(program: Plan | Program, *, costs: Costs | None = None, memory_limit: 
 
     Sound means: every action runs exactly once, where its stage lives, and every phase on its lane; every task has what
     it needs before it starts; every transfer has both ends, which meet, in the same order on both sides; offloaded
-    activations are back before they are used; no buffer is refilled before its contents were used or copied out; if the
-    program sums any gradients, it sums them over all devices that hold them, once the last is ready; expert-parallel
-    ranks exchange tokens together and in the same order; and the program ends even if each device moves one transfer,
-    sum or exchange at a time and each blocks until all its ends are ready.
+    activations are back before they are used; no buffer of a device or its host is refilled before its contents were
+    used or copied; if the program sums any gradients, it sums them over all devices that hold them, once the last is
+    ready; expert-parallel ranks exchange tokens together and in the same order; and the program ends even if each
+    device moves one transfer, sum or exchange at a time and each blocks until all its ends are ready.
 
     `check` looks for a deadlock only if the other rules hold. If actions wait for each other in a circle, it does not
     report the order of transfers, which cannot be right then. In a user-defined program (`program_of`), sound means

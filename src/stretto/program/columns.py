@@ -31,7 +31,7 @@ class TaskColumns:
     part: Ints
     """The task's part of its pass; 0 for a whole pass."""
     slot: Ints
-    """The buffer of its device that the task fills; −1 if it fills none, or one that is not reused."""
+    """The buffer that the task fills, an offload's in host memory; −1 if it fills none, or one that is not reused."""
     woven: Bools
     """Whether the task is a phase of a woven pair. False for a pair that is one task."""
 

@@ -288,7 +288,7 @@ def _copied(actions: _Actions, copies: Copies, key: _SortKey) -> tuple[_Tasks, _
     def of(kind: Kind, slot: Ints) -> TaskColumns:
         return TaskColumns.simple(np.full(len(slot), kind), stage, microbatch, slot=slot)
 
-    out, back = of(Kind.OFFLOAD, np.full_like(copies.slot, -1)), of(Kind.ONLOAD, copies.slot)
+    out, back = of(Kind.OFFLOAD, copies.host_slot), of(Kind.ONLOAD, copies.slot)
     return (
         _Tasks(out, device, _OWN_LANES.index("d2h"), key.late(forward)),
         _Tasks(back, device, _OWN_LANES.index("h2d"), key.beside(copies.beside)),

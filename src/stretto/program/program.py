@@ -109,6 +109,12 @@ class Program:
         """Whether the program recomputes what forwards discarded."""
         return bool((self.work.kind == Kind.RECOMPUTE).any())
 
+    def host_buffers(self, device: int) -> dict[int, int]:
+        """Return the host buffers that this device's offloads fill, and the stage that each is for."""
+        work = self.work
+        offloads = (work.kind == Kind.OFFLOAD) & (work.slot >= 0) & (self.device == device)
+        return dict(sorted(zip(work.slot[offloads].tolist(), work.stage[offloads].tolist(), strict=True)))
+
     @property
     def tables(self) -> TaskIndex:
         return TaskIndex(self.work, self.anatomy, self.placement)

@@ -106,7 +106,8 @@ class Task:
     """If the task is only a part of its pass, `part` is the part's number and `phase` is its phase's name with its
     layer's number. In a user-defined program, `part` is the number of the call's name and `phase` is the name."""
     slot: int = -1
-    """The buffer of its device that the task fills, where buffers are reused; else −1."""
+    """The buffer that the task fills, where buffers are reused; else −1. An offload fills one in host memory, numbered
+    apart; all others fill one of their device."""
     woven: bool = False
     """Whether the task is a phase of a woven pair, and so takes its time in `Costs.woven`."""
 
