@@ -99,15 +99,16 @@ class Timeline:
         for task, start, end in zip(self.program.tasks(), self.start.tolist(), self.end.tolist(), strict=True):
             yield Span(task, start, end)
 
-    def save(self, path: str | Path, *, costs: Costs | None = None, lanes: bool = False) -> None:
+    def save(self, path: str | Path, *, costs: Costs | None = None, lanes: bool = False, memory: bool = False) -> None:
         """Write a figure (.svg, .png), or a trace for Perfetto (.trace.json) that `load_timeline` reads back.
 
-        A figure has a row for each device or, with `lanes`, for each kind of lane of each device. A trace counts
-        bytes if the costs name any.
+        A figure has a row for each device or, with `lanes`, for each kind of lane of each device. With `memory`, curves
+        under the rows of each device show its bytes: allocated, if that was recorded, and held, if the costs name any.
+        A trace always has both.
         """
         from stretto.timeline.files import save_timeline  # here, because it imports this module
 
-        save_timeline(self, path, costs=costs, lanes=lanes)
+        save_timeline(self, path, costs=costs, lanes=lanes, memory=memory)
 
     @property
     def makespan(self) -> float:
