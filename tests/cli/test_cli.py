@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
 import stretto
@@ -299,6 +300,11 @@ BAD = {
     ),
     "cores of nothing": (["compare", "plan.trace.json", "--cores", "2"], "--cores and --together with --fit"),
     "nothing together": (["compare", "plan.trace.json", "--together"], "--cores and --together with --fit"),
+    "memory of a drawing": (["show", "gpipe", "--memory"], "--memory goes with -o FILE.svg or .png"),
+    "memory of a trace": (["show", "gpipe", "--memory", "-o", "x.trace.json"], "a trace always has it, and an order"),
+    "memory of an order": (["show", "gpipe", "--memory", "-o", "x.csv"], "a trace always has it, and an order never"),
+    "memory of all": (["show", "--memory"], "name a schedule to draw or write"),
+    "no memory": (["show", "gpipe", "--memory", "-o", "x.svg"], "no allocated bytes were recorded, and the costs name"),
     "no trace": (["show", "bad.trace.json"], "bad.trace.json: not a trace of Stretto's"),
     "missing trace": (["show", "none.trace.json"], "cannot read none.trace.json: No such file or directory"),
     "layers of a trace": (["show", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),
@@ -492,6 +498,52 @@ def test_compare_says_how_far_off_a_simulation_with_fitted_costs_is(tmp_path: Pa
     alone, fitted = json.loads(shared.stdout)
     assert fitted["name"] == "mine.trace.json, fitted"
     assert fitted["makespan"] > alone["makespan"]
+
+
+def counted_step(path: Path) -> None:
+    """A trace whose devices have 10 and 20 GB more than the activations, of 1 GB each."""
+    timeline = stretto.simulate(gpipe(devices=2, microbatches=4), stretto.Costs(unit="s", F=1, I=1, W=1))
+    sizes = np.zeros(len(timeline.program))
+    for device, memory in enumerate(timeline.memory()):
+        sizes[memory.task] = 10e9 * (device + 1) + 1e9 * memory.activations
+    replace(timeline, allocated=sizes).save(path)
+
+
+def test_peaks_of_allocated_bytes_are_shown_and_compared(tmp_path: Path) -> None:
+    counted_step(tmp_path / "step.trace.json")
+    done = run("show", "step.trace.json", cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "peak allocated: 14 GB on device 0, 24 GB on device 1"
+    assert "allocated" not in run("show", "gpipe").stdout
+    costs = ("--costs", "activation_bytes=1GB,parameter_bytes=17GB")
+    lines = run("simulate", "step.trace.json", *costs, cwd=tmp_path).stdout.splitlines()
+    assert [line.split()[-4:] for line in lines[:3]] == [
+        ["to", "W", "bytes", "allocated"],
+        ["21", "GB", "14", "GB"],
+        ["21", "GB", "24", "GB"],
+    ]
+    assert "allocated" not in run("simulate", "gpipe", *costs).stdout
+    done = run("compare", "step.trace.json", "--fit", *costs, cwd=tmp_path)
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[-2:] == ["bytes", "allocated"]
+    assert lines[1].split()[-4:] == ["21", "GB", "24", "GB"]
+    assert lines[2].split()[-3:] == ["21", "GB", "–"]  # what is simulated allocates nothing
+    assert lines[-1] == (
+        "step.trace.json: the costs' peak of 21 GB is -12.5% off the 24 GB allocated (by device -12.5% to +50.0%)"
+    )
+    assert "off" not in run("compare", "step.trace.json", cwd=tmp_path).stdout  # by which costs?
+    found = json.loads(run("compare", "step.trace.json", *costs, "--json", cwd=tmp_path).stdout)
+    assert (found[0]["peak_bytes"], found[0]["peak_allocated"]) == (21e9, 24e9)
+    found = json.loads(run("simulate", "step.trace.json", "--json", cwd=tmp_path).stdout)
+    assert [device["peak_allocated"] for device in found["devices"]] == [14e9, 24e9]
+
+
+def test_show_draws_memory(tmp_path: Path) -> None:
+    counted_step(tmp_path / "step.trace.json")
+    done = run("show", "step.trace.json", "--memory", "-o", "x.svg", cwd=tmp_path)
+    assert (done.stdout, done.returncode) == ("wrote x.svg\n", 0)
+    assert ">Peak 14 GB allocated<" in (tmp_path / "x.svg").read_text()
+    run("show", "gpipe", "--costs", "activation_bytes=1GB", "--lanes", "--memory", "-o", "x.svg", cwd=tmp_path)
+    assert ">Peak 8 GB held<" in (tmp_path / "x.svg").read_text()
 
 
 def test_compare_fits_one_cost_table_to_several_traces(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import stretto
@@ -9,6 +11,7 @@ from pictures import DrawnFigure, svg_texts
 from strategies import SCHEDULES
 from stretto import Costs, Timeline
 from stretto.costs import Link, PhaseTimes
+from stretto.draw.memory import curves_of, paint_curves
 from stretto.layers import MOE
 from stretto.schedules import Pair, dualpipev, gpipe
 
@@ -107,6 +110,74 @@ def test_nothing_of_a_long_legend_is_cut_off(drawn: type[DrawnFigure], tmp_path:
     assert drawn.cut_off == []
     stretto.draw.draw_figure(stretto.simulate(stretto.weight_update(devices=2, buckets=2)), tmp_path / "update.svg")
     assert drawn.cut_off == []
+
+
+SIZES = Costs(F=1, I=1, W=1, activation_bytes=2e9, parameter_bytes=[4e9, 1e9])
+
+
+def with_memory(*, counted: bool) -> Timeline:
+    timeline = stretto.simulate(gpipe(devices=2, microbatches=3), SIZES)
+    sizes = 5e9 + 1e9 * timeline.program.device - 1e8 * timeline.program.work.microbatch
+    return replace(timeline, allocated=sizes) if counted else timeline
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize(
+    ("counted", "costs", "peaks"),
+    [
+        (True, SIZES, ["Peak 5 GB allocated, 10 GB held", "Peak 6 GB allocated, 7 GB held"]),
+        (True, None, ["Peak 5 GB allocated", "Peak 6 GB allocated"]),
+        (False, SIZES, ["Peak 10 GB held", "Peak 7 GB held"]),
+    ],
+)
+def test_memory_has_a_row_under_those_of_each_device(
+    counted: bool, costs: Costs | None, peaks: list[str], lanes: bool, drawn: type[DrawnFigure], tmp_path: Path
+) -> None:
+    timeline = with_memory(counted=counted)
+    timeline.save(tmp_path / "figure.svg", costs=costs, lanes=lanes, memory=True)
+    assert drawn.cut_off == []
+    texts = svg_texts(tmp_path / "figure.svg")
+    rows = [text for text in texts if text.startswith(("Device", "Peak"))]
+    computes = "Device 0 Computation" if lanes else "Device 0"
+    assert rows == [computes, peaks[0], computes.replace("0", "1"), peaks[1]]
+    assert ("Bytes allocated" in texts) == counted
+    assert ("Bytes held, by the costs" in texts) == (costs is not None)
+
+
+def test_curves_of_all_devices_are_on_one_scale() -> None:
+    from matplotlib.figure import Figure
+
+    curves = curves_of(with_memory(counted=True), SIZES)
+    assert [(curve.device, curve.word) for curve in curves] == [
+        (0, "allocated"),
+        (1, "allocated"),
+        (0, "held"),
+        (1, "held"),
+    ]
+    axes = Figure().subplots()
+    paint_curves(axes, curves, rows=2, length=15.0)
+    for line, curve in zip(axes.lines, curves, strict=True):
+        time, height = line.get_xdata(), line.get_ydata()
+        bottom = 2 * (curve.device + 1) - 0.06
+        assert np.allclose((bottom - height[:-1]) / 0.88, curve.bytes / 10e9)  # the most that any device has
+        assert time[-1] == 15.0
+        assert height[-1] == height[-2]
+        assert np.array_equal(time[:-1], curve.time)
+        assert line.get_linestyle() == ("-" if curve.word == "allocated" else "--")
+
+
+def test_a_figure_without_memory_does_not_show_what_was_recorded(tmp_path: Path) -> None:
+    for counted in (False, True):
+        with_memory(counted=counted).save(tmp_path / f"{counted}.svg", costs=SIZES)
+    assert (tmp_path / "True.svg").read_bytes() == (tmp_path / "False.svg").read_bytes()
+
+
+def test_memory_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(stretto.StrettoError, match="no allocated bytes were recorded, and the costs name none"):
+        with_memory(counted=False).save(tmp_path / "x.svg", memory=True)
+    update = stretto.simulate(stretto.weight_update(devices=2, buckets=2))
+    with pytest.raises(stretto.StrettoError, match="a figure of a weight update has no memory"):
+        update.save(tmp_path / "x.svg", memory=True)
 
 
 def test_a_legend_in_several_lines_takes_nothing_from_the_rows(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import stretto
 from stretto.execute.executor import Act, Executor, HostLanes
 from stretto.execute.host_lanes import HostLane, Work
-from stretto.execute.recorder import Recorder
+from stretto.execute.recorder import Recorder, bytes_counter
 from stretto.execute.supervisor import Supervisor
 from stretto.ir.errors import PeerError
 from stretto.program.program import Program
@@ -214,11 +215,40 @@ def test_times_are_of_the_tasks_and_not_of_what_they_wait_for(made: Callable[...
     run(recorder)
     timeline = recorder.gathered(program, None, lambda *_: None)
     assert timeline is not None
+    assert timeline.allocated is None
     length = timeline.end - timeline.start
     copies = program.work.kind == Kind.H2D
     assert (length[copies] > 0.9 * LONG / 4).all()
     for task, need in zip(program.needing.tolist(), program.need.tolist(), strict=True):
         assert timeline.start[task] >= timeline.end[need] - 1e-6
+
+
+def test_bytes_are_counted_after_each_task_is_issued(made: Callable[..., Run]) -> None:
+    program = stretto.lower(one_f_one_b(devices=1, microbatches=4))
+
+    def bind(run: Run, task: Task) -> Act:
+        return lambda: run.done.append(str(task))
+
+    run = made(program, bind)
+    recorder = Recorder(len(run.executor.tasks), lambda: 100 * len(run.done))
+    run(recorder)
+    timeline = recorder.gathered(program, None, lambda *_: None)
+    assert timeline is not None
+    assert timeline.allocated is not None
+    assert timeline.allocated.tolist() == [100 * (task + 1) for task in range(len(program))]
+
+
+def test_bytes_are_counted_where_an_allocator_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bytes_counter(torch.device("cpu")) is None
+    backend = "native"
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    stats = {"allocated_bytes": {"all": {"current": 7, "peak": 9}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats if device.index == 1 else {})
+    count = bytes_counter(torch.device("cuda:1"))
+    assert count is not None
+    assert count() == 7
+    backend = "pluggable"  # PyTorch raises if it is asked for the statistics of such an allocator
+    assert bytes_counter(torch.device("cuda:1")) is None
 
 
 def test_nothing_is_held_when_all_has_ended(made: Callable[..., Run]) -> None:

@@ -23,7 +23,8 @@ def ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize(("name", "phased"), [("one_f_one_b", False), ("dualpipe", False), ("interleaved", True)])
 def test_a_step_is_recorded(ranks: Ranks, name: str, phased: bool) -> None:
     case = Case(name, 4, 8, layers=10, phased=phased)
-    first, *others = ranks.run(recorded, 4, case)
+    counted = name == "dualpipe"
+    first, *others = ranks.run(recorded, 4, case, counted)
     assert others == [None] * 3
     timeline = parse_trace(first)
     assert timeline.unit == "s"
@@ -50,6 +51,9 @@ def test_a_step_is_recorded(ranks: Ranks, name: str, phased: bool) -> None:
     busy = timeline.summary()
     assert all(0 <= device.host_late <= device.bubble for device in busy.devices)
     assert timeline.summary().makespan < 60
+    assert (timeline.allocated is not None) == counted
+    for device, memory in enumerate(timeline.allocated_memory() or []):
+        assert memory.bytes.tolist() == [1000 * device + at for at in range(len(memory.task))]
     fitted = stretto.simulate(program, stretto.fit(timeline))
     assert 0 < fitted.makespan < 60
 

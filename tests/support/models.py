@@ -1,10 +1,13 @@
 """Small models, batches and losses, and the plain single-process run that everything is compared with."""
 
+import itertools
 import tempfile
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -240,10 +243,14 @@ def accumulate(mesh: Any, case: Case) -> dict[str, Any]:
     return gradients(pipe)
 
 
-def recorded(mesh: Any, case: Case) -> str | None:
+def recorded(mesh: Any, case: Case, counted: bool = False) -> str | None:
+    """The trace of a step; if `counted`, of one after which each task leaves a byte more, from 1000 times the rank."""
     pipe = pipeline(mesh, case)
     pipe.step(*case.batch())
-    timeline = pipe.step(*case.batch(), record=True).timeline
+    count = itertools.count(1000 * mesh.get_rank())
+    fake = mock.patch("stretto.pipeline.pipeline.bytes_counter", return_value=count.__next__)
+    with fake if counted else nullcontext():
+        timeline = pipe.step(*case.batch(), record=True).timeline
     return None if timeline is None else trace_json(timeline)
 
 

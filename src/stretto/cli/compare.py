@@ -1,6 +1,7 @@
 """`stretto compare`: schedules side by side."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from stretto.cli.console import err, number, out, print_table, working
+from stretto.cli.console import err, number, out, print_table, size_text, working
 from stretto.cli.inputs import (
     CostsOption,
     CostTable,
@@ -39,7 +40,7 @@ from stretto.ir.units import bytes_text
 from stretto.program.program import Program
 from stretto.schedules.registry import SCHEDULES, schedule_named
 from stretto.simulate import simulate
-from stretto.timeline import Timeline
+from stretto.timeline import Summary, Timeline
 from stretto.timeline import fit as fit_costs
 
 
@@ -61,6 +62,9 @@ class Comparison(msgspec.Struct, frozen=True):
     peak_pending: float
     parameters: float
     peak_bytes: float | None
+    """By the costs."""
+    peak_allocated: float | None
+    """As recorded."""
 
 
 def compare(
@@ -102,7 +106,8 @@ def compare(
     time between its first start and last end. activations, I to W (passes between I and W), params and
     bytes: the most it holds. exposed: transfer time not hidden by compute; comm: the same for dispatch
     and combine; copy: for copies to and from host memory. host late: idle time because the host of a
-    measured run had not issued the next task.
+    measured run had not issued the next task. allocated: the most bytes that were allocated in it after
+    any task; if the costs give bytes too, a line below the table says how far off they are.
 
     A .trace.json is compared as recorded; --fit adds a simulation with costs fitted to it, or with
     --together to all traces: their times in pairs and outside of them. Measured times are in seconds
@@ -118,6 +123,8 @@ def compare(
       stretto compare -d 8 -m 32 -o compared.png
 
       stretto compare measured.trace.json --fit --cores 2
+
+      stretto compare measured.trace.json --costs activation_bytes=2GB,parameter_bytes=8GB
 
       stretto compare 1f1b.trace.json dualpipe.trace.json --fit --together
     """
@@ -156,7 +163,11 @@ def compare(
         for name, timeline in traces.items()
     }
     timelines |= {f"{name}, fitted": timeline for name, timeline in fitted.items()}
-    rows = [_compared(name, timeline, table.costs, slices) for name, timeline in timelines.items()]
+    summaries = {
+        name: timeline.summary(costs_of(table.costs, timeline.program.placement.stages, slices=slices))
+        for name, timeline in timelines.items()
+    }
+    rows = [_compared(name, timeline.program, summaries[name], slices) for name, timeline in timelines.items()]
     ranked = sorted(rows, key=lambda row: row.makespan)
     if output is not None:
         with working(f"writing {output}"):
@@ -168,6 +179,9 @@ def compare(
         for name, timeline in fitted.items():
             off = timeline.makespan / timelines[name].makespan - 1
             out.print(f"{name}: a simulation with the costs fitted to {'all' if together else 'it'} is {off:+.1%} off")
+        for row in rows:
+            if line := _bytes_off(row, summaries[row.name]):
+                out.print(line)
         if output is not None:
             out.print(f"wrote {output}")
     if sizes_differ:
@@ -235,14 +249,11 @@ def _slices(targets: list[tuple[str, Sizes]], sizes: Sizes) -> int:
     return placement.devices if placement.mesh is None else placement.mesh.pp
 
 
-def _compared(name: str, timeline: Timeline, costs: Costs, slices: int) -> Comparison:
-    program = timeline.program
-    stages, devices = program.placement.stages, program.devices
-    summary = timeline.summary(costs_of(costs, stages, slices=slices))
-    share = slices / stages  # how much of a p-th of the model a stage is
+def _compared(name: str, program: Program, summary: Summary, slices: int) -> Comparison:
+    share = slices / program.placement.stages  # how much of a p-th of the model a stage is
     return Comparison(
         name=name,
-        devices=devices,
+        devices=program.devices,
         microbatches=program.placement.microbatches,
         makespan=summary.makespan,
         bubble_ratio=summary.bubble_ratio,
@@ -254,9 +265,29 @@ def _compared(name: str, timeline: Timeline, costs: Costs, slices: int) -> Compa
         peak_activations=max(device.peak_activations for device in summary.devices) * share,
         peak_pending=max(device.peak_pending for device in summary.devices) * share,
         parameters=max(Counter(device for device, _ in program.placement.homes).values()) * share,
-        peak_bytes=max(
-            (device.peak_bytes for device in summary.devices if device.peak_bytes is not None), default=None
-        ),
+        peak_bytes=_most(device.peak_bytes for device in summary.devices),
+        peak_allocated=_most(device.peak_allocated for device in summary.devices),
+    )
+
+
+def _most(sizes: Iterable[float | None]) -> float | None:
+    return max((size for size in sizes if size is not None), default=None)
+
+
+def _bytes_off(row: Comparison, summary: Summary) -> str:
+    """Return how far the costs' peak is off the one recorded, in words; "" if one of them is missing."""
+    if row.peak_bytes is None or not row.peak_allocated:
+        return ""
+    off = row.peak_bytes / row.peak_allocated - 1
+    by_device = [
+        device.peak_bytes / device.peak_allocated - 1
+        for device in summary.devices
+        if device.peak_bytes is not None and device.peak_allocated
+    ]
+    between = f" (by device {min(by_device):+.1%} to {max(by_device):+.1%})" if len(by_device) > 1 else ""
+    return (
+        f"{row.name}: the costs' peak of {bytes_text(row.peak_bytes)} is {off:+.1%} off the "
+        f"{bytes_text(row.peak_allocated)} allocated{between}"
     )
 
 
@@ -265,7 +296,7 @@ def _print(rows: list[Comparison], *, seconds: bool) -> None:
     devices, microbatches = len({row.devices for row in rows}) > 1, len({row.microbatches for row in rows}) > 1
     exposed, comm = any(row.exposed_transfer for row in rows), any(row.exposed_comm for row in rows)
     copy, late = any(row.exposed_copy for row in rows), any(row.host_late for row in rows)
-    sized = any(row.peak_bytes is not None for row in rows)
+    sized, counted = (any(getattr(row, name) is not None for row in rows) for name in ("peak_bytes", "peak_allocated"))
     headings = ["schedule", *["devices"] * devices, *["microbatches"] * microbatches]
     headings += ["makespan, s" if seconds else "makespan", "bubble", "in span", "activations", "I to W", "params"]
     print_table(
@@ -276,6 +307,7 @@ def _print(rows: list[Comparison], *, seconds: bool) -> None:
             *["copy"] * copy,
             *["host late"] * late,
             *["bytes"] * sized,
+            *["allocated"] * counted,
         ],
         [
             [
@@ -292,7 +324,8 @@ def _print(rows: list[Comparison], *, seconds: bool) -> None:
                 *[number(row.exposed_comm)] * comm,
                 *[number(row.exposed_copy)] * copy,
                 *[number(row.host_late)] * late,
-                *["–" if row.peak_bytes is None else bytes_text(row.peak_bytes)] * sized,
+                *[size_text(row.peak_bytes)] * sized,
+                *[size_text(row.peak_allocated)] * counted,
             ]
             for row in rows
         ],

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.draw import draw_rich, draw_text
+from stretto.ir.units import bytes_text
 from stretto.timeline import Timeline
 
 # No markup: names of files and schedules are printed as they are.
@@ -44,3 +45,7 @@ def print_timeline(timeline: Timeline, *, width: int | None = None, lanes: bool 
 
 def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.6g}"
+
+
+def size_text(nbytes: float | None) -> str:
+    return "–" if nbytes is None else bytes_text(nbytes)

@@ -321,7 +321,9 @@ def figure_kind(path: Path) -> str:
     return ".trace.json" if is_trace(path.name) else path.suffix.lower()
 
 
-def write_figure(timeline: Timeline, path: Path, *, costs: Costs | None = None, lanes: bool = False) -> None:
+def write_figure(
+    timeline: Timeline, path: Path, *, costs: Costs | None = None, lanes: bool = False, memory: bool = False
+) -> None:
     if figure_kind(path) not in (".svg", ".png", ".trace.json"):
         raise PlanError(f"-o draws .svg, .png or .trace.json (got {path})")
-    timeline.save(path, costs=costs, lanes=lanes)
+    timeline.save(path, costs=costs, lanes=lanes, memory=memory)

@@ -35,6 +35,7 @@ from stretto.cli.inputs import (
 from stretto.cli.update import is_weight_update
 from stretto.ir.errors import PlanError
 from stretto.ir.files import write_text
+from stretto.ir.units import bytes_text
 from stretto.program.lower import lower
 from stretto.schedules.registry import SCHEDULES
 from stretto.timeline.trace import trace_json
@@ -58,6 +59,14 @@ def show(
     lanes: Annotated[
         bool, typer.Option("--lanes", help="Draw a row each for computation, communication and offload.")
     ] = False,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="With -o FILE.svg or .png: draw each device's bytes, those allocated in a recorded step and those "
+            "held by the costs.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -72,7 +81,8 @@ def show(
     width: Annotated[int | None, typer.Option(help="Columns to draw in. [default: the terminal's]")] = None,
     json: Json = False,
 ) -> None:
-    """List the schedules, or draw one. With --json: their facts, or the trace that is drawn.
+    """List the schedules, or draw one. With --json: their facts, or the trace that is drawn. Of a recorded step whose
+    trace has the bytes allocated on each device, also print the most of them.
 
     Examples:
 
@@ -85,11 +95,13 @@ def show(
       stretto show dualpipe -d 8 -m 20 -o dualpipe.svg
 
       stretto show interleaved --overlap --layers 'moe*8' --costs examples/phases.toml --offload 1 --lanes
+
+      stretto show measured.trace.json --memory -o measured.svg
     """
     sizes = Sizes(devices, microbatches, stages_per_device, overlap, mesh)
     options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
     if name is None:
-        if sizes.given() or options.given() or output or costs or lanes or transfers or width is not None:
+        if sizes.given() or options.given() or output or costs or lanes or memory or transfers or width is not None:
             raise PlanError("name a schedule to draw or write; stretto show alone lists them")
         _list(json=json)
     elif is_weight_update(name):
@@ -97,6 +109,8 @@ def show(
     elif output is not None:
         if lanes and figure_kind(output) not in (".svg", ".png"):
             raise PlanError("--lanes goes with drawings; a trace has all lanes, and an order none")
+        if memory and figure_kind(output) not in (".svg", ".png"):
+            raise PlanError("--memory goes with -o FILE.svg or .png; a trace always has it, and an order never")
         if json:
             raise PlanError("--json prints a trace; -o FILE.trace.json writes one (give one of the two)")
         if width is not None:
@@ -104,11 +118,13 @@ def show(
         if transfers and figure_kind(output) != ".csv":
             raise PlanError("--transfers goes with -o FILE.csv")
         with working(f"writing {output}"):
-            _write(name, sizes, options, output, transfers=transfers, costs=costs, lanes=lanes)
+            _write(name, sizes, options, output, transfers=transfers, costs=costs, lanes=lanes, memory=memory)
         out.print(f"wrote {output}")
     else:
         if transfers:
             raise PlanError("--transfers goes with -o FILE.csv")
+        if memory:
+            raise PlanError("--memory goes with -o FILE.svg or .png")
         if json and (lanes or width is not None):
             raise PlanError("--lanes and --width are for drawings; leave them out with --json")
         if width is not None and width < 20:
@@ -122,6 +138,9 @@ def show(
                 return
         print_timeline(timeline, width=width, lanes=lanes)
         out.print(f"time {time_text(timeline.makespan, timeline.unit)} →")
+        if (allocated := timeline.allocated_memory()) is not None:
+            peaks = [f"{bytes_text(held.peak_bytes)} on device {device}" for device, held in enumerate(allocated)]
+            out.print(f"peak allocated: {', '.join(peaks)}")
 
 
 def _list(*, json: bool) -> None:
@@ -152,6 +171,7 @@ def _write(
     transfers: bool,
     costs: str | None,
     lanes: bool,
+    memory: bool,
 ) -> None:
     """Write an order as CSV or JSON, or a timeline as a figure or trace."""
     kind = figure_kind(path)
@@ -160,7 +180,7 @@ def _write(
         timeline = timeline_of(name, sizes, options, table)
         note_free_copies(options, [timeline])
         cut = costs_of(table.costs, timeline.program.placement.stages)
-        write_figure(timeline, path, costs=cut, lanes=lanes)
+        write_figure(timeline, path, costs=cut, lanes=lanes, memory=memory)
         return
     if is_file(name):
         raise PlanError(f"-o draws a file as .svg, .png or .trace.json; its order is in {name} (got {path})")

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from stretto.cli.console import number, out, print_table, working
+from stretto.cli.console import number, out, print_table, size_text, working
 from stretto.cli.inputs import (
     CostsOption,
     Devices,
@@ -29,7 +29,6 @@ from stretto.cli.inputs import (
 )
 from stretto.cli.update import UpdateOptions, is_weight_update, simulate_update
 from stretto.ir.errors import PlanError
-from stretto.ir.units import bytes_text
 from stretto.timeline import Summary, Timeline
 from stretto.timeline.units import time_text
 
@@ -78,8 +77,8 @@ def simulate(
 
     bubble is the makespan minus busy. exposed is idle time spent waiting for a running transfer, comm
     for a running dispatch, combine or count of tokens, copy for a running copy to or from host memory. For a measured
-    trace, host late is idle time because a host had not issued the next task. activations, I to W
-    (passes between I and W) and bytes are peaks.
+    trace, host late is idle time because a host had not issued the next task, and allocated the most bytes that were
+    allocated after any task. activations, I to W (passes between I and W) and bytes are peaks.
 
     weight_update copies a model from host to device, broadcasts it and reloads it, in buckets. serial
     runs one step after the other; overlap_reload overlaps broadcast and reload (Kimi K2's figure);
@@ -128,7 +127,7 @@ def simulate(
 
 
 def _print(summary: Summary, timeline: Timeline) -> None:
-    recorded = timeline.issued is not None
+    recorded, counted = timeline.issued is not None, timeline.allocated is not None
     rows = [
         [
             timeline.program.placement.device_name(index),
@@ -141,13 +140,14 @@ def _print(summary: Summary, timeline: Timeline) -> None:
             *[number(device.host_late)] * recorded,
             str(device.peak_activations),
             str(device.peak_pending),
-            "–" if device.peak_bytes is None else bytes_text(device.peak_bytes),
+            size_text(device.peak_bytes),
+            *[size_text(device.peak_allocated)] * counted,
         ]
         for index, device in enumerate(summary.devices)
     ]
     names = ("busy", "span", "bubble", "exposed", "comm", "copy", *["host late"] * recorded)
     times = [f"{name}, s" if timeline.unit else name for name in names]
-    print_table(["device", *times, "activations", "I to W", "bytes"], rows)
+    print_table(["device", *times, "activations", "I to W", "bytes", *["allocated"] * counted], rows)
     out.print(f"\nmakespan {time_text(summary.makespan, timeline.unit)}, bubble {summary.bubble_ratio:.1%}")
     path = [str(span.task).removesuffix("OVERLAP_F_B") for span in timeline.critical_path() if span.end > span.start]
     shown = path if len(path) <= 24 else [*path[:12], "…", *path[-11:]]

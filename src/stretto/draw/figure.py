@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.costs import family
+from stretto.costs import Costs, family
 from stretto.draw.canvas import Box, bare, figure_at, legend, paint, time_axis, write_labels
 from stretto.draw.lanes import Shown, host_late, rows_of, shown
+from stretto.draw.memory import curve_entries, curves_of, paint_curves, peak_label
 from stretto.draw.update import draw_update
 from stretto.ir.errors import StrettoError
 from stretto.ir.files import file_path
@@ -49,16 +50,26 @@ _PAIR = "Overlapped forward & Backward"
 _ROW = 0.3  # inches
 _THIN = 0.2  # inches, in a figure with a row for each lane
 _WIDTH = (6.0, 24.0)
+_PEAKS = 1.2  # inches more, for peaks of memory in words
 
 
-def draw_figure(timeline: Timeline, path: str | Path, *, number_up_flow: bool = False, lanes: bool = False) -> None:
+def draw_figure(
+    timeline: Timeline,
+    path: str | Path,
+    *,
+    number_up_flow: bool = False,
+    lanes: bool = False,
+    memory: bool = False,
+    costs: Costs | None = None,
+) -> None:
     """Write an SVG or PNG, by the path's extension.
 
     Cells show their microbatch; a plan too large for that shows colours only. In a bidirectional plan only the first
     route is numbered, unless `number_up_flow`. With `lanes`, each device has a row each for computation,
     communication, offload and sums of gradients. If issue times were recorded, a thin line shows where a device was
-    idle because a host had not issued the next task. A weight update has a row for each buffer, a user's own program
-    one for each lane.
+    idle because a host had not issued the next task. With `memory`, each device has a row more, for the bytes that were
+    allocated, if that was recorded, and those held, if the costs name any. A weight update has a row for each buffer, a
+    user's own program one for each lane.
     """
     path = file_path(path)
     if path.suffix.lower() not in (".svg", ".png"):
@@ -66,28 +77,31 @@ def draw_figure(timeline: Timeline, path: str | Path, *, number_up_flow: bool = 
     if timeline.makespan <= 0:
         raise StrettoError("there is nothing to draw: nothing takes any time")
     if timeline.program.is_update:
+        if memory:
+            raise StrettoError("a figure of a weight update has no memory")
         draw_update(timeline, path)
         return
     program = timeline.program
     lanes = lanes or program.is_own
     rows = rows_of(timeline) if lanes else [""]
-    count = program.devices * len(rows)
+    curves = curves_of(timeline, costs) if memory else []
+    stride = len(rows) + memory
+    count = program.devices * stride
     width = float(np.clip(_length(timeline) * 0.17, *_WIDTH))
-    boxes = list(boxes_of(timeline, lanes=lanes, number_up_flow=number_up_flow))
-    with figure_at(path, width, (_THIN if lanes else _ROW) * count + 1.2) as (figure, (axes,)):
+    boxes = list(boxes_of(timeline, lanes=lanes, number_up_flow=number_up_flow, free=int(memory)))
+    with figure_at(path, width + _PEAKS * memory, (_THIN if lanes else _ROW) * count + 1.2) as (figure, (axes,)):
         paint(axes, boxes)
         write_labels(axes, boxes, points=72 * width / timeline.makespan)
         bare(axes, length=timeline.makespan, rows=count)
-        labels = [
-            label
-            for device in map(program.placement.device_name, range(program.devices))
-            for label in (f"Device {device} {rows[0]}".strip(), *rows[1:])
-        ]
+        labels = []
+        for device, name in enumerate(map(program.placement.device_name, range(program.devices))):
+            labels += [f"Device {name} {rows[0]}".strip(), *rows[1:], *[peak_label(curves, device)] * memory]
         axes.set_yticks(np.arange(count) + 0.5, labels)
-        if lanes:
-            axes.hlines(np.arange(1, program.devices) * len(rows), 0, timeline.makespan, color="#888888", linewidth=0.5)
+        paint_curves(axes, curves, rows=stride, length=timeline.makespan)
+        if lanes or memory:
+            axes.hlines(np.arange(1, program.devices) * stride, 0, timeline.makespan, color="#888888", linewidth=0.5)
         time_axis(axes, length=timeline.makespan, unit=timeline.unit)
-        legend(figure, legend_entries(boxes, [timeline]))
+        legend(figure, legend_entries(boxes, [timeline]) | curve_entries(curves))
 
 
 def _length(timeline: Timeline) -> float:
@@ -119,12 +133,14 @@ def _colours(program: Program) -> dict[str, str]:
     return {name: _CALLS[number % len(_CALLS)] for number, name in enumerate(names)}
 
 
-def boxes_of(timeline: Timeline, *, lanes: bool = False, number_up_flow: bool = False) -> Iterator[Box]:
-    """Yield the boxes of each task, in its device's only row or, with `lanes`, in the row of its lane."""
+def boxes_of(timeline: Timeline, *, lanes: bool = False, number_up_flow: bool = False, free: int = 0) -> Iterator[Box]:
+    """Yield the boxes of each task, in its device's only row or, with `lanes`, in the row of its lane. Below each
+    device's rows, so many more stay free.
+    """
     placement = timeline.program.placement
     every = placement.microbatches // placement.replicas
     ways = 1 if number_up_flow else len(placement.routes) // placement.replicas
-    rows = len(rows_of(timeline)) if lanes else 1
+    rows = (len(rows_of(timeline)) if lanes else 1) + free
     colours = _colours(timeline.program)
     for item in shown(timeline):
         if lanes or item.task.lane.name == "compute":

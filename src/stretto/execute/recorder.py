@@ -1,9 +1,10 @@
-"""Measures a step: when every task of every rank started and ended, on one clock."""
+"""Measures a step: when every task of every rank started and ended, on one clock, and what was allocated then."""
 
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,14 +23,19 @@ T = TypeVar("T")
 _PINGS = 8
 Settle = Callable[[dist.Work, Tensor], None]
 """Waits for work that was started with a tensor."""
+CountBytes = Callable[[], int]
+"""Returns the bytes that are allocated now."""
 
 
 class Recorder:
-    """The times of one rank, in the order of its tasks."""
+    """The times of one rank, in the order of its tasks, and the bytes allocated after each."""
 
-    def __init__(self, tasks: int) -> None:
-        self._times = np.zeros((3, tasks))
-        self._start, self._end, self._issued = self._times
+    def __init__(self, tasks: int, count_bytes: CountBytes | None = None) -> None:
+        """Without `count_bytes`, on any rank, only times are recorded."""
+        self._columns = np.zeros((4, tasks))
+        self._start, self._end, self._issued, self._allocated = self._columns
+        self._allocated[:] = np.nan
+        self._count_bytes = count_bytes
         self._events: dict[int, tuple[Any, Any]] = {}
         self._zero: Any = None
         self._host = 0.0
@@ -58,11 +64,15 @@ class Recorder:
         return timed
 
     def issuing(self, at: int, issue: Callable[[], object]) -> Callable[[], object]:
-        """Return the same function, which also records when it is called."""
+        """Return the same function, which also records when it is called, and the bytes that it leaves allocated."""
+        count_bytes = self._count_bytes
 
         def noted() -> object:
             self.note(at)
-            return issue()
+            result = issue()
+            if count_bytes is not None:
+                self._allocated[at] = count_bytes()
+            return result
 
         return noted
 
@@ -92,31 +102,47 @@ class Recorder:
             self._start[at], self._end[at] = (self._host + self._zero.elapsed_time(event) / 1e3 for event in pair)
 
     def gathered(self, program: Program, group: dist.ProcessGroup | None, settle: Settle) -> Timeline | None:
-        """Return all ranks' times on the first rank, by its clock, and None on the others.
+        """Return all ranks' records on the first rank, by its clock, and None on the others.
 
         Without a group, this is the only rank.
         """
         self._read_events()
         if group is None:
-            return _timeline(program, self._times)
+            return _timeline(program, self._columns)
         exchange = _Exchange(group, settle)
-        mine = torch.from_numpy(self._times + exchange.offset())
+        mine = torch.from_numpy(self._columns.copy())
+        mine[:3] += exchange.offset()
         if group.rank():
             exchange.send(mine, 0)
             return None
-        whole = np.zeros((3, len(program)))
+        whole = np.zeros((4, len(program)))
         for other in range(group.size()):
             tasks = np.flatnonzero(program.device == other)
-            times = mine
+            columns = mine
             if other:
-                times = exchange.receive(torch.zeros(3, len(tasks), dtype=torch.float64, device="cpu"), other)
-            whole[:, tasks] = times.numpy()
+                columns = exchange.receive(torch.zeros(4, len(tasks), dtype=torch.float64, device="cpu"), other)
+            whole[:, tasks] = columns.numpy()
         return _timeline(program, whole)
 
 
-def _timeline(program: Program, times: Floats) -> Timeline:
+def bytes_counter(device: torch.device) -> CountBytes | None:
+    """Return a function that counts the bytes allocated on a device; None where nothing counts them: on the CPU, and
+    with an allocator that is not PyTorch's own.
+    """
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() == "pluggable":
+        return None
+    return partial(_allocated, device)
+
+
+def _allocated(device: torch.device) -> int:
+    """Return `torch.cuda.memory_allocated`, which would first flatten and sort all statistics, for 0.1 ms."""
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"])
+
+
+def _timeline(program: Program, columns: Floats) -> Timeline:
     """Make a timeline in which a receive begins no earlier than its send, and a collective with its last end."""
-    start, end, issued = times - times[0].min()
+    start, end, issued = columns[:3] - columns[0].min()
+    allocated = columns[3]
     receive = np.flatnonzero(program.work.among(RECEIVES) & (program.counterpart >= 0))
     begin = start.copy()
     begin[receive] = np.maximum(start[receive], start[program.counterpart[receive]])
@@ -126,7 +152,8 @@ def _timeline(program: Program, times: Floats) -> Timeline:
         np.maximum.at(latest, ring, start[joint])
         begin[joint] = latest[ring]
     _split_joined(program, begin, end)
-    return Timeline(program, np.minimum(begin, end), end, issued=issued)
+    known = None if np.isnan(allocated).any() else allocated
+    return Timeline(program, np.minimum(begin, end), end, issued=issued, allocated=known)
 
 
 def _split_joined(program: Program, start: Floats, end: Floats) -> None:

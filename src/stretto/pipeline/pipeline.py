@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.costs import Costs
-from stretto.execute.recorder import Recorder
+from stretto.execute.recorder import Recorder, bytes_counter
 from stretto.ir.errors import PipelineError
 from stretto.ir.plan import Plan
 from stretto.memory import Action, Memory
@@ -188,7 +188,7 @@ class Pipeline:
                 self._replicas.begin(self._gradients, partial(self._leaves_behind, microbatches, losses))
                 if self._shape.ep > 1:
                     self._replicas.validate_begin()
-                recorder = Recorder(len(self._binding.tasks)) if record else None
+                recorder = Recorder(len(self._binding.tasks), bytes_counter(self._device)) if record else None
                 with nullcontext() if recorder is None else recorder.recording():
                     self._binding.run(microbatches, losses, recorder, key=self._key, rows=rows)
                     self._turns.catch_up(recorder is not None)

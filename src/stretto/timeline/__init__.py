@@ -1,5 +1,6 @@
 """Timelines: when every task of a program started and ended, simulated or measured, and their metrics."""
 
+from stretto.timeline.allocated import AllocatedMemory as AllocatedMemory
 from stretto.timeline.files import load_timeline as load_timeline
 from stretto.timeline.fit import fit as fit
 from stretto.timeline.memory import DeviceMemory as DeviceMemory

@@ -13,14 +13,16 @@ FIGURES: dict[str, Callable[..., None]] = {}
 """The function that writes a figure, by file extension; `stretto.draw` fills this table."""
 
 
-def save_timeline(timeline: Timeline, path: str | Path, *, costs: Costs | None = None, lanes: bool = False) -> None:
+def save_timeline(
+    timeline: Timeline, path: str | Path, *, costs: Costs | None = None, lanes: bool = False, memory: bool = False
+) -> None:
     """Write a figure (.svg, .png) or a trace (.json), by the path's extension."""
     path = file_path(path)
     extension = path.suffix.lower()
     if extension == ".json":
         write_text(path, trace_json(timeline, costs=costs))
     elif extension in FIGURES:
-        FIGURES[extension](timeline, path, lanes=lanes)
+        FIGURES[extension](timeline, path, costs=costs, lanes=lanes, memory=memory)
     else:
         raise StrettoError(f"a timeline is saved as .svg, .png or .trace.json (got {path})")
 

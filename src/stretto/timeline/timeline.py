@@ -14,10 +14,11 @@ from stretto.program.columns import grouped, queue_edges
 from stretto.program.program import Program
 from stretto.program.task import COPIES, Task
 from stretto.timeline import idle
+from stretto.timeline.allocated import AllocatedMemory, allocated_over_time
 from stretto.timeline.hiding import Communication, communication
 from stretto.timeline.memory import DeviceMemory, Floats, memory_over_time
 
-_LATEST = 1e150  # so that no sum or product of two times overflows
+_LARGEST = 1e150  # so that no sum or product of two times overflows
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,9 @@ class DeviceSummary(msgspec.Struct, frozen=True):
     peak_pending: int
     peak_live: int
     peak_bytes: float | None
+    """By the costs; None if they name no bytes."""
+    peak_allocated: float | None
+    """The most bytes measured after any task; None if they were not recorded."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -76,17 +80,16 @@ class Timeline:
     """Measured times are seconds; simulated times are in the unit of the costs."""
     issued: Floats | None = None
     """When the host issued each task, if that was recorded."""
+    allocated: Floats | None = None
+    """The bytes allocated on each task's device when the host had issued the task, if that was recorded."""
 
     def __post_init__(self) -> None:
-        for name, times in (("start", self.start), ("end", self.end), ("issue", self.issued)):
-            if times is None and name == "issue":
-                continue
-            if type(times) is not np.ndarray or times.dtype.kind not in "iuf":
-                raise StrettoError(f"the {name} times of a timeline are an array of numbers (got {times!r:.60})")
-            if times.shape != (len(self.program),):
-                raise StrettoError(f"a timeline has one {name} time for each of its {len(self.program)} tasks")
-            if not (np.abs(times) <= _LATEST).all():
-                raise StrettoError(f"the {name} time of a task is not a number that a clock could show")
+        _validate_column("start time", self.start, self.program)
+        _validate_column("end time", self.end, self.program)
+        if self.issued is not None:
+            _validate_column("issue time", self.issued, self.program)
+        if self.allocated is not None:
+            _validate_column("allocated size", self.allocated, self.program, least=0, number="number of bytes")
         if self.unit not in ("s", None):
             raise StrettoError(f'the unit of a timeline is "s", or None if it has no name (got {self.unit!r:.40})')
         if (self.end < self.start).any():
@@ -96,15 +99,16 @@ class Timeline:
         for task, start, end in zip(self.program.tasks(), self.start.tolist(), self.end.tolist(), strict=True):
             yield Span(task, start, end)
 
-    def save(self, path: str | Path, *, costs: Costs | None = None, lanes: bool = False) -> None:
+    def save(self, path: str | Path, *, costs: Costs | None = None, lanes: bool = False, memory: bool = False) -> None:
         """Write a figure (.svg, .png), or a trace for Perfetto (.trace.json) that `load_timeline` reads back.
 
-        A figure has a row for each device or, with `lanes`, for each kind of lane of each device. A trace counts
-        bytes if the costs name any.
+        A figure has a row for each device or, with `lanes`, for each kind of lane of each device. With `memory`, curves
+        under the rows of each device show its bytes: allocated, if that was recorded, and held, if the costs name any.
+        A trace always has both.
         """
         from stretto.timeline.files import save_timeline  # here, because it imports this module
 
-        save_timeline(self, path, costs=costs, lanes=lanes)
+        save_timeline(self, path, costs=costs, lanes=lanes, memory=memory)
 
     @property
     def makespan(self) -> float:
@@ -114,8 +118,14 @@ class Timeline:
         """Return what each device holds over time."""
         return memory_over_time(self.program, costs_or_default(costs), self.start, self.end)
 
+    def allocated_memory(self) -> list[AllocatedMemory] | None:
+        """Return what was allocated on each device over time; None if that was not recorded."""
+        if self.allocated is None:
+            return None
+        return allocated_over_time(self.program, self.end, self.allocated)
+
     def summary(self, costs: Costs | None = None) -> Summary:
-        """Return times, bubbles and peak memory per device; for peak bytes, pass costs with bytes."""
+        """Return times, bubbles and peak memory per device; for `peak_bytes`, pass costs with bytes."""
         program, makespan = self.program, self.makespan
         if program.is_update:
             raise StrettoError(
@@ -131,7 +141,7 @@ class Timeline:
             for awaited in (program.moving, program.exchange, program.work.among(COPIES))
         )
         late = self.late_gaps().total(len(program))[task]
-        memory, exchanges = self.memory(costs), self.communication()
+        memory, allocated, exchanges = self.memory(costs), self.allocated_memory(), self.communication()
         devices = []
         for device, (a, b) in enumerate(pairwise(bounds.tolist())):
             start, end = self.start[task[a:b]], self.end[task[a:b]]
@@ -151,6 +161,7 @@ class Timeline:
                     peak_pending=memory[device].peak_pending,
                     peak_live=memory[device].peak_live,
                     peak_bytes=memory[device].peak_bytes,
+                    peak_allocated=None if allocated is None else allocated[device].peak_bytes,
                 )
             )
         total = makespan * len(devices)
@@ -208,3 +219,19 @@ class Timeline:
             current = max((task for task in waited if task >= 0), key=self.end.item)
             path.append(current)
         return [Span(program.task(task), self.start.item(task), self.end.item(task)) for task in reversed(path)]
+
+
+def _validate_column(
+    name: str,
+    column: Floats,
+    program: Program,
+    *,
+    least: float = -_LARGEST,
+    number: str = "number that a clock could show",
+) -> None:
+    if type(column) is not np.ndarray or column.dtype.kind not in "iuf":
+        raise StrettoError(f"the {name}s of a timeline are an array of numbers (got {column!r:.60})")
+    if column.shape != (len(program),):
+        raise StrettoError(f"a timeline has one {name} for each of its {len(program)} tasks")
+    if not ((least <= column) & (column <= _LARGEST)).all():
+        raise StrettoError(f"the {name} of a task is not a {number}")

@@ -30,6 +30,7 @@ from stretto.program.task import (
     Lane,
     Task,
 )
+from stretto.timeline.memory import Floats
 from stretto.timeline.timeline import Timeline
 
 _MICROSECONDS: dict[Unit, float] = {"s": 1e6, None: 1e3}
@@ -60,7 +61,7 @@ def trace_json(timeline: Timeline, *, costs: Costs | None = None) -> str:
     """Return a trace: slices for tasks, arrows for transfers, counters for memory.
 
     Seconds show as seconds; times without a unit show as milliseconds. The file also stores the unit and the original
-    times. It always counts activations, and bytes if the costs name any.
+    times. It always counts activations; bytes held if the costs name any, and bytes allocated if they were recorded.
     """
     events = [*_names(timeline), *_slices(timeline), *_late(timeline), *_counters(timeline, costs)]
     program = timeline.program
@@ -97,14 +98,20 @@ def parse_trace(text: str) -> Timeline:
     except StrettoError as error:
         raise TextError(f"not a sound trace of Stretto's: {error}") from None
     start, end = (np.array([getattr(slice_.args, name) for slice_ in slices]) for name in ("start", "end"))
-    times = [slice_.args.issued for slice_ in slices]
-    issued = np.array([time for time in times if time is not None])
-    if len(issued) not in (0, len(times)) or not np.isfinite(issued).all():
-        raise TextError("not a sound trace of Stretto's: it says of some tasks only when they were issued")
     try:
-        return Timeline(program, start, end, origin.unit, issued if len(issued) else None)
+        issued = _recorded([slice_.args.issued for slice_ in slices], "when they were issued")
+        allocated = _recorded([slice_.args.allocated for slice_ in slices], "how many bytes were allocated")
+        return Timeline(program, start, end, origin.unit, issued, allocated)
     except StrettoError as error:
         raise TextError(f"not a sound trace of Stretto's: {error}") from None
+
+
+def _recorded(column: list[float | None], what: str) -> Floats | None:
+    """Return a column that was recorded for all tasks, or None if it was for none."""
+    known = [number for number in column if number is not None]
+    if len(known) not in (0, len(column)):
+        _refuse(f"it says of some tasks only {what}")
+    return np.array(known) if known else None
 
 
 _Index = Annotated[int, msgspec.Meta(ge=-1, lt=2**40)]
@@ -120,6 +127,7 @@ class _Args(msgspec.Struct, omit_defaults=True):
     start: float
     end: float
     issued: float | None = None
+    allocated: float | None = None
     peer: _Index | None = None
     backward: tuple[_Index, _Index] | None = None
     part: _Index = 0
@@ -233,7 +241,9 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
     program, scale = timeline.program, _MICROSECONDS[timeline.unit]
     lanes, counterparts = program.lane.tolist(), program.counterpart.tolist()
     says_needs = program.is_update or program.is_own
-    issued = [None] * len(program) if timeline.issued is None else timeline.issued.tolist()
+    issued, allocated = (
+        [None] * len(program) if column is None else column.tolist() for column in (timeline.issued, timeline.allocated)
+    )
     for index, span in enumerate(timeline.spans()):
         task, start, end = span.task, span.start * scale, span.end * scale
         place = {"pid": task.device, "tid": lanes[index]}
@@ -252,6 +262,7 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 start=span.start,
                 end=span.end,
                 issued=issued[index],
+                allocated=allocated[index],
                 needs=program.needs(index) if says_needs else None,
                 peer=task.lane.peer,
                 backward=task.backward,
@@ -293,3 +304,6 @@ def _counters(timeline: Timeline, costs: Costs | None) -> Iterator[dict[str, Any
         if held.bytes is not None:
             for time, size in zip(held.time.tolist(), held.bytes.tolist(), strict=True):
                 yield {"ph": "C", "pid": device, "name": "bytes held", "ts": time * scale, "args": {"bytes": size}}
+    for device, measured in enumerate(timeline.allocated_memory() or []):
+        for time, size in zip(measured.time.tolist(), measured.bytes.tolist(), strict=True):
+            yield {"ph": "C", "pid": device, "name": "bytes allocated", "ts": time * scale, "args": {"bytes": size}}
