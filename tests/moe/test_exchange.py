@@ -192,7 +192,7 @@ def test_a_share_is_part_of_the_whole_parameters_memory() -> None:
     for name, parameter in experts.named_parameters():
         assert parameter.data_ptr() == whole[name][2].data_ptr()
         assert parameter.requires_grad == whole[name].requires_grad
-    assert str(experts) == "Experts(experts=2 of 6, features=4, hidden=3)"
+    assert experts.extra_repr() == "experts=2 of 6, features=4, hidden=3"
     experts.shard(1, 3)
     assert len(experts.down_proj) == 2
     with pytest.raises(PipelineError, match="are share 1 of 3 already, and cannot become share 0 of 2"):

@@ -7,14 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.layers import DENSE, MOE, Phase
 from stretto.model.attention import MultiheadLatentAttention
 from stretto.model.config import ModelConfig
 from stretto.moe.expert_phases import Routed, expert_phases
-from stretto.moe.experts import Experts
+from stretto.moe.experts import Experts, SwiGlu
 from stretto.moe.router import Router
 
 
@@ -36,9 +35,10 @@ class Mlp(nn.Module):
         self.gate_proj = nn.Linear(width, hidden, bias=False)
         self.up_proj = nn.Linear(width, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, width, bias=False)
+        self.swiglu = SwiGlu()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(self.swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
 
 
 class Moe(nn.Module):

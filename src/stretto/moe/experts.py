@@ -24,6 +24,20 @@ Product = Callable[[Tensor, nn.Parameter, Tensor], Tensor]
 """Multiplies each group of rows by its own matrix: `grouped_linear`, or a product that defers weight gradients."""
 
 
+class SwiGlu(nn.Module):
+    """Multiplies one half of an MLP's features by an activation function of the other.
+
+    It is a module so that memory policies can name it: its output is large, and cheap to compute again.
+    """
+
+    def __init__(self, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.activation(gate) * up
+
+
 class Experts(nn.Module):
     """Gated MLPs, one for each group of rows. Rows must be sorted by expert.
 
@@ -57,7 +71,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * hidden, features))
         self.down_proj = nn.Parameter(torch.empty(experts, features, hidden))
-        self.act_fn = activation
+        self.swiglu = SwiGlu(activation)
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.02)
 
@@ -148,7 +162,7 @@ class Experts(nn.Module):
         if len(counts_E) != len(self.down_proj):
             raise PipelineError(f"{len(self.down_proj)} experts need as many counts of rows (got {len(counts_E)})")
         gate, up = product(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
-        return product(self.act_fn(gate) * up, self.down_proj, counts_E)
+        return product(self.swiglu(gate, up), self.down_proj, counts_E)
 
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape

@@ -129,7 +129,8 @@ def _modules(
             around.pop()
         outer = around[-1][1] if around else root
         inner = _within(seen, number, layer)
-        action = decisions.about([seen, *(f"{phase}.{inner}" for phase in phase_names)]) or outer
+        short = {inner, inner.rpartition(".")[2]}
+        action = decisions.about([seen, *(f"{phase}.{name}" for phase in phase_names for name in short)]) or outer
         if action != outer:
             yield ModuleSite(seen, f"{phase_names[0]}.{inner}", module, action)
         around.append((seen, action))

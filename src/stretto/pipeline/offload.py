@@ -110,10 +110,11 @@ class Away:
         self._left = [weakref.ref(stored) for stored in chosen]
 
     def release(self) -> None:
-        """Return to the allocator what has been copied."""
+        """Return to the allocator what has been copied. What was changed while it was copied counts as changed."""
         for stored in _alive(self._left):
             stored.device = None
             for view in _alive(stored.views):
+                view.validate()
                 view.release()
 
     def come_back(self, empty: Callable[[int], Tensor]) -> None:

@@ -1,0 +1,100 @@
+"""Memory policies in a step: they change where tensors are kept, and not one bit of what is trained."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import memory_jobs
+from memory_jobs import Found
+from models import Case
+from moe_jobs import DEVICE
+from ranks import Ranks
+from stretto import Memory
+
+POLICIES = {
+    "offload": Memory(sites={"*": "offload"}, min_bytes=0),
+    "recompute": Memory(sites={"*": "recompute"}),
+    "both": Memory(sites={"*norm": "recompute", "*": "offload"}, min_bytes=0),
+    "inputs": Memory(sites={"*": "recompute+offload"}, min_bytes=0, copy_actions=2),
+    "half": Memory(sites={"*": "offload"}, min_bytes=0, fraction=0.5, keep_layers=1),
+    "exceptions": Memory(sites={"*.down": "keep", "*.up": "offload", "*": "recompute"}, min_bytes=0),
+}
+SCHEDULES = ["gpipe", "one_f_one_b", "interleaved", "zb_v", "dualpipe", "dualpipev"]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks(4, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
+    yield started
+    started.stop()
+
+
+def assert_same(found: list[Found], expected: list[Found]) -> None:
+    for (losses, gradients), (plain_losses, plain_gradients) in zip(found, expected, strict=True):
+        assert losses == plain_losses
+        assert gradients.keys() == plain_gradients.keys()
+        for name, gradient in gradients.items():
+            assert np.array_equal(gradient, plain_gradients[name]), name
+
+
+@pytest.mark.parametrize("phased", [False, True], ids=["whole", "phased"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_policy_changes_no_bit(ranks: Ranks, schedule: str, phased: bool) -> None:
+    case = Case(schedule, 4, 12, layers=10, phased=phased, dtype=torch.float32, steps=2)
+    case = case if phased else Case(schedule, 4, 12, layers=10, dropout=0.2, dtype=torch.float32, steps=2)
+    expected = [found for found, *_ in ranks.run(memory_jobs.trained, 4, case, "none")]
+    for policy in POLICIES.values():
+        told = ranks.run(memory_jobs.trained, 4, case, policy)
+        assert_same([found for found, *_ in told], expected)
+        assert any(left > 0 and nbytes > 0 for _, left, nbytes in told) == policy.offloads
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved"])
+def test_nothing_of_a_step_is_found_in_a_later_one(ranks: Ranks, schedule: str) -> None:
+    policy = Memory(sites={"*norm": "recompute", "*": "offload"}, min_bytes=0)
+    expected, found = (ranks.run(memory_jobs.many_steps, 4, schedule, it, 50) for it in ("none", policy))
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "dualpipe"])
+@pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_so_it_is_with_experts_on_a_mesh(ranks: Ranks, sizes: dict[str, int], schedule: str) -> None:
+    expected = ranks.run(memory_jobs.with_experts, 4, sizes, schedule, "none")
+    for sites in (
+        {"*": "offload"},
+        {"*": "recompute"},
+        {"*layernorm": "recompute", "mlp.swiglu": "recompute", "attn": "offload"},
+        {"mlp": "recompute+offload", "*": "offload"},
+    ):
+        policy: Any = Memory(sites=sites, min_bytes=0)  # type: ignore[arg-type]
+        told = ranks.run(memory_jobs.with_experts, 4, sizes, schedule, policy)
+        assert_same([found for found, _ in told], [found for found, _ in expected])
+        assert any(left for _, left in told) == policy.offloads
+
+
+def test_copies_are_recorded_on_their_lanes(ranks: Ranks) -> None:
+    copies, *_ = ranks.run(memory_jobs.recorded, 4, "interleaved")
+    assert {(name.strip("0123456789"), lane) for name, lane in copies} == {("OFFLOAD", "d2h"), ("ONLOAD", "h2d")}
+
+
+REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "another rank": ([{"memory": {"*": "offload"}}, {"memory": "none"}], "rank 1 was given another"),
+    "an action": ([{"memory": {"*": "forget"}}], "what becomes of '*' is one of keep, recompute, offload"),
+    "a preset": ([{"memory": "k3"}], 'memory is a stretto.Memory, a dict such as {"*.norm": "recompute"'),
+    "twice": ([{"memory": {"*": "offload"}, "checkpoint": True}], "checkpoint is a short form of memory, so give one"),
+    "shadowed": ([{"memory": {"*": "offload", "*.norm": "keep"}}], "'*' decides about all that '*.norm' matches"),
+    "unknown": ([{"memory": {"attn.*": "offload"}}], "memory names 'attn.*', but no phase or module is called that"),
+    "no room": (
+        [{"memory": Memory(sites={"*": "offload"}, min_bytes=0, host_bytes=1000)}],
+        "of host memory more on this rank, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(ranks: Ranks, what: str) -> None:
+    options, says = REFUSED[what]
+    assert any(says in told for told in ranks.run(memory_jobs.refused, 2, options))

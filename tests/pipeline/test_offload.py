@@ -1,0 +1,388 @@
+"""Saved tensors that leave for host memory and come back: to the bit, each memory once, and really gone meanwhile."""
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from stretto.ir.errors import PipelineError
+from stretto.memory import Action, Memory
+from stretto.pipeline.host_pool import HostPool
+from stretto.pipeline.memory_sites import Decisions, PartSites, find_sites, unused
+from stretto.pipeline.module_buffers import ModuleBuffers
+from stretto.pipeline.offload import Away, packed_bytes, within
+from stretto.pipeline.pytree import storage_of
+from stretto.pipeline.rng import Generators
+from stretto.pipeline.saving import SavedPass, Saving
+
+WIDTH = 6
+CPU = torch.device("cpu")
+
+
+class Mlp(nn.Module):
+    """Something of everything: views, a tensor that is saved twice, an output that is saved, random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(self.norm(x)).chunk(2, dim=-1)
+        y = F.dropout(torch.sigmoid(gate) * up, 0.3)
+        return x + self.down(y) * self.scale + x.transpose(0, 1).sigmoid().transpose(0, 1) * x
+
+
+class Pass:
+    """One forward and backward of a module by a policy, in one process."""
+
+    def __init__(self, module: nn.Module, policy: Memory, *, seed: int = 0) -> None:
+        self.module, self.seed = module, seed
+        self.sites = find_sites(Decisions(policy), {0: module}, in_phases=False)
+        self.saving = Saving(self.sites, Generators(CPU))
+        self.away = Away(0, {storage_of(t) for t in (*module.parameters(), *module.buffers())})
+        self._function = partial(self.saving.run, (0, 0), "layer 0", module, buffers=ModuleBuffers("layer 0", module))
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(self.seed)
+        with self.saving.overrides, self.saving.into(SavedPass(self.away)):
+            return self._function(value=x)  # type: ignore[no-any-return]
+
+    def leave(self) -> None:
+        chosen = self.away.candidates()
+        self.away.leave(chosen, torch.empty(packed_bytes(chosen), dtype=torch.uint8))
+        self.away.release()
+
+    def come_back(self) -> None:
+        self.away.come_back(partial(torch.empty, dtype=torch.uint8))
+
+    def backward(self, out: Tensor, grad: Tensor) -> None:
+        with self.saving.overrides, self.saving.into(SavedPass(None)):
+            out.backward(grad)
+
+
+def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    found = [x.grad, *(parameter.grad for parameter in module.parameters())]
+    for tensor in (x, *module.parameters()):
+        tensor.grad = None
+    assert all(grad is not None for grad in found)
+    return found  # type: ignore[return-value]
+
+
+def plain(module: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(0)
+    out = module(x)
+    out.backward(grad)
+    return out.detach(), gradients(module, x)
+
+
+POLICIES: list[dict[str, Action]] = [
+    {"*": "offload"},
+    {"*": "recompute"},
+    {"*": "recompute+offload"},
+    {"*.norm": "recompute", "*": "offload"},
+    {"*.up": "keep", "*": "recompute"},
+    {"*.up": "offload", "*": "recompute"},
+    {"*.norm": "recompute+offload"},
+    {"*.down": "keep", "*": "offload"},
+]
+
+
+@pytest.mark.parametrize("sites", POLICIES, ids=str)
+@pytest.mark.parametrize("makes", [Mlp, lambda: nn.Sequential(Mlp(), nn.Dropout(0.4), Mlp())])
+def test_gradients_are_to_the_bit_those_without_a_policy(sites: dict[str, Action], makes: Any) -> None:
+    module = makes()
+    x, grad = torch.randn(3, 3, WIDTH, requires_grad=True), torch.randn(3, 3, WIDTH)
+    expected, expected_grads = plain(module, x, grad)
+    one = Pass(module, Memory(sites=sites))
+    out = one.forward(x)
+    assert torch.equal(out, expected)
+    one.leave()
+    one.come_back()
+    one.backward(out, grad)
+    for ours, theirs in zip(gradients(module, x), expected_grads, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def storages_saved(one: Pass, x: Tensor) -> tuple[Tensor, dict[int, Any], int]:
+    """The output, the storages of all saved tensors but parameters, and how many tensors were saved."""
+    found: dict[int, Any] = {}
+    count = [0]
+
+    def note(what: str, _: str, saved: Tensor) -> None:
+        if what == "offload":
+            count[0] += 1
+            storage: Any = saved.untyped_storage()
+            found[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    one.saving.noted = note
+    out = one.forward(x)
+    return out, found, count[0]
+
+
+def test_each_memory_leaves_once_however_many_tensors_view_it_and_is_gone() -> None:
+    module, x = Mlp(), torch.randn(3, 3, WIDTH)
+    one = Pass(module, Memory(sites={"*": "offload"}))
+    x.requires_grad_()
+    out, storages, count = storages_saved(one, x.clone())  # the clone is held by nobody else
+    candidates = one.away.candidates()
+    assert len(candidates) == len(storages) < count
+    del candidates
+    one.leave()
+    gc.collect()
+    alive = [key for key, reference in storages.items() if not reference.expired() and key != storage_of(out)]
+    assert alive == []
+    one.come_back()
+    one.backward(out, torch.ones_like(out))
+
+
+def test_parameters_and_buffers_and_what_others_hold_stay() -> None:
+    module, x = Mlp(), torch.randn(3, 3, WIDTH, requires_grad=True)
+    one = Pass(module, Memory(sites={"*": "offload"}))
+    one.away.hold([storage_of(x)])
+    _, storages, _ = storages_saved(one, x)
+    own = {storage_of(tensor) for tensor in (x, *module.parameters(), *module.buffers())}
+    assert storages
+    assert not own & storages.keys()
+
+
+class Writes(nn.Module):
+    """Changes in place what the backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).exp()
+        self.kept = y
+        return y * 2
+
+
+def test_what_was_changed_before_it_left_is_refused_as_autograd_does() -> None:
+    module, x = Writes(), torch.randn(3, WIDTH, requires_grad=True)
+    for leaves in (False, True):
+        one = Pass(module, Memory(sites={"*": "offload"}))
+        out = one.forward(x)
+        with torch.no_grad():
+            module.kept.add_(1)
+        if leaves:
+            one.leave()
+            one.come_back()
+        with pytest.raises(PipelineError, match="a tensor that the backward needs was changed in place"):
+            one.backward(out, torch.ones_like(out))
+
+
+def test_what_was_changed_while_it_was_copied_is_refused() -> None:
+    module, x = Writes(), torch.randn(3, WIDTH, requires_grad=True)
+    one = Pass(module, Memory(sites={"*": "offload"}))
+    out = one.forward(x)
+    chosen = one.away.candidates()
+    one.away.leave(chosen, torch.empty(packed_bytes(chosen), dtype=torch.uint8))
+    with torch.no_grad():
+        module.kept.add_(1)
+    one.away.release()
+    one.come_back()
+    with pytest.raises(PipelineError, match="a tensor that the backward needs was changed in place"):
+        one.backward(out, torch.ones_like(out))
+
+
+def test_what_is_changed_after_it_left_does_no_harm() -> None:
+    module, x = Writes(), torch.randn(3, WIDTH, requires_grad=True)
+    grad = torch.ones(3, WIDTH)
+    _, expected = plain(module, x, grad)
+    one = Pass(module, Memory(sites={"*": "offload"}))
+    out = one.forward(x)
+    one.leave()
+    with torch.no_grad():
+        module.kept.add_(1)
+    one.come_back()
+    one.backward(out, grad)
+    for ours, theirs in zip(gradients(module, x), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_the_graph_has_let_go_of_does_not_leave() -> None:
+    class Inside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                y = x.detach().requires_grad_()
+                (slope,) = torch.autograd.grad(y.exp().sum(), y)
+            return x * slope
+
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    one = Pass(Inside(), Memory(sites={"*": "offload"}))
+    out = one.forward(x)
+    assert len(one.away.candidates()) == 1  # the slope
+    one.leave()
+    one.come_back()
+    one.backward(out, torch.ones_like(out))
+    assert torch.equal(x.grad, x.detach().exp())  # type: ignore[arg-type]
+
+
+class Counted(nn.Module):
+    """Runs a module and counts how often."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.runs = inner, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def test_what_is_kept_within_something_recomputed_is_not_run_again() -> None:
+    first, second = Counted(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))), Counted(nn.Dropout(0.5))
+    module = nn.Sequential(nn.Tanh(), first, second, nn.Tanh())
+    x, grad = torch.randn(4, WIDTH, requires_grad=True), torch.randn(4, WIDTH)
+    expected, expected_grads = plain(module, x, grad)
+    for action in ("keep", "offload"):
+        first.runs = second.runs = 0
+        one = Pass(module, Memory(sites={"0.1": action, "*": "recompute"}))  # type: ignore[dict-item]
+        out = one.forward(x)
+        assert torch.equal(out, expected)
+        one.leave()
+        one.come_back()
+        one.backward(out, grad)
+        assert (first.runs, second.runs) == (1, 2)
+        for ours, theirs in zip(gradients(module, x), expected_grads, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_recomputation_ends_once_it_has_made_what_is_needed() -> None:
+    last = Counted(nn.Identity())
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), last)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    one = Pass(module, Memory(sites={"*": "recompute"}))
+    one.backward(one.forward(x), torch.ones(4, WIDTH))
+    assert last.runs == 1
+
+
+# How much leaves.
+
+
+@given(st.lists(st.integers(1, 1000), max_size=12), st.floats(0, 1), st.none() | st.integers(0, 5000))
+def test_what_leaves_is_no_more_than_was_allowed_and_the_first_go_first(
+    counts: list[int], fraction: float, limit: int | None
+) -> None:
+    tensors = [torch.zeros(count, dtype=torch.uint8) for count in counts]
+    away = Away(0, ())
+    views = [away.view(tensor) for tensor in tensors]
+    candidates = away.candidates()
+    chosen = within(candidates, fraction=fraction, limit=limit)
+    total = sum(it.nbytes for it in chosen)
+    assert total <= fraction * sum(counts) + 1e-9
+    assert limit is None or total <= limit
+    left = [it for it in candidates if it not in chosen]
+    room = min(fraction * sum(counts), float("inf") if limit is None else limit)
+    assert all(total + it.nbytes > room for it in left)
+    assert views is not None
+
+
+def test_small_tensors_stay() -> None:
+    away = Away(100, ())
+    assert away.view(torch.zeros(99, dtype=torch.uint8)) is None
+    assert away.view(torch.zeros(100, dtype=torch.uint8)) is not None
+    assert away.view(torch.zeros(0)) is None
+
+
+# Host memory.
+
+
+def stored(*counts: int) -> tuple[list[Any], list[Any]]:
+    away = Away(0, ())
+    views = [away.view(torch.zeros(count, dtype=torch.uint8)) for count in counts]
+    return away.candidates(), views
+
+
+def test_buffers_grow_and_are_reused() -> None:
+    pool = HostPool({0: 0, 1: 0}, CPU, limit=None)
+    chosen, views = stored(3 << 20)
+    memory, fit = pool.take(0, chosen)
+    assert fit == chosen
+    assert memory.numel() >= 3 << 20
+    again, _ = pool.take(0, chosen)
+    assert again is memory
+    chosen, more = stored(5 << 20)
+    larger, fit = pool.take(0, chosen)
+    assert (fit, larger.numel() >= 5 << 20) == (chosen, True)
+    pool.close()
+    assert pool.nbytes == 0
+    assert views
+    assert more
+
+
+def test_what_does_not_fit_a_buffer_that_cannot_grow_stays_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    pool = HostPool({0: 0}, CPU, limit=8 << 20)
+    chosen, _views = stored(3 << 20)
+    pool.take(0, chosen)
+    chosen, _more = stored(2 << 20, 6 << 20)
+    memory, fit = pool.take(0, chosen)
+    assert fit == chosen[:1]
+    assert memory.numel() < 8 << 20
+    assert "some activations stay on the device" in caplog.text
+
+
+def test_too_little_host_memory_is_said_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, _views = stored(3 << 20)
+    says = (
+        "offloading the passes of stage 2 takes 2 buffers of 4.19 MB of host memory more on this rank, 8.39 MB in all"
+    )
+    with pytest.raises(PipelineError, match=f"{says}; host_bytes allows 6 MB"):
+        HostPool({4: 2, 5: 2, 6: 3}, CPU, limit=6_000_000).take(4, chosen)
+    monkeypatch.setattr("stretto.pipeline.host_pool._available_bytes", lambda: 1_000_000)
+    with pytest.raises(PipelineError, match=f"{says}, and this machine has 1 MB left"):
+        HostPool({4: 2, 5: 2, 6: 3}, CPU, limit=None).take(4, chosen)
+
+
+# Sites.
+
+
+def actions(policy: dict[str, Action], module: nn.Module) -> tuple[Action, dict[str, Action]]:
+    (part,) = find_sites(Decisions(Memory(sites=policy)), {0: module}, in_phases=False).values()
+    return part.action, {site.name: site.action for site in part.modules.values()}
+
+
+def test_sites_do_as_what_is_around_them_unless_a_pattern_says_otherwise() -> None:
+    stack = nn.Sequential(Mlp(), Mlp())
+    assert actions({"*": "offload"}, stack) == ("offload", {})
+    assert actions({"*.0": "offload"}, stack) == ("keep", {"0.0": "offload"})
+    assert actions({"*.norm": "recompute", "0": "offload"}, stack) == (
+        "offload",
+        {"0.0.norm": "recompute", "0.1.norm": "recompute"},
+    )
+    assert actions({"0.1.*": "keep", "*": "offload"}, stack) == (
+        "offload",
+        {"0.1.norm": "keep", "0.1.up": "keep", "0.1.down": "keep"},
+    )
+    assert actions({"sequential.norm": "keep", "sequential": "offload"}, stack)[1].keys() == {"0.0.norm", "0.1.norm"}
+
+
+def test_the_last_layers_keep_what_they_would_offload() -> None:
+    part = PartSites("mlp", "recompute+offload", {}).staying()
+    assert part.action == "recompute"
+    policy = Memory(sites={"*.norm": "recompute", "*": "offload"})
+    (part,) = find_sites(Decisions(policy), {0: Mlp()}, in_phases=False).values()
+    assert part.staying().action == "keep"
+    assert [site.action for site in part.staying().modules.values()] == ["recompute"]
+
+
+def test_patterns_that_decide_nothing_are_named() -> None:
+    def wrong(policy: dict[str, Action]) -> str | None:
+        decisions = Decisions(Memory(sites=policy))
+        find_sites(decisions, {0: Mlp()}, in_phases=False)
+        return unused(Memory(sites=policy), [{}, decisions.reasons])
+
+    assert wrong({"*.norm": "recompute", "*": "offload"}) is None
+    assert wrong({"*.nrom": "recompute"}) == "memory names '*.nrom', but no phase or module is called that"
+    assert wrong({"*": "offload", "*.norm": "recompute"}) == (
+        "'*' decides about all that '*.norm' matches; put the narrower one first"
+    )

@@ -1,0 +1,109 @@
+"""What ranks do to find out whether a memory policy changes anything but memory."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import stretto
+from mesh_jobs import Member, Sizes
+from models import Case, gradients, pipeline
+from moe_jobs import CONFIG, DEVICE, batch
+from strategies import SCHEDULES
+from stretto.model import CausalLM, causal_lm_loss
+from stretto.program.task import Kind
+
+Found = tuple[list[float], dict[str, Any]]
+"""The losses of all steps, and the gradients of the last."""
+
+
+def trained(mesh: DeviceMesh, case: Case, policy: Any) -> tuple[Found, int, int]:
+    """The same with how many passes left, and how much host memory they took."""
+    pipe = pipeline(mesh, case, memory=policy)
+    losses = [pipe.step(*case.batch()).loss for _ in range(case.steps)]
+    left = sum(task.kind is Kind.OFFLOAD for task in pipe._binding.tasks)
+    found = (losses, gradients(pipe)), left, pipe._binding._host_pool.nbytes
+    pipe.close()
+    return found
+
+
+class Ragged(nn.Module):
+    """Passes on as many rows as the data says, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), nn.RMSNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.cat((x[:1], x[1:][x[1:, 0] > -1.0]))
+        return kept + nn.functional.dropout(torch.tanh(self.inner(self.norm(kept))), 0.2)
+
+
+def many_steps(mesh: DeviceMesh, schedule: str, policy: Any, steps: int) -> Found:
+    """Steps whose batches and rows differ, with an optimizer: what a reused buffer holds would show in the next."""
+    torch.manual_seed(3)
+    plan = SCHEDULES[schedule].make(devices=mesh.size(), microbatches=6)
+    layers = [Ragged() for _ in range(plan.stages)]
+    pipe = stretto.Pipeline(
+        layers,
+        plan=plan,
+        loss=lambda out, _: out.square().mean(),
+        mesh=mesh,
+        memory=policy,
+        dynamic_shapes=True,
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        rows = [int(torch.randint(2, 30, ())) for _ in range(6)]
+        result = pipe.step([torch.randn(count, 8) for count in rows], [torch.zeros(count) for count in rows])
+        losses.append(result.loss)
+        optimizer.step()
+    found = losses, {name: grad.numpy() for name, grad in _grads(pipe)}
+    pipe.close()
+    return found
+
+
+def with_experts(mesh: DeviceMesh, sizes: Sizes, schedule: str, policy: Any) -> tuple[Found, int]:
+    """Two steps of a mixture of experts on a mesh, and how many passes left."""
+    member = Member(mesh, sizes)
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4)
+    torch.manual_seed(1)
+    model = CausalLM(config, balance=True).to(DEVICE, torch.float32)
+    pipe = stretto.Pipeline(
+        model.layers(), plan=member.plan(schedule), loss=causal_lm_loss, mesh=member.mesh, memory=policy
+    )
+    tokens, targets = (member.own(tensor) for tensor in batch(config, 16 * member.shape.replicas))
+    losses = [pipe.step(tokens, targets).loss for _ in range(2)]
+    left = sum(task.kind is Kind.OFFLOAD for task in pipe._binding.tasks)
+    found = (losses, {name: grad.cpu().numpy() for name, grad in _grads(pipe)}), left
+    pipe.close()
+    return found
+
+
+def _grads(pipe: stretto.Pipeline) -> list[tuple[str, Tensor]]:
+    return [(name, it.grad) for name, it in pipe.named_parameters() if it.grad is not None]
+
+
+def refused(mesh: DeviceMesh, options: list[dict[str, Any]]) -> str:
+    """What a pipeline with these options says, of which each rank is given its own."""
+    case = Case("one_f_one_b", mesh.size(), 4, layers=4)
+    try:
+        pipe = pipeline(mesh, case, **options[mesh.get_rank() % len(options)])
+        pipe.step(*case.batch())
+    except stretto.StrettoError as error:
+        return str(error)
+    return ""
+
+
+def recorded(mesh: DeviceMesh, schedule: str) -> list[tuple[str, str]]:
+    """The copies of a recorded step: each with the lane on which it was recorded."""
+    case = Case(schedule, mesh.size(), 8)
+    pipe = pipeline(mesh, case, memory=stretto.Memory(sites={"*": "offload"}, min_bytes=0))
+    timeline = pipe.step(*case.batch(), record=True).timeline
+    pipe.close()
+    spans = () if timeline is None else timeline.spans()
+    return [(str(it.task), it.task.lane.name) for it in spans if it.task.kind in (Kind.OFFLOAD, Kind.ONLOAD)]
