@@ -56,6 +56,7 @@ HOW = {
     ("docs/training.md", "the norm before clipping"): How(ranks=4, given="training"),
     ("docs/training.md", "masters = "): How(ranks=4, given="training"),
     ("docs/training.md", "my_tokens"): How(ranks=4, given="data_parallel"),
+    ("docs/training.md", '"mlp.swiglu"'): How(ranks=2, given="own_model"),
     ("docs/training.md", "timelines = []"): How(ranks=2, given="measured"),
     ("docs/training.md", "described = "): How(ranks=2, given="predicted"),
     ("docs/training.md", "timeline.host_late()"): How(ranks=1, given="recorded"),
@@ -220,7 +221,7 @@ STEPS = "5"
 
 
 def started(command: list[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}  # so that lines stay whole
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 

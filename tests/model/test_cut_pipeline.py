@@ -64,7 +64,7 @@ def test_a_pipeline_shows_the_names_of_the_model(ranks: Ranks) -> None:
     for found in (first, second):
         assert found["main_grads"] == found["parameters"]
         assert found["state_dict"] == found["parameters"]
-        assert found["modules"] == set(), "all are in the model too"
+        assert {name.rpartition(".")[2] for name in found["modules"]} <= {"swiglu"}, "all others are in the model too"
         assert found["all modules"]
     assert first["experts"] + second["experts"] == ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]
 
@@ -76,7 +76,7 @@ def test_heads_can_be_tied_by_the_names_of_the_model(ranks: Ranks) -> None:
 REFUSED = {
     "an unknown tie": "'lm_head.wieght' is no parameter to tie: ",
     "other shapes": "model.embed_tokens.weight and model.norm.weight cannot be tied: ",
-    "no module": "no module is called '0.*', so it cannot be recomputed",
+    "no module": "memory names '0.*', but no phase or module is called that",
     "float16": "model.embed_tokens.weight is float16, whose gradients need scaling",
     "one name twice": "layers 1 and 4 both have a model.norm.weight, which is not the same; give them other names",
     "a hook": "model.layers.1.mlp.up_proj.weight has a hook for when .grad is set",

@@ -69,7 +69,6 @@ def test_recomputation_changes_nothing_and_counts_nothing_twice(
     [
         ("hook", "model.layers.1 runs in phases, so its own hooks or a replaced forward would not run"),
         ("forward", "model.layers.1 runs in phases, so its own hooks or a replaced forward would not run"),
-        ("recompute", "offers phases, so it is not recomputed as one module; name modules within it"),
     ],
 )
 def test_blocks_that_would_not_be_called_are_refused(ranks: Ranks, what: str, says: str) -> None:

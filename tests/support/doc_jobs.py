@@ -122,6 +122,21 @@ def checkpointing(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
 
 
 @contextmanager
+def own_model(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """The layers of a model of ours, which is trained for a step."""
+    del folder
+    config = ModelConfig.named("tiny")
+    torch.manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (8, 6))
+    plan = stretto.schedules.interleaved(devices=mesh.size(), stages_per_device=2, microbatches=4, overlap=True)
+    names: Names = {"stretto": stretto, "mesh": mesh, "plan": plan, "loss": causal_lm_loss}
+    names["layers"] = CausalLM(config).layers()
+    yield names
+    assert names["pipe"].step(tokens, tokens).loss > 0
+    names["pipe"].close()
+
+
+@contextmanager
 def trained_model(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
     """The sizes of a model of ours, and a trained pipeline of its layers, whose experts the ranks share."""
     config, names = ModelConfig.named("tiny"), {"dcp": dcp}
@@ -281,6 +296,7 @@ GIVEN: dict[str, Callable[[DeviceMesh, Path], AbstractContextManager[Names]]] = 
         language_model,
         data_parallel,
         checkpointing,
+        own_model,
         trained_model,
         trained_cut_model,
         recorded,

@@ -125,18 +125,15 @@ def recomputed(mesh: DeviceMesh, schedule: str, options: dict[str, Any]) -> list
 def bypassed(mesh: DeviceMesh, what: str) -> str:
     """What a pipeline says of a block that would not be called."""
     model = CausalLM(CONFIG)
-    options: dict[str, Any] = {}
     block = model.get_submodule("model.layers.1")
     match what:
         case "hook":
             block.register_forward_hook(lambda *_: None)
         case "forward":
             block.forward = block.forward
-        case "recompute":
-            options["recompute"] = ["model.layers.?"]
     plan = SCHEDULES["one_f_one_b"].make(devices=mesh.size(), microbatches=MICROBATCHES)
     try:
-        pipe = stretto.Pipeline(model.layers(), plan=plan, loss=causal_lm_loss, mesh=mesh, **options)
+        pipe = stretto.Pipeline(model.layers(), plan=plan, loss=causal_lm_loss, mesh=mesh)
         pipe.step(*batch())
     except stretto.PipelineError as error:
         return str(error)

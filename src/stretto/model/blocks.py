@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.layers import DENSE, MOE, Phase
@@ -38,7 +39,7 @@ class Mlp(nn.Module):
         self.swiglu = SwiGlu()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(self.swiglu(F.silu, self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
 
 
 class Moe(nn.Module):

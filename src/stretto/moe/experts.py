@@ -30,12 +30,8 @@ class SwiGlu(nn.Module):
     It is a module so that memory policies can name it: its output is large, and cheap to compute again.
     """
 
-    def __init__(self, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
-        super().__init__()
-        self.activation = activation
-
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.activation(gate) * up
+    def forward(self, activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+        return activation(gate) * up
 
 
 class Experts(nn.Module):
@@ -71,7 +67,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * hidden, features))
         self.down_proj = nn.Parameter(torch.empty(experts, features, hidden))
-        self.swiglu = SwiGlu(activation)
+        self.act_fn, self.swiglu = activation, SwiGlu()
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.02)
 
@@ -162,7 +158,7 @@ class Experts(nn.Module):
         if len(counts_E) != len(self.down_proj):
             raise PipelineError(f"{len(self.down_proj)} experts need as many counts of rows (got {len(counts_E)})")
         gate, up = product(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
-        return product(self.swiglu(gate, up), self.down_proj, counts_E)
+        return product(self.swiglu(self.act_fn, gate, up), self.down_proj, counts_E)
 
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape
