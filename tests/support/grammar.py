@@ -536,6 +536,18 @@ class Last(Piece):
         return self.compute(h) * (1 + tag)
 
 
+MEMORIES: dict[str, Any] = {
+    "none": "none",
+    "sites": {"*site": "recompute"},
+    "recompute": {"*": "recompute"},
+    "offload": stretto.Memory(sites={"*": "offload"}, min_bytes=0),
+    "inputs": stretto.Memory(sites={"*": "recompute+offload"}, min_bytes=0),
+    "sites and offload": stretto.Memory(sites={"*site": "recompute", "*": "offload"}, min_bytes=0),
+    "all but sites": stretto.Memory(sites={"*site": "keep", "*": "recompute"}),
+}
+"""Memory policies. A site is a module of a piece whose name begins with Recomputed."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A sentence of the grammar: pieces and what each hands on, and how it is trained."""
@@ -548,8 +560,8 @@ class Model:
     embedded: str = "tensor"
     loss: str = "mean"
     frozen: tuple[int, ...] = ()
-    checkpoint: bool = False
-    recompute: bool = False
+    memory: str = "none"
+    """Its policy, of MEMORIES."""
     wgrad_microbatches: int = 1
     shared: bool = False
     """Whether the first and the last piece are one layer's weights."""
@@ -663,8 +675,7 @@ def run_pipeline(mesh: Any, model: Model) -> Found:
             plan=model.plan(),
             loss=model.loss_of,
             mesh=mesh,
-            checkpoint=model.checkpoint,
-            recompute=["*site"] if model.recompute else (),
+            memory=MEMORIES[model.memory],
             wgrad_microbatches=model.wgrad_microbatches,
             timeout=20,
         )
