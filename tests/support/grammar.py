@@ -586,7 +586,7 @@ class Model:
             return [layer.double().to(DEVICE) for layer in (*made, nn.Identity())]
         last.opened = container
         made.append(last)
-        if self.shared:
+        if self.shared and isinstance(made[1].linear.weight, nn.Parameter):  # not of parametrized layers
             last.linear.weight = made[1].linear.weight
         for number in self.frozen:
             made[number % len(made)].requires_grad_(False)
