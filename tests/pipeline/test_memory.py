@@ -43,8 +43,7 @@ def assert_same(found: list[Found], expected: list[Found]) -> None:
 @pytest.mark.parametrize("phased", [False, True], ids=["whole", "phased"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_policy_changes_no_bit(ranks: Ranks, schedule: str, phased: bool) -> None:
-    case = Case(schedule, 4, 12, layers=10, phased=phased, dtype=torch.float32, steps=2)
-    case = case if phased else Case(schedule, 4, 12, layers=10, dropout=0.2, dtype=torch.float32, steps=2)
+    case = Case(schedule, 4, 8, layers=10, phased=phased, dropout=0.2 * (not phased), dtype=torch.float32)
     expected = [found for found, *_ in ranks.run(memory_jobs.trained, 4, case, "none")]
     for policy in POLICIES.values():
         told = ranks.run(memory_jobs.trained, 4, case, policy)
@@ -73,6 +72,13 @@ def test_so_it_is_with_experts_on_a_mesh(ranks: Ranks, sizes: dict[str, int], sc
         told = ranks.run(memory_jobs.with_experts, 4, sizes, schedule, policy)
         assert_same([found for found, _ in told], [found for found, _ in expected])
         assert any(left for _, left in told) == policy.offloads
+
+
+def test_no_token_travels_twice_because_a_phase_is_recomputed(ranks: Ranks) -> None:
+    plain = ranks.run(memory_jobs.dispatches, 4, "none")
+    assert plain == [plain[0]] * 4
+    assert plain[0] > 0
+    assert ranks.run(memory_jobs.dispatches, 4, {"*": "recompute"}) == plain
 
 
 def test_copies_are_recorded_on_their_lanes(ranks: Ranks) -> None:

@@ -13,6 +13,7 @@ from models import Case, gradients, pipeline
 from moe_jobs import CONFIG, DEVICE, batch
 from strategies import SCHEDULES
 from stretto.model import CausalLM, causal_lm_loss
+from stretto.moe import AllToAll
 from stretto.program.task import Kind
 
 Found = tuple[list[float], dict[str, Any]]
@@ -67,14 +68,14 @@ def many_steps(mesh: DeviceMesh, schedule: str, policy: Any, steps: int) -> Foun
     return found
 
 
-def with_experts(mesh: DeviceMesh, sizes: Sizes, schedule: str, policy: Any) -> tuple[Found, int]:
+def with_experts(mesh: DeviceMesh, sizes: Sizes, schedule: str, policy: Any, **more: Any) -> tuple[Found, int]:
     """Two steps of a mixture of experts on a mesh, and how many passes left."""
     member = Member(mesh, sizes)
     config = dataclasses.replace(CONFIG, num_hidden_layers=4)
     torch.manual_seed(1)
     model = CausalLM(config, balance=True).to(DEVICE, torch.float32)
     pipe = stretto.Pipeline(
-        model.layers(), plan=member.plan(schedule), loss=causal_lm_loss, mesh=member.mesh, memory=policy
+        model.layers(), plan=member.plan(schedule), loss=causal_lm_loss, mesh=member.mesh, memory=policy, **more
     )
     tokens, targets = (member.own(tensor) for tensor in batch(config, 16 * member.shape.replicas))
     losses = [pipe.step(tokens, targets).loss for _ in range(2)]
@@ -82,6 +83,23 @@ def with_experts(mesh: DeviceMesh, sizes: Sizes, schedule: str, policy: Any) -> 
     found = (losses, {name: grad.cpu().numpy() for name, grad in _grads(pipe)}), left
     pipe.close()
     return found
+
+
+class Counting(AllToAll):
+    """Counts how often tokens are sent to experts."""
+
+    sent = 0
+
+    def dispatch(self, *given: Any) -> Any:
+        Counting.sent += 1
+        return super().dispatch(*given)
+
+
+def dispatches(mesh: DeviceMesh, policy: Any) -> int:
+    """How often this rank sends tokens to experts in a step of a mixture of experts."""
+    Counting.sent = 0
+    with_experts(mesh, {"pp": 2, "ep": 2}, "interleaved", policy, exchange=Counting)
+    return Counting.sent
 
 
 def _grads(pipe: stretto.Pipeline) -> list[tuple[str, Tensor]]:
