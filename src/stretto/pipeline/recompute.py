@@ -76,13 +76,17 @@ class Run:
     def __init__(
         self,
         name: str,
+        label: str,
         function: Callable[..., Any],
         buffers: ModuleBuffers,
         generators: Generators,
         repeating: "Callable[[Run], AbstractContextManager[None]]",
     ) -> None:
-        """Within `repeating`, modules that are not recomputed with the rest ask `skipped` for what they returned."""
-        self.name, self._function, self._buffers, self._generators = name, function, buffers, generators
+        """`label` is the site's name in reports. Within `repeating`, modules that are not recomputed with the rest ask
+        `skipped` for what they returned.
+        """
+        self.name, self.label = name, label
+        self._function, self._buffers, self._generators = function, buffers, generators
         self._repeating = repeating
         self._parameters = buffers.parameters()
         self._saved: list[tuple[weakref.ref[Handle], tuple[Any, ...]]] = []
