@@ -153,10 +153,11 @@ class Run:
         wanted = len(self._saved)  # the first run may still be going
 
         def capture(saved: Tensor) -> Tensor:
-            captured.append((saved, saved._version))
+            detached = saved.detach()  # its graph would lead back to this function, and neither would ever be freed
+            captured.append((detached, saved._version))
             if len(captured) == wanted and not outputs:
                 raise _EnoughError
-            return saved
+            return detached
 
         assert self._snapshot is not None
         device, dtype, enabled = self._autocast
