@@ -181,7 +181,7 @@ def _validate_made(stages: Iterable[Stage]) -> None:
             for _, name, module in modules_of(number, layer):
                 own = (*module._parameters.values(), *module._buffers.values())
                 if any(tensor is not None and is_lazy(tensor) for tensor in own):
-                    raise PipelineError(f"{name} is made by its first forward; run that before a dry run")
+                    raise PipelineError(f"{name} gets its parameters in its first forward; run that before a dry run")
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
