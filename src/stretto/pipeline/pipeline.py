@@ -273,7 +273,7 @@ class Pipeline:
         """
         self._turns.validate_open()
         try:
-            with self._turns.guarding("dry run"):
+            with self._turns.guarding("a dry run"):
                 if not torch.is_grad_enabled():
                     raise PipelineError("dry_run() needs gradients, which are off here (torch.no_grad)")
                 last = self._placement.stages - 1
