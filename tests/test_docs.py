@@ -57,6 +57,7 @@ HOW = {
     ("docs/training.md", "masters = "): How(ranks=4, given="training"),
     ("docs/training.md", "my_tokens"): How(ranks=4, given="data_parallel"),
     ("docs/training.md", '"mlp.swiglu"'): How(ranks=2, given="own_model"),
+    ("docs/training.md", "pipe.dry_run("): How(ranks=4, given="training"),
     ("docs/training.md", "timelines = []"): How(ranks=2, given="measured"),
     ("docs/training.md", "described = "): How(ranks=2, given="predicted"),
     ("docs/training.md", "timeline.host_late()"): How(ranks=1, given="recorded"),

@@ -114,6 +114,17 @@ def test_gradients_are_those_of_plain_autograd_and_each_site_runs_twice() -> Non
     assert {site.runs for site in sites.values()} == {2}
 
 
+def test_what_was_recomputed_is_freed() -> None:
+    """The recomputation's own graph must not keep itself alive."""
+    block, x, grad = Block(), torch.randn(2, 5, WIDTH), torch.randn(2, 5, WIDTH)
+    with Alive() as alive:
+        closures: list[Any] = []
+        out, segment, overriding = forward(block, block.sites, x, closures)
+        arrived = backward(segment, overriding, grad, closures)
+        del out, segment, overriding, closures
+    assert alive.bytes(block, [x, grad, arrived, *(p.grad for p in block.parameters())]) == 0
+
+
 def test_only_inputs_of_sites_and_of_what_is_no_site_are_kept() -> None:
     block, x = Block(), torch.randn(2, 5, WIDTH)
     with Alive() as alive:

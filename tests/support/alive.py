@@ -1,6 +1,7 @@
 """What is held in memory, counted by every tensor that was made."""
 
 import gc
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ class Alive(TorchDispatchMode):
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return out
 
-    def bytes(self, but: nn.Module | None = None) -> int:
-        """All that is held, but for a module's parameters."""
+    def bytes(self, but: nn.Module | None = None, others: Iterable[Tensor] = ()) -> int:
+        """All that is held, but for a module's parameters and other tensors."""
         gc.collect()
-        known = set() if but is None else {p.untyped_storage()._cdata for p in but.parameters()}
+        known = {it.untyped_storage()._cdata for it in (*(() if but is None else but.parameters()), *others)}
         return sum(size for key, (it, size) in self._made.items() if key not in known and not it.expired())

@@ -10,7 +10,7 @@ from stretto.ir.errors import peer_failure
 
 Ranks = tuple[int, ...]
 
-_CALLS = "step(), eval_step(), clip_grad_norm_() and sum_by_layer()"
+_CALLS = "step(), eval_step(), dry_run(), clip_grad_norm_() and sum_by_layer()"
 IN_ORDER = f"all ranks must call {_CALLS} in the same order, with the same options"
 
 

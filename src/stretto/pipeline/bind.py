@@ -22,7 +22,7 @@ from stretto.pipeline.losses import Losses
 from stretto.pipeline.measures import Measures
 from stretto.pipeline.microbatches import Microbatches
 from stretto.pipeline.pytree import LEAF, Tree, Value, entering, validate_unchanged
-from stretto.pipeline.recv_buffers import RecvBuffer, RecvBuffers, share_recv_buffers
+from stretto.pipeline.recv_buffers import BufferKey, RecvBuffer, RecvBuffers, share_recv_buffers
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.segments import Grads
 from stretto.pipeline.shape_cache import Messages, ShapeCache
@@ -113,6 +113,16 @@ class StepBinding:
         if self._training:
             for number, stage in self._stages.items():
                 stage.leaving = frozenset(task.microbatch for task in out if task.stage == number)
+
+    @property
+    def host_pool(self) -> HostPool:
+        """The host memory for what this rank offloads."""
+        return self._host_pool
+
+    @property
+    def recv_buffers(self) -> set[BufferKey]:
+        """The receive buffers of this rank."""
+        return set(self._buffer_of.values())
 
     def begin(self, begin: Callable[[], Hashable | None], rows: int = 0) -> None:
         """Tell the other ranks how this step begins.

@@ -2,7 +2,8 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -212,14 +213,38 @@ class Gradients:
         if not self._open:
             return
         for saved in self._saved:
-            saved.parameter.grad = saved.grad
-            for hooks, before in _hooks_of(saved):
-                hooks.update(before)
+            _put_back(saved)
         if self._kind == "float32":
             self._overwritten = self._overwritten or not self._accumulates
             for sum_ in self._sums.values():
                 sum_.value = self._exact.get(id(sum_.parameter))
         self._end()
+
+    @contextmanager
+    def set_aside(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Remove the gradients and hooks of parameters within this context, and put them back at its end."""
+        saved = [self._detach_state(parameter, adds=False) for parameter in parameters]
+        try:
+            yield
+        finally:
+            for one in saved:
+                _put_back(one)
+
+    def bytes_for(self, stages: Mapping[int, Sequence[nn.Parameter]]) -> int:
+        """Return the bytes of all gradients after a step: the sums, and `.grad` where it is a copy of another dtype."""
+        planned = Gradients(self._kind, is_loose=self._is_loose, shared_as=self._shared_as)
+        planned._lay_out(stages)
+        in_buffers = {id(sum_) for buffer in planned._buffers for sum_ in buffer.sums}
+        sizes = [(buffer.size, buffer.dtype, buffer.grad_dtype) for buffer in planned._buffers]
+        sizes += [
+            (sum_.parameter.numel(), sum_.dtype, sum_.grad_dtype)
+            for sum_ in planned._sums.values()
+            if id(sum_) not in in_buffers
+        ]
+        return sum(
+            size * (dtype.itemsize + (grad_dtype.itemsize if dtype != grad_dtype and self._kind == "cast" else 0))
+            for size, dtype, grad_dtype in sizes
+        )
 
     def validate_main_grads(self) -> None:
         """Raise PipelineError if a failed step has overwritten the float32 sums."""
@@ -368,6 +393,13 @@ def _hooks_of(saved: _Saved) -> list[tuple[dict[int, Any], dict[int, Any]]]:
     tensor = saved.parameter
     both = ((tensor._backward_hooks, saved.hooks), (tensor._post_accumulate_grad_hooks, saved.after))
     return [({} if hooks is None else hooks, before) for hooks, before in both]
+
+
+def _put_back(saved: _Saved) -> None:
+    """Give a parameter the gradient and hooks that it had before."""
+    saved.parameter.grad = saved.grad
+    for hooks, before in _hooks_of(saved):
+        hooks.update(before)
 
 
 def _run_hooks(sums: Sequence[Sum]) -> None:

@@ -54,21 +54,39 @@ class HostPool:
     def _first(self, number: int, needed: int) -> Arena:
         """Make a buffer. Raise PipelineError if there is no room for it and all others of its stage."""
         size = _rounded(needed)
-        stage = self._stage_of[number]
-        others = sum(other not in self._arenas and of == stage for other, of in self._stage_of.items())
-        told = (
-            f"offloading the passes of stage {stage} takes {others} buffers of {bytes_text(size)} of host memory more "
-            f"on this rank, {bytes_text(size * others)} in all"
-        )
-        if self._limit is not None and self.nbytes + size * others > self._limit:
-            used = f" beside {bytes_text(self.nbytes)} of other stages" if self.nbytes else ""
-            raise PipelineError(f"{told}{used}; host_bytes allows {bytes_text(self._limit)}")
-        if size * others > (available := _available_bytes()):
-            raise PipelineError(f"{told}, and this machine has {bytes_text(available)} left")
+        _, told = self._room(self._stage_of[number], size)
         try:
             return Arena(size, pinned=self._pinned)
         except HostMemoryError as error:
             raise PipelineError(f"{told}: {error}") from None
+
+    def foresee(self, needed: Mapping[int, int]) -> int:
+        """Return how much host memory there will be, if a pass of each stage takes so much of it.
+
+        Raise the PipelineError that a step would if there is no room for it.
+        """
+        planned = 0
+        for stage in dict.fromkeys(self._stage_of.values()):
+            planned += self._room(stage, _rounded(needed[stage]), planned)[0]
+        return self.nbytes + planned
+
+    def _room(self, stage: int, size: int, planned: int = 0) -> tuple[int, str]:
+        """Return how much the missing buffers of a stage take, and that in words.
+
+        Raise PipelineError if there is no room for them, beside buffers that are planned but not made.
+        """
+        count = sum(number not in self._arenas and of == stage for number, of in self._stage_of.items())
+        told = (
+            f"offloading the passes of stage {stage} takes {count} buffers of {bytes_text(size)} of host memory more "
+            f"on this rank, {bytes_text(size * count)} in all"
+        )
+        beside = self.nbytes + planned
+        used = f" beside {bytes_text(beside)} of other stages" if beside else ""
+        if self._limit is not None and beside + size * count > self._limit:
+            raise PipelineError(f"{told}{used}; host_bytes allows {bytes_text(self._limit)}")
+        if planned + size * count > (available := _available_bytes()):
+            raise PipelineError(f"{told}{used if planned else ''}, and this machine has {bytes_text(available)} left")
+        return size * count, told
 
     def _larger(self, number: int, needed: int, arena: Arena) -> Arena:
         size = _rounded(needed)

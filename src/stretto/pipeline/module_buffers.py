@@ -1,6 +1,6 @@
-"""Restores buffers that forwards change, such as running statistics, for a recomputation."""
+"""Restores buffers that forwards change, such as running statistics, for a recomputation or after a dry run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -105,3 +105,29 @@ class ModuleBuffers:
                 module._buffers[key] = current
             for (module, key), attribute in attributes.items():
                 vars(module)[key] = attribute
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Undo all that happens within this context to the attributes, buffers and parameter tables of modules.
+
+    Tensors keep their identity and get back their contents, but for parameters, which forwards do not change.
+    """
+    tables = [table for module in modules for table in (vars(module), module._buffers, module._parameters)]
+    before = [dict(table) for table in tables]
+    tensors = {
+        id(value): (value, value.detach().clone())
+        for table in before
+        for value in table.values()
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    }
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
+        with torch.no_grad():
+            for tensor, copy in tensors.values():
+                if type(tensor) is not Tensor or tensor.layout is not torch.strided or not torch.equal(tensor, copy):
+                    tensor.copy_(copy)

@@ -21,11 +21,13 @@ from stretto.moe.exchange import Exchange
 from stretto.moe.expert_ranks import ExpertRanks
 from stretto.pipeline.build import build
 from stretto.pipeline.clipping import Clipper
+from stretto.pipeline.dry_run import DryRun
 from stretto.pipeline.evaluation import Evaluator
 from stretto.pipeline.gradients import Kind
 from stretto.pipeline.layer_sums import LayerSums
 from stretto.pipeline.layers import Layers
 from stretto.pipeline.losses import Loss, Losses
+from stretto.pipeline.memory_report import MemoryReport
 from stretto.pipeline.mesh import parallel_index
 from stretto.pipeline.microbatches import Microbatches, cut, needed
 from stretto.pipeline.modes import evaluating
@@ -141,6 +143,9 @@ class Pipeline:
             self.program, self._team, self._stages, self._transfers, parts.starts, self._module, loss
         )
         self._evaluations = 0
+        self._dry_run = DryRun(
+            self.program, self._team, self._stages, self._transfers, self._gradients, self._binding, loss
+        )
         self._states = States(parts.module, parts.layers, parts.names, mesh, self.rank)
         self._clipper = Clipper(self._team, self._turns, parts.agreement, self._replicas)
         self._layer_sums = LayerSums(self._team, self._turns, parts.agreement, parts.layers, parts.layer_count)
@@ -257,6 +262,25 @@ class Pipeline:
             return StepResult(None, metrics=dict.fromkeys(metrics or ()), outputs=kept)
         _ = loss.mean
         return StepResult(loss, metrics=dict(zip(sorted(metrics or ()), others, strict=True)), outputs=kept)
+
+    def dry_run(self, inputs: Any = None, targets: Any = None) -> MemoryReport:
+        """Predict the memory of a step, before it runs: return what each stage saves, and each device's peak.
+
+        This runs the forwards of each pipeline's first microbatch, and trains nothing: parameters, gradients, module
+        buffers, random numbers and the step count stay as they are. Pass what `step` gets, on all ranks. Without
+        targets, the loss is not counted. If there is too little host memory for what `memory` offloads, this raises
+        the error of a step.
+        """
+        self._turns.validate_open()
+        try:
+            with self._turns.guarding("a dry run"):
+                if not torch.is_grad_enabled():
+                    raise PipelineError("dry_run() needs gradients, which are off here (torch.no_grad)")
+                last = self._placement.stages - 1
+                cut_targets = (None, 0) if targets is None else self._cut(targets, "targets", last)
+                return self._dry_run.run(self._cut(inputs, "inputs", 0), cut_targets, self._key)
+        finally:
+            self._team.supervisor.answer()
 
     def close(self) -> None:
         """Close connections and threads. A pipeline that failed or was closed runs no more steps."""

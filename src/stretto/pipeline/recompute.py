@@ -76,13 +76,17 @@ class Run:
     def __init__(
         self,
         name: str,
+        label: str,
         function: Callable[..., Any],
         buffers: ModuleBuffers,
         generators: Generators,
         repeating: "Callable[[Run], AbstractContextManager[None]]",
     ) -> None:
-        """Within `repeating`, modules that are not recomputed with the rest ask `skipped` for what they returned."""
-        self.name, self._function, self._buffers, self._generators = name, function, buffers, generators
+        """`label` is the site's name in reports. Within `repeating`, modules that are not recomputed with the rest ask
+        `skipped` for what they returned.
+        """
+        self.name, self.label = name, label
+        self._function, self._buffers, self._generators = function, buffers, generators
         self._repeating = repeating
         self._parameters = buffers.parameters()
         self._saved: list[tuple[weakref.ref[Handle], tuple[Any, ...]]] = []
@@ -149,10 +153,11 @@ class Run:
         wanted = len(self._saved)  # the first run may still be going
 
         def capture(saved: Tensor) -> Tensor:
-            captured.append((saved, saved._version))
+            detached = saved.detach()  # its graph would lead back to this function, and neither would ever be freed
+            captured.append((detached, saved._version))
             if len(captured) == wanted and not outputs:
                 raise _EnoughError
-            return saved
+            return detached
 
         assert self._snapshot is not None
         device, dtype, enabled = self._autocast

@@ -52,8 +52,9 @@ class Saving:
         self._label = ""
         self._first: Run | None = None  # the run that goes on now, for the first time
         self._again: Run | None = None  # the same for a second time
-        self.noted: Callable[[str, str, Tensor], None] | None = None
-        """If set, it is told of each tensor that is saved: what becomes of it, the site, and the tensor."""
+        self.noted: Callable[[str, str, Tensor, Run | None], None] | None = None
+        """If set, it is told of each tensor that is saved: what becomes of it, the site, the tensor, and which run
+        brings it back if it is recomputed."""
         self.overrides = Overrides()
         modules = {key: site for part in sites.values() for key, site in part.modules.items()}
         for site in modules.values():
@@ -80,6 +81,10 @@ class Saving:
         flatten_once(value, name)
         self._action = "offload" if sites.action == "recompute+offload" else "keep"
         return self._dropping(self._run_of(name, function, buffers), (value,), {})
+
+    def enter(self, label: str) -> None:
+        """Count what is saved from now on to this site, until a layer runs."""
+        self._label = label
 
     def _override(self, site: ModuleSite) -> Callable[[Forward | None], Forward]:
         buffers = ModuleBuffers(site.name, site.module)
@@ -129,12 +134,12 @@ class Saving:
         """Run something for the first time that is recomputed in the backward."""
         before, self._first = self._first, run
         try:
-            return run.first(arguments, named, self._pack, lambda saved: self._note("recompute", saved))
+            return run.first(arguments, named, self._pack, lambda saved: self._note("recompute", saved, run))
         finally:
             self._first = before
 
     def _run_of(self, name: str, function: Callable[..., Any], buffers: ModuleBuffers) -> Run:
-        return Run(name, function, buffers, self._generators, partial(self._repeating, self._part))
+        return Run(name, self._label, function, buffers, self._generators, partial(self._repeating, self._part))
 
     @contextmanager
     def _repeating(self, part: PartSites | None, run: Run) -> Iterator[None]:
@@ -163,7 +168,7 @@ class Saving:
             reference, kind, run, number = entry
             # it may be another tensor, changed since, or viewed as another dtype
             if not reference.expired() and _kind(saved) == kind:
-                self._note("recompute", saved)
+                self._note("recompute", saved, run)
                 return run.handle_of_output(number, saved)
         if self._action == "offload" and self._pass.away is not None:
             view = self._pass.away.view(saved)
@@ -173,9 +178,9 @@ class Saving:
         self._note("keep", saved)
         return Kept(saved)
 
-    def _note(self, what: str, saved: Tensor) -> None:
+    def _note(self, what: str, saved: Tensor, run: Run | None = None) -> None:
         if self.noted is not None:
-            self.noted(what, self._label, saved)
+            self.noted(what, self._label if run is None else run.label, saved, run)
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -38,6 +38,8 @@ class Deferral:
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._anchored = get_gradient_edge(self.anchor).node
         self.overrides = Overrides()
+        self.noted: Callable[[Tensor | None, Tensor], None] | None = None
+        """If set, it is told of each weight gradient that a backward may defer: the input it needs, and the output."""
         self._module = module
         self._known: dict[int, nn.Module] = {}
         inside = _compiled(module)
@@ -115,7 +117,13 @@ class Deferral:
             x, w, b = autocast(x), autocast(w), None if b is None else autocast(b)
         if not weight.requires_grad and (bias is None or not bias.requires_grad):
             return F.linear(x, w, b)
-        return deferred_linear(self.anchor, x, w, b, (self, weight, bias, rows))
+        out = deferred_linear(self.anchor, x, w, b, (self, weight, bias, rows))
+        return self._noted(x if weight.requires_grad else None, out)
+
+    def _noted(self, given: Tensor | None, out: Tensor) -> Tensor:
+        if self.noted is not None:
+            self.noted(given, out)
+        return out
 
     def _linear(self) -> Forward:
         def forward(layer: nn.Linear, input: Tensor) -> Tensor:
@@ -138,7 +146,7 @@ class Deferral:
             if not weight.requires_grad:
                 return type(layer).forward(layer, input)
             padding = -1 if layer.padding_idx is None else layer.padding_idx
-            return deferred_embedding(self.anchor, input, weight, padding, self)
+            return self._noted(input, deferred_embedding(self.anchor, input, weight, padding, self))
 
         return forward
 
@@ -164,7 +172,7 @@ class Deferral:
             w: Tensor = weight
             if torch.is_autocast_enabled(x.device.type):
                 x, w = autocast(x), autocast(w)
-            return deferred_grouped(self.anchor, x, w, counts, self, weight)
+            return self._noted(x, deferred_grouped(self.anchor, x, w, counts, self, weight))
 
         return product
 

@@ -22,7 +22,7 @@ from stretto.pipeline.host_pool import HostPool
 from stretto.pipeline.losses import OneLoss
 from stretto.pipeline.memory_sites import Part, PartSites
 from stretto.pipeline.module_buffers import ModuleBuffers
-from stretto.pipeline.offload import Away, within
+from stretto.pipeline.offload import Away, Stored, within
 from stretto.pipeline.phases import bypassed, has_hooks, is_phased
 from stretto.pipeline.pytree import Tree, Value, storage_of, take_apart, tensors_of
 from stretto.pipeline.rng import Generators, RngKey
@@ -80,6 +80,7 @@ class Stage:
         self._gradients = gradients
         self.deferral = Deferral(self._module, gradients)
         self._device = device
+        self._anatomy, self._sites = anatomy, sites
         self._saving = None if sites is None else Saving(sites, self._generators)
         self._memory = memory
         self._held: set[int] = set()  # storages of parameters and buffers
@@ -257,8 +258,7 @@ class Stage:
         """Start to copy what a pass has saved to the host buffer of this number."""
         away = self._passes[microbatch].saved.away
         assert away is not None
-        limit = None if self._memory.max_in_flight is None else self._memory.max_in_flight // self._memory.copy_actions
-        memory, chosen = pool.take(number, within(away.candidates(), fraction=self._memory.fraction, limit=limit))
+        memory, chosen = pool.take(number, self._chosen(away))
         away.leave(chosen, memory)
         if self._main is None:
             away.release()
@@ -292,6 +292,11 @@ class Stage:
 
         away.come_back(empty)
         pool.read(number, now.record_event())
+
+    def _chosen(self, away: Away) -> list[Stored]:
+        """Return what leaves of all that may."""
+        limit = None if self._memory.max_in_flight is None else self._memory.max_in_flight // self._memory.copy_actions
+        return within(away.candidates(), fraction=self._memory.fraction, limit=limit)
 
     def _own_tensors(self) -> Iterator[Tensor]:
         """Return the parameters and buffers of all layers."""

@@ -1,0 +1,115 @@
+"""What a dry run reports: what the forwards of each stage save, and how much memory a step takes on each device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stretto.ir.units import bytes_text
+
+
+@dataclass(frozen=True, slots=True)
+class SiteMemory:
+    """The bytes that a pass of a stage saves at the sites of one name, in all layers of the stage."""
+
+    label: str
+    """A phase, such as "attn", or a module within it, such as "mlp.experts"; "loss" for the loss."""
+    kept: int
+    """What stays on the device."""
+    recomputed: int
+    """What is dropped after the forward, and computed again in the backward."""
+    offloaded: int
+    """What leaves for host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """The bytes of one microbatch in a stage. What several tensors or sites share counts once."""
+
+    stage: int
+    sites: tuple[SiteMemory, ...]
+    """In the order in which they run."""
+    brought_back: int
+    """The most that the recomputation of one site brings back at once."""
+    pending: int
+    """What is held between the input gradient and the weight gradients: inputs of layers, and gradients of their
+    outputs."""
+    host: int
+    """What the pass takes in host memory."""
+    inputs: int
+    """The stage's input."""
+    input_gradients: int
+    """The gradient of that input."""
+
+    @property
+    def offloaded(self) -> int:
+        """What leaves the device."""
+        return sum(site.offloaded for site in self.sites)
+
+    @property
+    def activations(self) -> int:
+        """What is held at the end of the forward, before anything is offloaded."""
+        return sum(site.kept + site.offloaded for site in self.sites)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The bytes that a step takes on the device of one rank, at its peak."""
+
+    rank: int
+    weights: int
+    """Parameters and module buffers."""
+    gradients: int
+    """The sums of gradients, and `.grad` where it is a copy of another dtype."""
+    activations: int
+    """The most that passes hold at a time, by the order of the program's tasks: what they keep, what a site brings
+    back, and what waits for weight gradients."""
+    buffers: int
+    """Receive buffers."""
+    host: int
+    """Host memory for what is offloaded; not on the device."""
+
+    @property
+    def total(self) -> int:
+        """All bytes on the device."""
+        return self.weights + self.gradients + self.activations + self.buffers
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Where the memory of a step goes, by a dry run: the same on every rank. `print(report)` shows two tables."""
+
+    stages: tuple[StageMemory, ...]
+    """Of several pipelines, each stage is that of the pipeline in which it saves most."""
+    ranks: tuple[RankMemory, ...]
+    has_loss: bool
+    """Whether there were targets, so that the loss is counted."""
+
+    def __str__(self) -> str:
+        saved = [["stage", "site", "kept", "recomputed", "offloaded"]]
+        for stage in self.stages:
+            for number, site in enumerate(stage.sites):
+                sizes = _texts(site.kept, site.recomputed, site.offloaded)
+                saved.append(["" if number else str(stage.stage), site.label, *sizes])
+        held = [["rank", "weights", "gradients", "activations", "buffers", "sum", "host memory"]]
+        for rank in self.ranks:
+            sizes = _texts(rank.weights, rank.gradients, rank.activations, rank.buffers, rank.total, rank.host)
+            held.append([str(rank.rank), *sizes])
+        without = "" if self.has_loss else ", without the loss, since there were no targets"
+        first, second = _table(saved, left=2), _table(held, left=1)
+        return f"What one microbatch saves{without}:\n{first}\n\nWhat a step takes at its peak:\n{second}"
+
+
+def _texts(*sizes: int) -> list[str]:
+    return [bytes_text(nbytes) if nbytes else "0" for nbytes in sizes]
+
+
+def _table(rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """Return rows as aligned columns, the first ones to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if number < left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
