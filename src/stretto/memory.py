@@ -87,9 +87,10 @@ def load_memory(path: str | Path) -> Memory:
     ...     print(load_memory(f"{folder}/memory.toml").sites)
     {'attn': 'offload'}
     """
+    text = read_text(path)
     try:
         try:
-            table = tomllib.loads(read_text(path))
+            table = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # ValueError also covers numbers with thousands of digits
             raise PlanError(f"not valid TOML: {error}") from None
         return _from_table(table)

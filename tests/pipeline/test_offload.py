@@ -1,7 +1,10 @@
 """Saved tensors that leave for host memory and come back: to the bit, each memory once, and really gone meanwhile."""
 
+import copy
 import gc
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from stretto.ir.errors import PipelineError
-from stretto.memory import Action, Memory
+from stretto.memory import ACTIONS, Action, Memory
 from stretto.pipeline.host_pool import HostPool
 from stretto.pipeline.memory_sites import Decisions, PartSites, find_sites, unused
 from stretto.pipeline.module_buffers import ModuleBuffers
@@ -47,12 +51,12 @@ class Pass:
         self.module, self.seed = module, seed
         self.sites = find_sites(Decisions(policy), {0: module}, in_phases=False)
         self.saving = Saving(self.sites, Generators(CPU))
-        self.away = Away(0, {storage_of(t) for t in (*module.parameters(), *module.buffers())})
+        self.away = Away(CPU, 0, {storage_of(t) for t in (*module.parameters(), *module.buffers())})
         self._function = partial(self.saving.run, (0, 0), "layer 0", module, buffers=ModuleBuffers("layer 0", module))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, overriding: bool = True) -> Tensor:
         torch.manual_seed(self.seed)
-        with self.saving.overrides, self.saving.into(SavedPass(self.away)):
+        with self.saving.overrides if overriding else nullcontext(), self.saving.into(SavedPass(self.away)):
             return self._function(value=x)  # type: ignore[no-any-return]
 
     def leave(self) -> None:
@@ -63,8 +67,8 @@ class Pass:
     def come_back(self) -> None:
         self.away.come_back(partial(torch.empty, dtype=torch.uint8))
 
-    def backward(self, out: Tensor, grad: Tensor) -> None:
-        with self.saving.overrides, self.saving.into(SavedPass(None)):
+    def backward(self, out: Tensor, grad: Tensor, *, overriding: bool = True) -> None:
+        with self.saving.overrides if overriding else nullcontext(), self.saving.into(SavedPass(None)):
             out.backward(grad)
 
 
@@ -116,7 +120,7 @@ def storages_saved(one: Pass, x: Tensor) -> tuple[Tensor, dict[int, Any], int]:
     found: dict[int, Any] = {}
     count = [0]
 
-    def note(what: str, _: str, saved: Tensor) -> None:
+    def note(what: str, _label: str, saved: Tensor, *_: Any) -> None:
         if what == "offload":
             count[0] += 1
             storage: Any = saved.untyped_storage()
@@ -232,10 +236,14 @@ class Counted(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.runs = inner, 0
+        self.inner, self._runs = inner, (list[None](),)  # a recomputation leaves attributes as they were, lists too
+
+    @property
+    def runs(self) -> int:
+        return len(self._runs[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
+        self._runs[0].append(None)
         return self.inner(x)  # type: ignore[no-any-return]
 
 
@@ -245,7 +253,8 @@ def test_what_is_kept_within_something_recomputed_is_not_run_again() -> None:
     x, grad = torch.randn(4, WIDTH, requires_grad=True), torch.randn(4, WIDTH)
     expected, expected_grads = plain(module, x, grad)
     for action in ("keep", "offload"):
-        first.runs = second.runs = 0
+        first._runs[0].clear()
+        second._runs[0].clear()
         one = Pass(module, Memory(sites={"0.1": action, "*": "recompute"}))  # type: ignore[dict-item]
         out = one.forward(x)
         assert torch.equal(out, expected)
@@ -266,6 +275,287 @@ def test_a_recomputation_ends_once_it_has_made_what_is_needed() -> None:
     assert last.runs == 1
 
 
+# Odd modules: exact, or refused in words.
+
+
+class Around(nn.Module):
+    """A layer around a module `inner`, which is kept while the layer is recomputed."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(torch.tanh(self.run(torch.tanh(self.before(x)))))  # type: ignore[no-any-return]
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class Checkpointing(Around):
+    def run(self, x: Tensor) -> Tensor:
+        return checkpoint(self._inside, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def _inside(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.inner(torch.sigmoid(x)))
+
+
+class WithoutGradients(Around):
+    def run(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            first = self.inner(x)
+        return self.inner(x) * first
+
+
+class Differentiating(Around):
+    def run(self, x: Tensor) -> Tensor:
+        y = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.inner(y).square().sum(), y)
+        return self.inner(x) * slope
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+class WritingInput(Around):
+    def run(self, x: Tensor) -> Tensor:
+        y = x * 1
+        self.inner(y)
+        return y
+
+
+class Remembers(nn.Module):
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach() * 2
+        return x * 3
+
+
+class ReadsWhatWasRemembered(Around):
+    def run(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.inner.last
+
+
+class Boxed(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(x=torch.exp(x))
+
+
+class Opening(Around):
+    def run(self, x: Tensor) -> Tensor:
+        return self.inner(x).x  # type: ignore[no-any-return]
+
+
+KEPT: dict[str, tuple[Any, str]] = {
+    "a checkpoint of the user's": (lambda: Checkpointing(nn.Linear(WIDTH, WIDTH)), ""),
+    "without gradients first": (lambda: WithoutGradients(nn.Linear(WIDTH, WIDTH)), ""),
+    "differentiated within": (
+        lambda: Differentiating(nn.Linear(WIDTH, WIDTH)),
+        "layer 0 cannot be recomputed without a module within it (",
+    ),
+    "in place": (
+        lambda: WritingInput(InPlace()),
+        "0.inner changes what it is given in place, so layer 0 cannot be recomputed without it",
+    ),
+    "an attribute that is set": (
+        lambda: ReadsWhatWasRemembered(Remembers()),
+        "0.inner sets its 'last' when it runs, which layer 0 may read when it is recomputed; recompute 0.inner with it",
+    ),
+    "a box": (
+        lambda: Opening(Boxed()),
+        "a module within layer 0 is not recomputed with it, and returns a types.SimpleNamespace, which may have",
+    ),
+}
+
+
+@pytest.mark.parametrize("action", ["keep", "offload"])
+@pytest.mark.parametrize("case", KEPT)
+def test_what_is_kept_within_something_recomputed_is_exact_or_refused(case: str, action: Action) -> None:
+    makes, says = KEPT[case]
+    assert_exact_or_refused(makes(), {"*.inner": action, "*": "recompute"}, says)
+
+
+def assert_exact_or_refused(module: nn.Module, sites: dict[str, Action], says: str) -> None:
+    """Two microbatches, whose forwards run before their backwards."""
+    xs, grads = torch.randn(2, 3, WIDTH), torch.randn(2, 3, WIDTH)
+    expected = copy.deepcopy(module)
+    outs = []
+    for x in xs:
+        torch.manual_seed(0)
+        outs.append(expected(x))
+    for out, grad in zip(outs, grads, strict=True):
+        out.backward(grad)
+    try:
+        passes = [Pass(module, Memory(sites=sites)) for _ in xs]
+        with passes[0].saving.overrides:
+            found = [one.forward(x, overriding=False) for one, x in zip(passes, xs, strict=True)]
+            for one, out, grad in zip(passes, found, grads, strict=True):
+                one.leave()
+                one.come_back()
+                one.backward(out, grad, overriding=False)
+    except PipelineError as error:
+        assert says, error
+        assert says in str(error)
+        return
+    assert not says
+    assert all(map(torch.equal, found, outs))
+    for ours, theirs in zip(module.parameters(), expected.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+class Context:
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return torch.exp(x * context.scale)
+
+
+class ChangesItsContext(Around):
+    def run(self, x: Tensor) -> Tensor:
+        context = Context()
+        y = self.inner(x, context)
+        context.scale = 3.0
+        return y  # type: ignore[no-any-return]
+
+
+class Averages(nn.Module):
+    """Changes a tensor that is an attribute, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.ones(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.mul_(0.5)
+        return torch.exp(x + self.average)
+
+
+class Lazy(nn.Module):
+    """Its state begins as None, or is not there yet."""
+
+    average: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = torch.ones(WIDTH) if self.average is None else self.average * 0.5
+        self.calls = getattr(self, "calls", 0) + 1
+        return torch.exp(x * self.average) * self.calls
+
+
+class InContainers(nn.Module):
+    """Its state is in a dict and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages, self.scales = {"x": torch.ones(WIDTH)}, [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.averages["x"] = self.averages["x"] * 0.5
+        self.scales.append(self.scales[-1] * 2)
+        return torch.exp(x * self.averages["x"]) * self.scales[-1]
+
+
+class Draws(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __deepcopy__(self, memo: Any) -> "Draws":
+        return Draws()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(x * torch.rand(x.shape, generator=self.generator))
+
+
+class SetByParent(Around):
+    calls = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.inner.scale = 1.0 / self.calls
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class Reads(nn.Module):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(x * self.scale)
+
+
+class Sparse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(torch.eye(WIDTH).to_sparse(), x.T).T
+
+
+RECOMPUTED: dict[str, tuple[Any, str]] = {
+    "an object": (
+        lambda: ChangesItsContext(Scaled()),
+        "Context, which may be another one when 0.inner is recomputed; recompute what is around it, or register",
+    ),
+    "an average": (
+        lambda: Around(Averages()),
+        "the attribute 'average' of 0.inner was changed before it could be recomputed",
+    ),
+    "state that is made late": (lambda: Around(Lazy()), ""),
+    "state in containers": (lambda: Around(InContainers()), ""),
+    "a generator of its own": (lambda: Around(Draws()), ""),
+    "state that the parent sets": (lambda: SetByParent(Reads()), ""),
+    "a checkpoint of the user's": (lambda: Checkpointing(nn.RMSNorm(WIDTH)), ""),
+    "sparse tensors": (lambda: Around(Sparse()), ""),
+    "a script": (lambda: Around(torch.jit.script(nn.Tanh())), ""),
+}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("case", RECOMPUTED)
+def test_recomputed_modules_are_exact_or_refused(case: str, whole: bool) -> None:
+    makes, says = RECOMPUTED[case]
+    if case == "an object":
+        whole = False
+    says = says.replace("0.inner", "layer 0") if whole else says
+    assert_exact_or_refused(makes(), {"*" if whole else "*.inner": "recompute"}, says)
+
+
+def test_inference_tensors_may_be_given() -> None:
+    module = Around(nn.Tanh())
+    with torch.inference_mode():
+        x = torch.randn(3, WIDTH)
+    out = Pass(module, Memory(sites={"*": "recompute"})).forward(x.clone())
+    assert out.requires_grad
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_nothing_is_left_of_a_pass(action: Action) -> None:
+    module = Mlp()
+    counts = []
+    for _ in range(3):
+        one = Pass(module, Memory(sites={"*": action}))
+        out = one.forward(torch.randn(3, 3, WIDTH))
+        one.leave()
+        one.come_back()
+        one.backward(out, torch.ones_like(out))
+        del one, out
+        gc.collect()
+        counts.append(sum(issubclass(type(it), Tensor) for it in gc.get_objects()))
+    assert counts[1] == counts[2]
+
+
+def test_tensors_of_other_devices_stay() -> None:
+    away = Away(torch.device("meta"), 0, ())
+    assert away.view(torch.zeros(3)) is None
+    assert away.view(torch.zeros(3, device="meta")) is not None
+
+
 # How much leaves.
 
 
@@ -274,7 +564,7 @@ def test_what_leaves_is_no_more_than_was_allowed_and_the_first_go_first(
     counts: list[int], fraction: float, limit: int | None
 ) -> None:
     tensors = [torch.zeros(count, dtype=torch.uint8) for count in counts]
-    away = Away(0, ())
+    away = Away(CPU, 0, ())
     views = [away.view(tensor) for tensor in tensors]
     candidates = away.candidates()
     chosen = within(candidates, fraction=fraction, limit=limit)
@@ -288,7 +578,7 @@ def test_what_leaves_is_no_more_than_was_allowed_and_the_first_go_first(
 
 
 def test_small_tensors_stay() -> None:
-    away = Away(100, ())
+    away = Away(CPU, 100, ())
     assert away.view(torch.zeros(99, dtype=torch.uint8)) is None
     assert away.view(torch.zeros(100, dtype=torch.uint8)) is not None
     assert away.view(torch.zeros(0)) is None
@@ -298,7 +588,7 @@ def test_small_tensors_stay() -> None:
 
 
 def stored(*counts: int) -> tuple[list[Any], list[Any]]:
-    away = Away(0, ())
+    away = Away(CPU, 0, ())
     views = [away.view(torch.zeros(count, dtype=torch.uint8)) for count in counts]
     return away.candidates(), views
 

@@ -25,10 +25,16 @@ WIDTH, HIDDEN = 8, 24
 
 
 class Counted(nn.Module):
-    runs = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self._runs: tuple[list[None]] = ([],)  # a recomputation leaves attributes as they were, lists too
+
+    @property
+    def runs(self) -> int:
+        return len(self._runs[0])
 
     def forward(self, *given: Any) -> Any:
-        self.runs += 1
+        self._runs[0].append(None)
         return self.compute(*given)
 
     def compute(self, *given: Any) -> Any:

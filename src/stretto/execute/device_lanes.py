@@ -138,8 +138,18 @@ class DeviceLanes:
             ended(at)
 
     def clear(self) -> None:
-        """Forget begun work, but keep the memory that the device may still use after a failure."""
+        """Forget begun work, but keep the memory that the device may still use after a failure.
+
+        Copies to and from host memory use memory of the caller's stream, which therefore waits for them.
+        """
         self._begun.clear()
+        if self._main is not None:
+            for stream in (*self.streams_of("d2h"), *self.streams_of("h2d")):
+                self._main.wait_stream(stream)
+
+    def streams_of(self, name: str) -> list[Any]:
+        """Return the streams of the lanes of this name."""
+        return [stream for lane, stream in self._lane_streams.items() if lane.name == name]
 
     def _track(self, work: Begun) -> None:
         while self._in_flight and all(future.done for future in self._in_flight[0].futures):
@@ -157,10 +167,11 @@ class DeviceLanes:
     def _keep(self, stream: Any) -> None:
         """Keep what a task has used until the device has finished it. Wait if the host is too far ahead."""
         assert self._used is not None
-        event = _event()
-        event.record(stream)
-        self._kept.append((event, self._used.copy()))
-        self._used.clear()
+        if self._used:
+            event = _event()
+            event.record(stream)
+            self._kept.append((event, self._used.copy()))
+            self._used.clear()
         while self._kept and (self._kept[0][0].query() or len(self._kept) > _AHEAD):
             if not self._kept[0][0].query():
                 self._supervisor.check()

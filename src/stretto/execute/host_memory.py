@@ -2,9 +2,11 @@
 
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,34 +34,44 @@ class Arena:
         with suppress(OSError):  # not every kernel supports huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned: Pinned | None = None
+        self._unpin: Any = None
         if pinned:
+            with suppress(OSError, AttributeError):  # a forked process would copy pinned pages at once
+                self._map.madvise(mmap.MADV_DONTFORK)
             # Pinning is faster once the pages exist, and several threads can fault them in.
             in_parallel(lambda part: part[::_PAGE].zero_(), parts_of(self.memory))
-            self._pinned = Pinned(self.memory)
+            begin = self.memory.data_ptr()
+            _in_own_thread(partial(_pin, begin, len(self._map)))
+            # It keeps the mapping: CUDA must not know the address any more when others get it.
+            self._unpin = weakref.finalize(self, _unpin, begin, self._map)
+            self._unpin.atexit = False
 
     def close(self) -> None:
-        if self._pinned is not None:
-            self._pinned.close()
-            self._pinned = None
+        """Unpin the memory; nothing may copy it any more. An arena that nobody refers to does the same."""
+        if self._unpin is not None:
+            self._unpin()
 
 
-class Pinned:
-    """Pins host memory, however it was allocated, until `close`."""
+def _pin(begin: int, nbytes: int) -> None:
+    status = int(torch.cuda.cudart().cudaHostRegister(begin, nbytes, 0))  # type: ignore[no-untyped-call]
+    if status:
+        raise HostMemoryError(f"cannot pin {nbytes:,} bytes of host memory (CUDA error {status}); see ulimit -l")
 
-    def __init__(self, memory: Tensor) -> None:
-        begin = memory.data_ptr() // _PAGE * _PAGE
-        self._begin, self._memory = begin, memory
-        end = -(-(memory.data_ptr() + memory.numel()) // _PAGE) * _PAGE
-        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = int(self._runtime.cudaHostRegister(begin, end - begin, 0))
-        if status:
-            raise HostMemoryError(
-                f"cannot pin {end - begin:,} bytes of host memory (CUDA error {status}); see ulimit -l"
-            )
 
-    def close(self) -> None:
-        self._runtime.cudaHostUnregister(self._begin)
+def _unpin(begin: int, _: mmap.mmap) -> None:
+    _in_own_thread(lambda: torch.cuda.cudart().cudaHostUnregister(begin))  # type: ignore[no-untyped-call]
+
+
+def _in_own_thread(act: Callable[[], object]) -> None:
+    """Call CUDA in a thread of its own: an error stays set in its thread, and would be raised by the next kernel."""
+    device = torch.cuda.current_device()
+
+    def on_device() -> None:
+        torch.cuda.set_device(device)
+        act()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(on_device).result()
 
 
 def parts_of(memory: Tensor) -> Iterator[Tensor]:

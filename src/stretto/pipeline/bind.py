@@ -96,6 +96,7 @@ class StepBinding:
             if on_device
             else HostLanes(self._executor, transfers.lanes, begins=True)
         )
+        self._lanes = lanes
         self._executor.bind(lanes, self._bound)
 
     def _plan_offload(self, device: torch.device, host_bytes: int | None) -> None:
@@ -118,6 +119,10 @@ class StepBinding:
     def host_pool(self) -> HostPool:
         """The host memory for what this rank offloads."""
         return self._host_pool
+
+    def close(self) -> None:
+        """Return the host memory; the device must be able to finish what it was given."""
+        self._host_pool.close()
 
     @property
     def recv_buffers(self) -> set[BufferKey]:
@@ -154,8 +159,10 @@ class StepBinding:
         else:
             self._losses = losses
         self._input_grads = []
-        if self._transfers.device.type == "cuda":
+        if isinstance(self._lanes, DeviceLanes):
             self._recv_buffers.reader = torch.cuda.current_stream()
+            for stage in self._stages.values():
+                stage.streams = [torch.cuda.current_stream(), *self._lanes.streams_of("comm")]
         with ExitStack() as contexts:
             for stage in self._stages.values():
                 stage.used = self._used

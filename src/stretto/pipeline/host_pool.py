@@ -25,7 +25,7 @@ class HostPool:
         self._stage_of, self._pinned, self._limit = buffers, device.type == "cuda", limit
         self._arenas: dict[int, Arena] = {}
         self._read: dict[int, Any] = {}
-        self._is_full = False
+        self._refused: int | None = None  # the size of the smallest buffer for which there was no room
 
     @property
     def nbytes(self) -> int:
@@ -89,28 +89,35 @@ class HostPool:
         return size * count, told
 
     def _larger(self, number: int, needed: int, arena: Arena) -> Arena:
+        """Return a larger buffer, or the same one if there is no room."""
         size = _rounded(needed)
+        if self._refused is not None and size >= self._refused:
+            return arena
         room = min(_available_bytes(), self._limit - self.nbytes if self._limit is not None else size)
         try:
             if size > room:
-                raise HostMemoryError(f"there is room for {bytes_text(max(room, 0))} more")
+                raise HostMemoryError(f"there is room for {bytes_text(max(room, 0))}")
             larger = Arena(size, pinned=self._pinned)
         except HostMemoryError as error:
-            if not self._is_full:
-                self._is_full = True
-                log.warning(
-                    "some activations stay on the device: they need %s of host memory more, but %s", size, error
-                )
+            log.warning(
+                "some activations stay on the device: %s of host memory are needed (%s)", bytes_text(size), error
+            )
+            self._refused = size
             return arena
-        if (event := self._read.pop(number, None)) is not None:
-            event.synchronize()  # the device may still read the old one
+        self._await(number)
         arena.close()
         self._arenas[number] = larger
         return larger
 
+    def _await(self, number: int) -> None:
+        """Wait until the device has read a buffer."""
+        if (event := self._read.pop(number, None)) is not None:
+            event.synchronize()
+
     def close(self) -> None:
-        """Return all memory."""
-        for arena in self._arenas.values():
+        """Return all memory, once the device has read it."""
+        for number, arena in self._arenas.items():
+            self._await(number)
             arena.close()
         self._arenas.clear()
 

@@ -31,11 +31,12 @@ class PartSites:
     """For what is saved outside of `modules`. If it recomputes, the whole part is computed again."""
     modules: dict[int, "ModuleSite"]
     """By the module's id, the modules for which another action holds than around them."""
+    lane: str = "compute"
 
     def staying(self) -> "PartSites":
         """Return the same sites, where nothing is offloaded."""
         modules = {key: site._replace(action=_STAYING[site.action]) for key, site in self.modules.items()}
-        return PartSites(self.label, _STAYING[self.action], modules)
+        return PartSites(self.label, _STAYING[self.action], modules, self.lane)
 
 
 class ModuleSite(NamedTuple):
@@ -89,7 +90,8 @@ def find_sites(decisions: Decisions, layers: Mapping[int, nn.Module], *, in_phas
             names = [name, f"{anatomy.name}.{name}"]
             root = decisions.about([*names, *layer_names], repeats=runs_whole or phase.lane == "compute")
             modules = _modules(decisions, number, layer, names, root or "keep", split=split)
-            sites[number, at] = PartSites(name, root or "keep", {id(site.module): site for site in modules})
+            lane = "compute" if runs_whole else phase.lane
+            sites[number, at] = PartSites(name, root or "keep", {id(site.module): site for site in modules}, lane)
     return sites
 
 

@@ -3,15 +3,17 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from stretto.ir.errors import PipelineError
+from stretto.pipeline.pytree import version_of
 
 _Place: TypeAlias = tuple[nn.Module, str]
 _Parameters: TypeAlias = list[tuple[nn.Parameter, int]]
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 
 
 @dataclass(slots=True)
@@ -22,8 +24,12 @@ class Snapshot:
     """Copies of the buffers that forwards change."""
     others: dict[_Place, tuple[Tensor, int]]
     """Buffers that forwards do not change, with their versions."""
-    attributes: dict[_Place, Tensor]
-    """Plain tensor attributes of modules, such as a weight that a hook computes."""
+    attributes: list[tuple[nn.Module, dict[str, Any]]]
+    """What else is set on each module, such as a weight that a hook computes, or a counter."""
+    versions: list[tuple[Tensor, int, str]]
+    """Which of that are tensors, with their versions and names."""
+    generators: list[tuple[torch.Generator, Tensor]]
+    """Which of that are generators of random numbers, with their states."""
 
 
 class ModuleBuffers:
@@ -32,6 +38,7 @@ class ModuleBuffers:
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._modules = name, list(module.modules())
         self._unread = {(part, key) for part in self._modules for key in getattr(part, "unread_buffers", ())}
+        self.is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in self._modules)
         self._changing: set[_Place] | None = None  # buffers that forwards change; unknown before the first run
 
     def parameters(self) -> _Parameters:
@@ -56,18 +63,15 @@ class ModuleBuffers:
             for key, buffer in module._buffers.items()
             if buffer is not None
         }
-        attributes = {
-            (module, key): value
-            for module in self._modules
-            for key, value in vars(module).items()
-            if isinstance(value, Tensor)
-        }
+        attributes = [(module, _copied(_attributes(module))) for module in self._modules]
+        entries = [entry for _, table in attributes for entry in table.items()]
+        versions = [(value, version_of(value), key) for key, value in entries if isinstance(value, Tensor)]
+        generators = [(value, value.get_state()) for _, value in entries if isinstance(value, torch.Generator)]
         first, known = self._changing is None, self._changing or set()
         copied = known | self._unread
         copies = {place: buffer.clone() for place, (buffer, _) in before.items() if first or place in copied}
-        snapshot = Snapshot(
-            copies, {place: entry for place, entry in before.items() if place not in copies}, attributes
-        )
+        others = {place: entry for place, entry in before.items() if place not in copies}
+        snapshot = Snapshot(copies, others, attributes, versions, generators)
         yield snapshot
         for place, (buffer, version) in before.items():
             module, key = place
@@ -92,19 +96,64 @@ class ModuleBuffers:
         for (module, key), (buffer, version) in snapshot.others.items():
             if module._buffers.get(key) is not buffer or buffer._version != version:
                 raise PipelineError(f"the buffer {key!r} of {self._name} was changed before it could be recomputed")
+        for attribute, version, key in snapshot.versions:
+            if version_of(attribute) != version:
+                raise PipelineError(f"the attribute {key!r} of {self._name} was changed before it could be recomputed")
         buffers = {(module, key): module._buffers.get(key) for module, key in snapshot.copies}
-        attributes = {(module, key): vars(module).get(key) for module, key in snapshot.attributes}
+        attributes = [(module, _attributes(module)) for module, _ in snapshot.attributes]
         for (module, key), buffer in snapshot.copies.items():
             module._buffers[key] = buffer.clone()
-        for (module, key), value in snapshot.attributes.items():
-            vars(module)[key] = value
+        for module, table in snapshot.attributes:
+            _set_attributes(module, _copied(table))
+        states = [(generator, generator.get_state()) for generator, _ in snapshot.generators]
+        for generator, state in snapshot.generators:
+            generator.set_state(state)
         try:
             yield
         finally:
             for (module, key), current in buffers.items():
                 module._buffers[key] = current
-            for (module, key), attribute in attributes.items():
-                vars(module)[key] = attribute
+            for module, table in attributes:
+                _set_attributes(module, table)
+            for generator, state in states:
+                generator.set_state(state)
+
+    def marks(self) -> dict[_Place, tuple[Any, int]]:
+        """Return all that a run could change and something else read: buffers and attributes, with their versions."""
+        found: dict[_Place, tuple[Any, int]] = {}
+        for module in self._modules:
+            for key, value in (*module._buffers.items(), *_attributes(module).items()):
+                if (module, key) not in self._unread:
+                    found[module, key] = value, version_of(value) if isinstance(value, Tensor) else 0
+        return found
+
+    def validate_marks(self, before: dict[_Place, tuple[Any, int]], where: str) -> None:
+        """Raise PipelineError if a run within `where` has changed something of these modules."""
+        now = self.marks()
+        for place in {**before, **now}:
+            (old, old_version), (new, version) = before.get(place, (None, 0)), now.get(place, (None, 0))
+            if old is not new or old_version != version:
+                raise PipelineError(
+                    f"{self._name} sets its {place[1]!r} when it runs, which {where} may read when it is recomputed; "
+                    f"recompute {self._name} with it"
+                )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return what is set on a module, besides what every module has."""
+    return {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Copy the lists, dicts and sets among attributes, but not what they hold."""
+    return {key: value.copy() if type(value) in (list, dict, set) else value for key, value in attributes.items()}
+
+
+def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    table = vars(module)
+    for key in _attributes(module).keys() - attributes.keys():
+        del table[key]
+    table.update(attributes)
 
 
 @contextmanager

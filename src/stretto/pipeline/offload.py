@@ -61,15 +61,14 @@ class View:
 class Away:
     """What one pass of a stage may offload."""
 
-    def __init__(self, min_bytes: int, held: Collection[int]) -> None:
-        """Tensors of fewer bytes stay where they are, and so do these storages, which others hold anyway."""
-        self._min_bytes = min_bytes
+    def __init__(self, device: torch.device, min_bytes: int, held: Collection[int]) -> None:
+        """Only tensors on this device leave. Those of fewer bytes stay, and so do these storages, which others hold."""
+        self._device, self._min_bytes = device, min_bytes
         self._held = set(held)
         self._stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
         self._order: list[weakref.ref[Stored]] = []
         self._left: list[weakref.ref[Stored]] = []
-        self.streams: set[Any] = set()
-        """The device's streams whose memory it is."""
+        self._arriving: list[Tensor] = []
         self.copied: Any = None
         """On a device, the event at which everything has been copied to host memory."""
 
@@ -80,6 +79,8 @@ class Away:
     def view(self, saved: Tensor) -> View | None:
         """Return a handle to a saved tensor, or None if its memory stays."""
         if type(saved) is not Tensor or saved.layout is not torch.strided or saved.is_conj() or saved.is_neg():
+            return None
+        if saved.device.type != self._device.type or self._device.index not in (None, saved.device.index):
             return None
         storage = saved.untyped_storage()
         key = storage._cdata
@@ -124,7 +125,12 @@ class Away:
             device = empty(stored.nbytes)
             device.copy_(stored.host, non_blocking=True)
             stored.device, stored.host = device, None
+            self._arriving.append(device)
         self._left.clear()
+
+    def settle(self) -> None:
+        """Note that the stream whose memory it is waits for the copies back: from now on it may be freed."""
+        self._arriving.clear()
 
 
 def within(candidates: Sequence[Stored], *, fraction: float, limit: int | None) -> "list[Stored]":

@@ -284,10 +284,13 @@ class Pipeline:
 
     def close(self) -> None:
         """Close connections and threads. A pipeline that failed or was closed runs no more steps."""
-        if self._turns.is_open and self._total_of_last is not None:
+        is_open = self._turns.is_open
+        if is_open and self._total_of_last is not None:
             with suppress(PipelineError):  # reading that loss raises it
                 self._total_of_last.wait()
         self._turns.close()
+        if is_open:  # after a failure, host memory is freed with the pipeline: the device may be stuck
+            self._binding.close()
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Return this rank's parameters by the names in `nn.Sequential(*layers)`; a tied one by its first name.

@@ -2,17 +2,20 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
+from dataclasses import is_dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stretto.ir.errors import PipelineError
 from stretto.pipeline.module_buffers import ModuleBuffers, Snapshot
 from stretto.pipeline.offload import View
+from stretto.pipeline.pytree import PLAIN, full_name, version_of
 from stretto.pipeline.rng import Generators
 
 
@@ -22,10 +25,10 @@ class Kept:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor.detach(), tensor._version
+        self._tensor, self._version = tensor.detach(), version_of(tensor)
 
     def tensor(self) -> Tensor:
-        if self._tensor._version != self._version:
+        if version_of(self._tensor) != self._version:
             raise PipelineError("a tensor that the backward needs was changed in place")
         return self._tensor
 
@@ -100,13 +103,19 @@ class Run:
     ) -> Any:
         """Run for the first time, saving handles instead of tensors. `noted` is told which tensors are dropped."""
         leaves, self._spec = pytree.tree_flatten((tuple(arguments), named))
+        for leaf in leaves:
+            if not _stays_as_it_is(leaf):
+                raise PipelineError(
+                    f"{self.name} is given a {full_name(type(leaf))}, which may be another one when {self.name} is "
+                    "recomputed; recompute what is around it, or register the class with torch.utils._pytree"
+                )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         device = next((leaf.device.type for leaf in tensors), "cpu")
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self._needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         packed = {id(leaf): pack(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves}
         self._inputs = [packed[id(leaf)] for leaf in leaves]  # a tensor passed twice is the same object twice
-        versions = [leaf._version for leaf in tensors]
+        versions = list(map(version_of, tensors))
 
         def drop(saved: Tensor) -> Handle:
             noted(saved)
@@ -114,10 +123,11 @@ class Run:
             self._saved.append((weakref.ref(handle), (saved.shape, saved.dtype)))
             return handle
 
+        drop.is_ours = True  # type: ignore[attr-defined]
         self._states = self._generators.kept_states()
         with self._buffers.followed() as self._snapshot, saved_tensors_hooks(drop, unpack):
             out = self._function(*arguments, **named)
-        if versions != [leaf._version for leaf in tensors]:
+        if versions != list(map(version_of, tensors)):
             raise PipelineError(f"{self.name} changes what it is given in place, so it cannot be recomputed")
         return out
 
@@ -130,6 +140,12 @@ class Run:
     def skip(self, out: Any, pack: Pack) -> None:
         """Remember what a module returned in the first run that is not to run again."""
         leaves, spec = pytree.tree_flatten(out)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
+                raise PipelineError(
+                    f"a module within {self.name} is not recomputed with it, and returns a {full_name(type(leaf))}, "
+                    "which may have changed by then; recompute both"
+                )
         packed = [pack(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         self._skipped.append(_Skipped(packed, needs, spec, self._generators.kept_states()))
@@ -155,25 +171,41 @@ class Run:
         def capture(saved: Tensor) -> Tensor:
             detached = saved.detach()  # its graph would lead back to this function, and neither would ever be freed
             captured.append((detached, saved._version))
-            if len(captured) == wanted and not outputs:
+            if len(captured) == wanted and not outputs and not self._buffers.is_scripted:
                 raise _EnoughError
             return detached
 
+        def differentiated(saved: Any) -> Any:
+            if self._skipped:
+                raise PipelineError(
+                    f"{self.name} differentiates within its forward, and a module within it is not recomputed with it; "
+                    "recompute both"
+                )
+            return saved
+
+        capture.is_ours = True  # type: ignore[attr-defined]
         assert self._snapshot is not None
         device, dtype, enabled = self._autocast
         self._next_skipped = iter(self._skipped)
-        out = None
         with (
             self._generators.kept(),
             self._buffers.restored(self._snapshot),
             self._repeating(self),
             torch.enable_grad(),
             torch.autocast(device, dtype, enabled=enabled),
-            saved_tensors_hooks(capture, lambda saved: saved),
+            saved_tensors_hooks(capture, differentiated),
         ):
             self._generators.set_states(self._states)
-            with suppress(_EnoughError):
+            try:
                 out = self._function(*arguments, **named)
+            except _EnoughError:
+                out = None
+            except RuntimeError as error:
+                if not self._skipped:
+                    raise
+                raise PipelineError(
+                    f"{self.name} cannot be recomputed without a module within it ({error}); recompute both"
+                ) from error
         if any(saved._version != version for saved, version in captured):
             raise PipelineError(f"{self.name} changes in place a tensor that its backward needs")
         if [(saved.shape, saved.dtype) for saved, _ in captured][:wanted] != [kind for _, kind in self._saved]:
@@ -184,6 +216,13 @@ class Run:
         leaves = pytree.tree_leaves(out)
         for handle, number, geometry in outputs:
             handle.value = leaves[number].detach().as_strided(*geometry)
+
+
+def _stays_as_it_is(leaf: Any) -> bool:
+    """Return whether an argument is the same in a recomputation: a tensor, whose changes are noticed, or constant."""
+    if isinstance(leaf, Tensor | Enum | nn.Module | torch.Size | slice | range) or type(leaf) in PLAIN:
+        return True
+    return callable(leaf) or (is_dataclass(leaf) and getattr(type(leaf), "__dataclass_params__").frozen)  # noqa: B009
 
 
 def unpack(saved: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.utils._pytree as pytree
@@ -11,18 +11,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from stretto.ir.errors import PipelineError
 from stretto.memory import Action
 from stretto.pipeline.memory_sites import ModuleSite, Part, PartSites, recomputes
 from stretto.pipeline.module_buffers import ModuleBuffers
 from stretto.pipeline.offload import Away
 from stretto.pipeline.overrides import Forward, Overrides
-from stretto.pipeline.pytree import Value, flatten_once
+from stretto.pipeline.pytree import Value, flatten_once, storage_of, version_of
 from stretto.pipeline.recompute import Kept, Run, unpack
 from stretto.pipeline.rng import Generators
 
-Table = dict[int, tuple[Any, tuple[Any, ...], Run, int]]
+Table = dict[int, tuple[Any, tuple[Any, ...], Run, int, str]]
 """Maps the address of an output's storage to a weak reference to that storage, the output's version and dtype, the run
-that made it, and the output's index. While the weak reference lives, no other storage can reuse the address.
+that made it, the output's index, and the lane. While the weak reference lives, no other storage can reuse the address.
 """
 
 
@@ -94,7 +95,7 @@ class Saving:
                 own = before is not None and layer is site.module
                 original = before if own and before is not None else type(layer).forward.__get__(layer)
                 here = self._part.modules.get(id(layer)) if self._part is not None else None
-                runs = self._again is not None or (self._pass is not None and _can_hook())
+                runs = (self._again is not None or self._pass is not None) and _can_hook() and _sees_what_is_saved()
                 if layer is not site.module or here is None or not runs:
                     return original(*arguments, **named)
                 return self._at(here, original, buffers, arguments, named)
@@ -115,10 +116,7 @@ class Saving:
                 self._action, self._label, self._first = site.action, site.label, None
                 if before[2] is None:
                     return original(*arguments, **named)
-                with saved_tensors_hooks(self._pack, unpack):  # of a module that is not recomputed with the rest
-                    out = original(*arguments, **named)
-                before[2].skip(out, self._pack)
-                return out
+                return self._skipping(before[2], site, original, buffers, arguments, named)
             if before[2] is not None:
                 return original(*arguments, **named)  # it is recomputed with what is around it
             self._label = site.label
@@ -129,6 +127,22 @@ class Saving:
             return out
         finally:
             self._action, self._label, self._first = before
+
+    def _skipping(
+        self, run: Run, site: ModuleSite, original: Forward, buffers: ModuleBuffers, arguments: Any, named: Any
+    ) -> Any:
+        """Run a module that is not recomputed with what is around it: the second run only gets what it returns."""
+        tensors = [leaf for leaf in pytree.tree_leaves((arguments, named)) if isinstance(leaf, Tensor)]
+        versions, marks = list(map(version_of, tensors)), buffers.marks()
+        with saved_tensors_hooks(self._pack, unpack):
+            out = original(*arguments, **named)
+        if versions != list(map(version_of, tensors)):
+            raise PipelineError(
+                f"{site.name} changes what it is given in place, so {run.name} cannot be recomputed without it"
+            )
+        buffers.validate_marks(marks, run.name)
+        run.skip(out, self._pack)
+        return out
 
     def _dropping(self, run: Run, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run something for the first time that is recomputed in the backward."""
@@ -153,21 +167,27 @@ class Saving:
     def _record_outputs(self, run: Run, inputs: Any, out: Any) -> None:
         """Let what saves an output of a recomputed module save a handle, unless it shares memory with an input."""
         assert self._pass is not None
-        storages = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)}
+        storages = {storage_of(leaf) for leaf in pytree.tree_leaves(inputs) if _has_storage(leaf)}
         for number, leaf in enumerate(pytree.tree_leaves(out)):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in storages:
+            if _has_storage(leaf) and storage_of(leaf) not in storages:
                 weak_reference: Any = StorageWeakRef
                 storage = leaf.untyped_storage()
-                self._pass.outputs[storage._cdata] = weak_reference(storage), _kind(leaf), run, number
+                self._pass.outputs[storage._cdata] = weak_reference(storage), _kind(leaf), run, number, self._lane
+
+    @property
+    def _lane(self) -> str:
+        return "" if self._part is None else self._part.lane
 
     def _pack(self, saved: Tensor) -> Any:
-        if self._pass is None:
+        if self._pass is None or not _has_storage(saved):
+            self._note("keep", saved)
             return Kept(saved)
-        entry = self._pass.outputs.get(saved.untyped_storage()._cdata) if self._pass.outputs else None
+        entry = self._pass.outputs.get(storage_of(saved)) if self._pass.outputs else None
         if entry is not None:
-            reference, kind, run, number = entry
-            # it may be another tensor, changed since, or viewed as another dtype
-            if not reference.expired() and _kind(saved) == kind:
+            reference, kind, run, number, lane = entry
+            # It may be another tensor, changed since, or viewed as another dtype. What another lane has made is kept,
+            # or that lane's work would be repeated on this one.
+            if not reference.expired() and _kind(saved) == kind and lane == self._lane:
                 self._note("recompute", saved, run)
                 return run.handle_of_output(number, saved)
         if self._action == "offload" and self._pass.away is not None:
@@ -178,6 +198,8 @@ class Saving:
         self._note("keep", saved)
         return Kept(saved)
 
+    _pack.is_ours = True  # type: ignore[attr-defined]
+
     def _note(self, what: str, saved: Tensor, run: Run | None = None) -> None:
         if self.noted is not None:
             self.noted(what, self._label if run is None else run.label, saved, run)
@@ -185,6 +207,16 @@ class Saving:
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor._version, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _has_storage(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def _sees_what_is_saved() -> bool:
+    """Return whether tensors saved now pass through hooks of ours, and not those of a checkpoint within the layer."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and getattr(top[0], "is_ours", False)
 
 
 def _can_hook() -> bool:

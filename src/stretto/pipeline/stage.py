@@ -84,7 +84,8 @@ class Stage:
         self._saving = None if sites is None else Saving(sites, self._generators)
         self._memory = memory
         self._held: set[int] = set()  # storages of parameters and buffers
-        self._main: Any = None  # on a device, the stream of the compute lane
+        self.streams: list[Any] = []
+        """On a device, the streams that compute, and so own memory: that of the compute lane first."""
         self.leaving: frozenset[int] = frozenset()
         """The microbatches whose saved tensors the program offloads."""
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
@@ -146,7 +147,6 @@ class Stage:
         self._microbatches = []
         if self.leaving:
             self._held = {storage_of(getattr(tensor, "_local_tensor", tensor)) for tensor in self._own_tensors()}
-            self._main = torch.cuda.current_stream() if self._device.type == "cuda" else None
         with self._generators.kept(), self.deferral.overrides, saving, connected:
             try:
                 yield
@@ -169,14 +169,13 @@ class Stage:
         if part == 0:
             self._microbatches.append(microbatch)
             deferred: list[list[WeightGradient]] = [[] for _ in self._weight_of]
-            away = Away(self._memory.min_bytes, self._held) if microbatch in self.leaving else None
+            leaves = microbatch in self.leaving
+            away = Away(self._device, self._memory.min_bytes, self._held) if leaves else None
             self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, SavedPass(away), {})
         state = self._passes[microbatch]
-        if state.saved.away is not None:
-            if held:
-                state.saved.away.hold(map(storage_of, tensors_of(inputs.leaves)))
-            if self._main is not None:
-                state.saved.away.streams.add(torch.cuda.current_stream())
+        if state.saved.away is not None and held:
+            given = (tensor for tensor in tensors_of(inputs.leaves) if tensor.layout is torch.strided)
+            state.saved.away.hold(map(storage_of, given))
         if self._exchanges is not None:
             self._exchanges.take_turn(Op.F, part)
         if part not in self._forward_of:
@@ -229,6 +228,8 @@ class Stage:
         segment = state.segments[at]
         assert segment is not None, "this backward has run already"
         state.segments[at] = None
+        if state.saved.away is not None and (not self.streams or torch.cuda.current_stream() == self.streams[0]):
+            state.saved.away.settle()
         deferred = state.deferred[self._weight_of[part]] if part in self._weight_of else None
         with self.deferral.into(deferred), self._replacing(state), self._as_computed():
             out = segment.backward(grads, keep=self.used is not None)
@@ -260,7 +261,7 @@ class Stage:
         assert away is not None
         memory, chosen = pool.take(number, self._chosen(away))
         away.leave(chosen, memory)
-        if self._main is None:
+        if not self.streams:
             away.release()
         else:
             away.copied = torch.cuda.current_stream().record_event()
@@ -270,7 +271,7 @@ class Stage:
         state = self._passes.get(microbatch)
         if state is None or state.saved.away is None or state.saved.away.copied is None:
             return
-        for stream in state.saved.away.streams:
+        for stream in self.streams:
             stream.wait_event(state.saved.away.copied)
         state.saved.away.copied = None
         state.saved.away.release()
@@ -279,15 +280,15 @@ class Stage:
         """Start to copy back what was offloaded to the host buffer of this number."""
         away = self._passes[microbatch].saved.away
         assert away is not None
-        if self._main is None:
+        if not self.streams:
             away.come_back(partial(torch.empty, dtype=torch.uint8, device=self._device))
             return
         self.release(microbatch)
-        now = torch.cuda.current_stream()
-        now.wait_stream(self._main)  # whose memory it is
+        now, main = torch.cuda.current_stream(), self.streams[0]
+        now.wait_stream(main)  # whose memory it is
 
         def empty(nbytes: int) -> Tensor:
-            with torch.cuda.stream(self._main):
+            with torch.cuda.stream(main):
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
         away.come_back(empty)
@@ -299,10 +300,10 @@ class Stage:
         return within(away.candidates(), fraction=self._memory.fraction, limit=limit)
 
     def _own_tensors(self) -> Iterator[Tensor]:
-        """Return the parameters and buffers of all layers."""
+        """Return the parameters, buffers and other tensors that layers hold."""
         for module in self._module.modules():
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None and tensor.layout is torch.strided and not is_lazy(tensor):
+            for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+                if isinstance(tensor, Tensor) and tensor.layout is torch.strided and not is_lazy(tensor):
                     yield tensor
 
     def _replacing(self, state: _Pass) -> Any:
