@@ -116,7 +116,7 @@ def storages_saved(one: Pass, x: Tensor) -> tuple[Tensor, dict[int, Any], int]:
     found: dict[int, Any] = {}
     count = [0]
 
-    def note(what: str, _: str, saved: Tensor) -> None:
+    def note(what: str, _label: str, saved: Tensor, *_: Any) -> None:
         if what == "offload":
             count[0] += 1
             storage: Any = saved.untyped_storage()
