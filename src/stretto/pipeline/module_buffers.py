@@ -163,7 +163,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     Tensors keep their identity and get back their contents, but for parameters, which forwards do not change.
     """
     tables = [table for module in modules for table in (vars(module), module._buffers, module._parameters)]
-    before = [dict(table) for table in tables]
+    before = [dict(table.items()) for table in tables]
     tensors = {
         id(value): (value, value.detach().clone())
         for table in before
@@ -174,8 +174,12 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for table, entries in zip(tables, before, strict=True):
-            table.clear()
-            table.update(entries)
+            now = dict(table.items())
+            for name in now.keys() - entries.keys():
+                del table[name]
+            for name, value in entries.items():
+                if name not in now or now[name] is not value:
+                    table[name] = value
         with torch.no_grad():
             for tensor, copy in tensors.values():
                 if type(tensor) is not Tensor or tensor.layout is not torch.strided or not torch.equal(tensor, copy):
