@@ -76,8 +76,7 @@ def test_so_it_is_with_experts_on_a_mesh(ranks: Ranks, sizes: dict[str, int], sc
 
 def test_no_token_travels_twice_because_a_phase_is_recomputed(ranks: Ranks) -> None:
     plain = ranks.run(memory_jobs.dispatches, 4, "none")
-    assert plain == [plain[0]] * 4
-    assert plain[0] > 0
+    assert all(plain)
     assert ranks.run(memory_jobs.dispatches, 4, {"*": "recompute"}) == plain
 
 
