@@ -195,10 +195,10 @@ def test_meshes(ranks: Ranks, schedule: str, policy: dict[str, Any], sizes: dict
 
 
 REFUSED = {
-    "host_bytes": "offloading the passes of stage {rank} takes 3 buffers of 2.1 MB of host memory more on this rank, "
-    "6.29 MB in all; host_bytes allows 1.05 MB",
-    "machine": "offloading the passes of stage {rank} takes 3 buffers of 2.1 MB of host memory more on this rank, "
-    "6.29 MB in all, and this machine has 1.05 MB left",
+    "host_bytes": "offloading the passes of stage {rank} takes 3 more buffers of 2.1 MB of host memory on this rank, "
+    "6.29 MB together; host_bytes allows 1.05 MB",
+    "machine": "offloading the passes of stage {rank} takes 3 more buffers of 2.1 MB of host memory on this rank, "
+    "6.29 MB together, and this machine has 1.05 MB left",
     "lazy": "0 gets its parameters in its first forward; run that before a dry run",
     "some targets": "rank 3 was given no targets, but another rank that runs the last stage was",
     "no gradients": "dry_run() needs gradients, which are off here (torch.no_grad)",
@@ -225,7 +225,9 @@ def test_a_dry_run_refuses_what_the_first_step_would(ranks: Ranks, how: str) -> 
 def test_a_report_prints_two_tables() -> None:
     sites = SiteMemory("attn", 3_000_000, 0, 21_000_000), SiteMemory("mlp.experts", 512, 1_540_000, 0)
     stages = (StageMemory(0, sites, 1, 2, 3, 4, 5), StageMemory(1, sites[:1], 1, 2, 3, 4, 5))
-    report = MemoryReport(stages, (RankMemory(0, 10**9, 2 * 10**9, 3 * 10**7, 0, 5 * 10**10),), has_loss=True)
+    report = MemoryReport(
+        stages, (RankMemory(0, 10**9, 2 * 10**9, 3 * 10**7, 0, 5 * 10**10),), has_loss=True, offloads=False
+    )
     assert (
         str(report)
         == """\

@@ -86,7 +86,14 @@ def test_copies_are_recorded_on_their_lanes(ranks: Ranks) -> None:
 
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "another rank": ([{"memory": {"*": "offload"}}, {"memory": "none"}], "rank 1 was given another"),
+    "another rank": (
+        [{"memory": {"*": "offload"}}, {"memory": "none"}],
+        "rank 1 was given another memory.sites than rank 0 ({} and {'*'",
+    ),
+    "another fraction": (
+        [{"memory": Memory(sites={"*": "offload"}, fraction=fraction)} for fraction in (0.5, 1)],
+        "rank 1 was given another memory.fraction than rank 0 (1 and 0.5)",
+    ),
     "an action": ([{"memory": {"*": "forget"}}], "what becomes of '*' is one of keep, recompute, offload"),
     "a preset": ([{"memory": "k3"}], 'memory is a stretto.Memory, a dict such as {"*.norm": "recompute"'),
     "twice": ([{"memory": {"*": "offload"}, "checkpoint": True}], "checkpoint is a short form of memory, so give one"),
@@ -94,7 +101,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "unknown": ([{"memory": {"attn.*": "offload"}}], "memory names 'attn.*', but no phase or module is called that"),
     "no room": (
         [{"memory": Memory(sites={"*": "offload"}, min_bytes=0, host_bytes=1000)}],
-        "of host memory more on this rank, ",
+        " MB together; host_bytes allows 1 kB",
     ),
 }
 

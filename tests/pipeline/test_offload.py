@@ -624,7 +624,7 @@ def test_what_does_not_fit_a_buffer_that_cannot_grow_stays_on_the_device(caplog:
 def test_too_little_host_memory_is_said_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, _views = stored(3 << 20)
     says = (
-        "offloading the passes of stage 2 takes 2 buffers of 4.19 MB of host memory more on this rank, 8.39 MB in all"
+        "offloading the passes of stage 2 takes 2 more buffers of 4.19 MB of host memory on this rank, 8.39 MB together"
     )
     with pytest.raises(PipelineError, match=f"{says}; host_bytes allows 6 MB"):
         HostPool({4: 2, 5: 2, 6: 3}, CPU, limit=6_000_000).take(4, chosen)

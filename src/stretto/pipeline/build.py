@@ -181,7 +181,7 @@ def _validate_same_options(team: Team, placed: Placed, program: Program, togethe
     """Raise unless all ranks were given the same options (collective)."""
     texts = {
         "cut": str([len(share) for share in placed.shares]),
-        "memory": str(options.memory),
+        **{f"memory.{name}": str(getattr(options.memory, name)) for name in Memory.__struct_fields__},
         "tied": str(sorted(set(together.values()))),
         "wgrad_microbatches": str(program.anatomy.wgrad_microbatches),
         "plan" if options.plan is not None else "program": digest_of(program),

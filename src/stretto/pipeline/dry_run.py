@@ -42,8 +42,13 @@ class DryRun:
         gradients: Gradients,
         binding: StepBinding,
         loss: Loss,
+        *,
+        offloads: bool,
     ) -> None:
-        """`stages`, `gradients` and `binding` are those of the training step; they stay as they are."""
+        """`stages`, `gradients` and `binding` are those of the training step; they stay as they are. `offloads` tells
+        whether the policy offloads anything.
+        """
+        self._offloads = offloads
         self._program, self._team, self._stages = program, team, stages
         self._transfers, self._gradients, self._binding = transfers, gradients, binding
         self._loss = loss
@@ -66,7 +71,9 @@ class DryRun:
             number: max((stage for others in every for stage in others if stage.stage == number), key=_size)
             for number in range(self._program.placement.stages)
         }
-        return MemoryReport(tuple(largest.values()), tuple(self._team.gather(here, RankMemory)), has_loss)
+        return MemoryReport(
+            tuple(largest.values()), tuple(self._team.gather(here, RankMemory)), has_loss, self._offloads
+        )
 
     def _agree_on_targets(self, targets: list[Value] | None) -> bool:
         """Return whether the ranks of the last stage were given targets; raise if only some were."""

@@ -77,8 +77,8 @@ class HostPool:
         """
         count = sum(number not in self._arenas and of == stage for number, of in self._stage_of.items())
         told = (
-            f"offloading the passes of stage {stage} takes {count} buffers of {bytes_text(size)} of host memory more "
-            f"on this rank, {bytes_text(size * count)} in all"
+            f"offloading the passes of stage {stage} takes {count} more buffers of {bytes_text(size)} of host memory "
+            f"on this rank, {bytes_text(size * count)} together"
         )
         beside = self.nbytes + planned
         used = f" beside {bytes_text(beside)} of other stages" if beside else ""

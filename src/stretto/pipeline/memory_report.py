@@ -82,6 +82,8 @@ class MemoryReport:
     ranks: tuple[RankMemory, ...]
     has_loss: bool
     """Whether there were targets, so that the loss is counted."""
+    offloads: bool
+    """Whether the policy offloads anything."""
 
     def __str__(self) -> str:
         saved = [["stage", "site", "kept", "recomputed", "offloaded"]]
@@ -95,6 +97,11 @@ class MemoryReport:
             held.append([str(rank.rank), *sizes])
         without = "" if self.has_loss else ", without the loss, since there were no targets"
         first, second = _table(saved, left=2), _table(held, left=1)
+        if self.offloads and not any(site.offloaded for stage in self.stages for site in stage.sites):
+            first += (
+                "\n\nNothing is offloaded: what the policy names is smaller than min_bytes, or stays by max_in_flight, "
+                "keep_layers or copy_actions."
+            )
         return f"What one microbatch saves{without}:\n{first}\n\nWhat a step takes at its peak:\n{second}"
 
 

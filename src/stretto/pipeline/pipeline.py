@@ -144,7 +144,14 @@ class Pipeline:
         )
         self._evaluations = 0
         self._dry_run = DryRun(
-            self.program, self._team, self._stages, self._transfers, self._gradients, self._binding, loss
+            self.program,
+            self._team,
+            self._stages,
+            self._transfers,
+            self._gradients,
+            self._binding,
+            loss,
+            offloads=policy.offloads,
         )
         self._states = States(parts.module, parts.layers, parts.names, mesh, self.rank)
         self._clipper = Clipper(self._team, self._turns, parts.agreement, self._replicas)
