@@ -15,6 +15,7 @@ from strategies import SCHEDULES
 REFUSED = [
     "a layer changes in place a tensor that shares memory with another one it was handed",
     "changes what it is given in place, so it cannot be recomputed",
+    "sets its 'num_batches_tracked' when it runs, which layer",
     "a tensor was changed in place before the weight gradient that it is needed for",
     "no loss of this step depends on a parameter that requires gradients",
     "keeps running statistics, and its stage lives on 2 devices",
@@ -162,7 +163,8 @@ def test_every_piece_by_policies(ranks: Ranks, piece: str, memory: str) -> None:
 @pytest.mark.parametrize("memory", ["sites and offload", "all but sites"])
 def test_every_site_by_policies(ranks: Ranks, piece: str, memory: str) -> None:
     model = Model("one_f_one_b", 2, 6, (("Piece", "tuple"), (piece, "values")), memory=memory)
-    assert not any(rank.said for rank in assert_exact_or_refused(ranks, model))
+    refused = piece == "RecomputedStatistics" and memory == "all but sites"  # a kept module that sets buffers
+    assert any(rank.said for rank in assert_exact_or_refused(ranks, model)) == refused
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -653,6 +653,8 @@ def test_sites_do_as_what_is_around_them_unless_a_pattern_says_otherwise() -> No
         "offload",
         {"0.1.norm": "keep", "0.1.up": "keep", "0.1.down": "keep"},
     )
+    assert actions({"*.0": "recompute", "*": "offload"}, stack) == ("offload", {"0.0": "recompute"})
+    assert actions({"0": "keep", "*": "offload"}, stack) == ("keep", {})
     assert actions({"sequential.norm": "keep", "sequential": "offload"}, stack)[1].keys() == {"0.0.norm", "0.1.norm"}
 
 

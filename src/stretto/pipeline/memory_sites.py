@@ -17,6 +17,8 @@ _STAYING: dict[Action, Action] = {
     "offload": "keep",
     "recompute+offload": "recompute",
 }
+Decision = tuple[int, Action]
+"""The number of the pattern that decides about a site, and what it says."""
 Part = tuple[int, int]
 """A layer's number, and the number of its phase; 0 if it runs whole."""
 
@@ -58,23 +60,26 @@ class Decisions:
         self.reasons: dict[str, str] = {}
         """For each pattern that matched a site, why it decided nothing; empty if it decided."""
 
-    def about(self, names: Sequence[str], *, repeats: bool = True) -> Action | None:
-        """Return what the policy says about a site. Without `repeats` it is kept instead of recomputed."""
-        matching = [pattern for pattern in self._policy.sites if self._policy.matches(pattern, *names)]
-        if not matching:
-            return None
-        first, *others = matching
-        action = self._policy.sites[first]
-        if recomputes(action) and not repeats:
-            self.reasons.setdefault(first, f"{names[0]} is communication, which is not recomputed; keep or offload it")
-            action = "keep"
-        else:
-            self.reasons[first] = ""
-        for other in others:
-            self.reasons.setdefault(
-                other, f"{first!r:.60} decides about all that {other!r:.60} matches; put the narrower one first"
-            )
-        return action
+    def about(self, names: Sequence[str], around: Decision | None = None, *, repeats: bool = True) -> Decision:
+        """Return what the policy says about a site, given what it says about what is around it: the first pattern that
+        matches either decides. Without `repeats` a site is kept instead of recomputed.
+        """
+        patterns = list(self._policy.sites)
+        number, action = around or (len(patterns), "keep")
+        matching = [at for at, pattern in enumerate(patterns) if self._policy.matches(pattern, *names)]
+        if matching and matching[0] < number:
+            number = matching.pop(0)
+            action = self._policy.sites[patterns[number]]
+            if recomputes(action) and not repeats:
+                why = f"{names[0]} is communication, which is not recomputed; keep or offload it"
+                self.reasons.setdefault(patterns[number], why)
+                action = "keep"
+            else:
+                self.reasons[patterns[number]] = ""
+        for other in (patterns[at] for at in matching if at != number):
+            why = f"{patterns[number]!r:.60} decides about all that {other!r:.60} matches; put the narrower one first"
+            self.reasons.setdefault(other, why)
+        return number, action
 
 
 def find_sites(decisions: Decisions, layers: Mapping[int, nn.Module], *, in_phases: bool) -> dict[Part, PartSites]:
@@ -89,9 +94,9 @@ def find_sites(decisions: Decisions, layers: Mapping[int, nn.Module], *, in_phas
             name = anatomy.name if runs_whole else phase.name
             names = [name, f"{anatomy.name}.{name}"]
             root = decisions.about([*names, *layer_names], repeats=runs_whole or phase.lane == "compute")
-            modules = _modules(decisions, number, layer, names, root or "keep", split=split)
+            modules = _modules(decisions, number, layer, names, root, split=split)
             lane = "compute" if runs_whole else phase.lane
-            sites[number, at] = PartSites(name, root or "keep", {id(site.module): site for site in modules}, lane)
+            sites[number, at] = PartSites(name, root[1], {id(site.module): site for site in modules}, lane)
     return sites
 
 
@@ -119,11 +124,11 @@ def _layer_names(number: int, layer: nn.Module, *, split: bool) -> list[str]:
 
 
 def _modules(
-    decisions: Decisions, number: int, layer: nn.Module, phase_names: list[str], root: Action, *, split: bool
+    decisions: Decisions, number: int, layer: nn.Module, phase_names: list[str], root: Decision, *, split: bool
 ) -> Iterator[ModuleSite]:
     """Return the modules within a layer for which another action holds than around them."""
     silent = {id(layer), *(id(module) for module in bypassed(number, layer).values() if split)}
-    around: list[tuple[str, Action]] = []
+    around: list[tuple[str, Decision]] = []
     for _, seen, module in modules_of(number, layer):
         if id(module) in silent:
             continue
@@ -132,10 +137,10 @@ def _modules(
         outer = around[-1][1] if around else root
         inner = _within(seen, number, layer)
         short = {inner, inner.rpartition(".")[2]}
-        action = decisions.about([seen, *(f"{phase}.{name}" for phase in phase_names for name in short)]) or outer
-        if action != outer:
-            yield ModuleSite(seen, f"{phase_names[0]}.{inner}", module, action)
-        around.append((seen, action))
+        decision = decisions.about([seen, *(f"{phase}.{name}" for phase in phase_names for name in short)], outer)
+        if decision[1] != outer[1]:
+            yield ModuleSite(seen, f"{phase_names[0]}.{inner}", module, decision[1])
+        around.append((seen, decision))
 
 
 def _within(seen: str, number: int, layer: nn.Module) -> str:
