@@ -9,10 +9,10 @@ import torch
 
 from stretto.execute.executor import Act, Executor, Issue
 from stretto.execute.recorder import Recorder
+from stretto.execute.release import kept_until
 from stretto.program.task import Lane
 
 _FIRST = ("comm", "send", "recv")  # lanes whose kernels the device prefers
-_AHEAD = 256  # tasks of several lanes that the host may queue ahead of the device
 
 
 class StreamFuture:
@@ -60,14 +60,14 @@ class DeviceLanes:
     """Streams of a device. The host queues tasks, and waits only to learn what messages will hold.
 
     The compute lane is the caller's stream, so that the caller's own work stays in order. A task may read memory of
-    another lane, whose stream does not know that: the memory is kept until the device has finished the task.
+    another lane, whose stream does not know that: the memory is kept until that stream waits for the task.
     """
 
     spans: Mapping[int, tuple[float, float]] = {}
 
     def __init__(self, executor: Executor, more: Mapping[int, int], used: list[object] | None) -> None:
         """`more` are needs that the program does not contain, of memory that is reused. Objects that tasks put into
-        `used` are kept alive.
+        `used` are kept alive until their memory may be given to the next task (see `kept_until`).
         """
         self._tasks, self._supervisor, self._used = executor.tasks, executor.supervisor, used
         tasks = executor.tasks
@@ -86,16 +86,19 @@ class DeviceLanes:
         self._main: Any = None
         self._begun: dict[int, Begun] = {}
         self._in_flight: deque[Begun] = deque()
-        self._kept: deque[tuple[Any, object]] = deque()
+        self._kept_until = kept_until(tasks, self._needs)
+        self._kept: dict[int, list[object]] = {}  # by the number of tasks to issue before
 
     def compile(self, at: int, act: Act, recorder: Recorder | None = None) -> Issue:
         own, needs, events, begun = self._streams[at], self._needs[at], self._events, self._begun
         event, check = events.get(at), self._supervisor.check
+        used, kept, until = self._used, self._kept, self._kept_until[at]
         if recorder is not None:
             act = _timed(recorder, at, act)
 
         def issue() -> None:
             check()
+            kept.pop(at, None)
             stream = self._main if own is None else own
             if own is not None:
                 torch.cuda.set_stream(own)
@@ -116,8 +119,9 @@ class DeviceLanes:
             finally:
                 if own is not None:
                     torch.cuda.set_stream(self._main)
-            if self._used is not None:
-                self._keep(stream)
+            if used:
+                kept.setdefault(until, []).extend(used)
+                used.clear()
 
         return issue
 
@@ -163,21 +167,6 @@ class DeviceLanes:
         if work.landed is not None:
             work.landed()
         work.futures, work.landed = [], None  # release what they kept alive
-
-    def _keep(self, stream: Any) -> None:
-        """Keep what a task has used until the device has finished it. Wait if the host is too far ahead."""
-        assert self._used is not None
-        if self._used:
-            event = _event()
-            event.record(stream)
-            self._kept.append((event, self._used.copy()))
-            self._used.clear()
-        while self._kept and (self._kept[0][0].query() or len(self._kept) > _AHEAD):
-            if not self._kept[0][0].query():
-                self._supervisor.check()
-                time.sleep(0.00005)
-                continue
-            self._kept.popleft()
 
 
 def _timed(recorder: Recorder, at: int, act: Act) -> Act:
