@@ -11,7 +11,8 @@ from torch import nn
 import stretto
 from causal_lms import LM
 from commands import run
-from moe_jobs import CONFIG, DEVICE, bypassed, loaded, recomputed, trained, without_routers
+from devices import device_ranks
+from moe_jobs import CONFIG, bypassed, loaded, recomputed, trained, without_routers
 from planned_jobs import fitted, planned
 from ranks import Ranks
 from strategies import SCHEDULES
@@ -25,7 +26,7 @@ OPTIONS = {"plain": {}, "mtp": {"mtp": True}, "mtp and balance": {"mtp": True, "
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(4, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
+    started = device_ranks(4)
     yield started
     started.stop()
 

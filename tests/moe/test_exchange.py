@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
+from devices import device_ranks
 from exchange_jobs import (
     Case,
     blocks,
@@ -41,7 +42,7 @@ _NO_EXPERT = (
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(4, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
+    started = device_ranks(4)
     yield started
     started.stop()
 
@@ -197,6 +198,13 @@ def test_a_share_is_part_of_the_whole_parameters_memory() -> None:
     assert len(experts.down_proj) == 2
     with pytest.raises(PipelineError, match="are share 1 of 3 already, and cannot become share 0 of 2"):
         experts.shard(0, 2)
+
+
+def test_a_share_on_a_device_leaves_the_others_memory_free() -> None:
+    experts = Experts(6, 4, 3).to("meta")
+    experts.shard(1, 3)
+    for parameter in experts.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
 def test_a_share_keeps_its_gradients() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import dry_run_jobs as jobs
 from alive import Alive
+from devices import device_ranks
 from dry_run_jobs import DIM, HIDDEN, ROWS
 from models import Case
 from ranks import Ranks
@@ -32,7 +33,7 @@ BYTES = 8  # of a float64
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    made = Ranks(4)
+    made = device_ranks(4)
     yield made
     made.stop()
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from devices import device_ranks
 from gradient_jobs import (
-    DEVICE,
     REFUSED,
     SETUPS,
     after_failures,
@@ -37,7 +37,7 @@ from strategies import SCHEDULES
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    made = Ranks(4, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
+    made = device_ranks(4)
     yield made
     made.stop()
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grammar import CONTAINERS, DEVICE, LOSSES, MEMORIES, PIECES, Found, Model, run_pipeline, run_plain
+from devices import device_ranks
+from grammar import CONTAINERS, LOSSES, MEMORIES, PIECES, Found, Model, run_pipeline, run_plain
 from ranks import Ranks
 from strategies import SCHEDULES
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    made = Ranks(4, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
+    made = device_ranks(4)
     yield made
     made.stop()
 

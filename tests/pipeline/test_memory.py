@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import memory_jobs
+from devices import device_ranks
 from memory_jobs import Found
 from models import Case
-from moe_jobs import DEVICE
 from ranks import Ranks
 from stretto import Memory
 
@@ -27,7 +27,7 @@ SCHEDULES = ["gpipe", "one_f_one_b", "interleaved", "zb_v", "dualpipe", "dualpip
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(4, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
+    started = device_ranks(4)
     yield started
     started.stop()
 

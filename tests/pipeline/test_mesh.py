@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from devices import DEVICE, device_ranks
 from mesh_jobs import (
     beside,
     cut_models,
@@ -19,7 +20,6 @@ from mesh_jobs import (
     uneven,
     waits,
 )
-from moe_jobs import DEVICE
 from ranks import Ranks
 
 MESHES = [
@@ -33,7 +33,7 @@ SCHEDULES = ["dualpipe", "dualpipev", "interleaved", "zb_v"]
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(8, backend="onegpu" if DEVICE.type == "cuda" else "gloo", device=DEVICE.type)
+    started = device_ranks(8)
     yield started
     started.stop()
 

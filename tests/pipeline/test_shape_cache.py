@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from devices import device_ranks
 from ranks import Ranks
 from shape_cache_jobs import (
-    DEVICE,
     MICROBATCHES,
     SEEN,
     THEN,
@@ -27,8 +27,7 @@ UNLIKE = {"shapes": "float64 of shape (2, ", "values": "['factor'] is 5.0, was 1
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    cuda = DEVICE.type == "cuda"
-    made = Ranks(2, backend="onegpu" if cuda else "gloo", device=DEVICE.type)
+    made = device_ranks(2)
     yield made
     made.stop()
 

@@ -47,12 +47,12 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 def mlps(count: int, dim: int = DIM, hidden: int = HIDDEN) -> list[nn.Module]:
     torch.manual_seed(1)
-    return [Mlp(dim, hidden).double() for _ in range(count)]
+    return [Mlp(dim, hidden).to(DEVICE, torch.float64) for _ in range(count)]
 
 
 def inputs_of(microbatches: int, rows: int = ROWS, dim: int = DIM) -> Tensor:
     torch.manual_seed(2)
-    return torch.randn(microbatches * rows, dim, dtype=torch.float64)
+    return torch.randn(microbatches * rows, dim, dtype=torch.float64).to(DEVICE)
 
 
 def reported(mesh: DeviceMesh, policy: dict[str, Any], *, targets: bool = True) -> MemoryReport:
@@ -144,7 +144,7 @@ def _same(one: Any, other: Any) -> bool:
 def remains(mesh: DeviceMesh, gradients: str, steps: int, fails: bool) -> list[str]:
     """What is different after a dry run, or one that fails."""
     torch.manual_seed(1)
-    layers: list[nn.Module] = [Greedy(), Odd(), Odd(), nn.Linear(DIM, DIM)]
+    layers = [layer.to(DEVICE) for layer in (Greedy(), Odd(), Odd(), nn.Linear(DIM, DIM))]
     x = inputs_of(2).float()
     pipe = stretto.Pipeline(
         layers,
@@ -186,12 +186,9 @@ def measured(mesh: DeviceMesh, schedule: str, policy: dict[str, Any], dtype: tor
     weights = sum(p.nbytes for p in pipe.parameters())
     host = pipe._binding.host_pool.nbytes
     pipe.close()
-    return (mine.weights, mine.gradients, mine.buffers, mine.host), (
-        weights,
-        sum((flat | sums).values()),
-        buffers,
-        host,
-    )
+    copied = sum(nbytes for at, nbytes in flat.items() if at not in sums) if dtype is torch.bfloat16 else 0
+    at_peak = sum((flat | sums).values()) - min(copied, mine.activations)
+    return (mine.weights, mine.gradients, mine.buffers, mine.host), (weights, at_peak, buffers, host)
 
 
 def peaks(mesh: DeviceMesh, schedule: str, policy: dict[str, Any]) -> tuple[int, int]:

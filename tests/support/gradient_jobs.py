@@ -1,7 +1,6 @@
 """What ranks do to find out whether gradients are those of one whole-batch backward: hooks, ties, kinds of sums."""
 
 import contextlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import stretto
+from devices import DEVICE
 from strategies import SCHEDULES
 
 WIDTH, TOKENS, MICROBATCHES = 6, 3, 6
-DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))  # "cuda" runs most of this on a GPU, under MPS
 Layers = list[nn.Module]
 
 

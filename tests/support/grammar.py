@@ -7,7 +7,6 @@ wraps the result in a container. A tag, different from microbatch to microbatch,
 import collections
 import copy
 import math
-import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 import stretto
+from devices import DEVICE
 from strategies import SCHEDULES
 from stretto.moe import GroupedLinear
 from stretto.pipeline.rng import Generators, RngKey
 
 WIDTH, TOKENS, ROWS, WORDS = 4, 3, 2, 7
-DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))  # "cuda" runs all of this on a GPU, under MPS
 
 
 class Point(NamedTuple):

@@ -46,7 +46,7 @@ def many_steps(mesh: DeviceMesh, schedule: str, policy: Any, steps: int) -> Foun
     """Steps whose batches and rows differ, with an optimizer: what a reused buffer holds would show in the next."""
     torch.manual_seed(3)
     plan = SCHEDULES[schedule].make(devices=mesh.size(), microbatches=6)
-    layers = [Ragged() for _ in range(plan.stages)]
+    layers = [Ragged().to(DEVICE) for _ in range(plan.stages)]
     pipe = stretto.Pipeline(
         layers,
         plan=plan,
@@ -60,10 +60,11 @@ def many_steps(mesh: DeviceMesh, schedule: str, policy: Any, steps: int) -> Foun
     for step in range(steps):
         torch.manual_seed(step)
         rows = [int(torch.randint(2, 30, ())) for _ in range(6)]
-        result = pipe.step([torch.randn(count, 8) for count in rows], [torch.zeros(count) for count in rows])
+        inputs, targets = [torch.randn(count, 8).to(DEVICE) for count in rows], [torch.zeros(1, device=DEVICE)] * 6
+        result = pipe.step(inputs, targets)
         losses.append(result.loss)
         optimizer.step()
-    found = losses, {name: grad.numpy() for name, grad in _grads(pipe)}
+    found = losses, {name: grad.cpu().numpy() for name, grad in _grads(pipe)}
     pipe.close()
     return found
 

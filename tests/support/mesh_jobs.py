@@ -393,8 +393,9 @@ def evaluated(mesh: DeviceMesh, sizes: Sizes, counts: bool) -> str:
 def cut_models(mesh: DeviceMesh, sizes: Sizes, schedule: str, kind: str) -> list[str]:
     """What differs from an uncut model of transformers."""
     member, lm = Member(mesh, sizes), LM(kind)
-    model, (inputs, labels) = lm.model(num_hidden_layers=4), lm.batch(2 * MICROBATCHES * member.shape.replicas)
-    whole = copy.deepcopy(model)
+    model, (batch, labels) = lm.model(num_hidden_layers=4), lm.batch(2 * MICROBATCHES * member.shape.replicas)
+    inputs, labels = {name: value.to(DEVICE) for name, value in batch.items()}, labels.to(DEVICE)
+    whole = copy.deepcopy(model.to(DEVICE))
     with exact(kind):
         loss, grads = uncut(whole, inputs, labels, MICROBATCHES * member.shape.replicas)
         pipe = stretto.Pipeline(

@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import stretto
 import stretto.pipeline.build as runtime
+from devices import DEVICE
 from strategies import SCHEDULES
 from stretto.layers import cut_layers
 from stretto.timeline.trace import trace_json
@@ -134,7 +135,7 @@ class Case:
             blocks = [(Position, nn.Identity)[k % 2]() for k in range(count - 2)]
         made = [embed, *blocks, head]
         for module in made:
-            module.to(self.dtype)
+            module.to(DEVICE, self.dtype)
         if self.tied:
             head.out.weight = embed.table.weight
         return made
@@ -142,10 +143,9 @@ class Case:
     def batch(self) -> tuple[Any, Tensor]:
         torch.manual_seed(2)
         size = (1 if self.passing else 2) * self.microbatches
-        tokens = torch.randint(VOCABULARY, (size, TOKENS))
-        targets = torch.randint(VOCABULARY, (size, TOKENS))
+        tokens, targets = (torch.randint(VOCABULARY, (size, TOKENS)).to(DEVICE) for _ in range(2))
         if self.dicts:
-            return {"tokens": tokens, "mask": (torch.rand(size, TOKENS) > 0.2).long()}, targets
+            return {"tokens": tokens, "mask": (torch.rand(size, TOKENS) > 0.2).long().to(DEVICE)}, targets
         return tokens, targets
 
     def loss(self, output: Tensor, target: Tensor) -> Any:
@@ -164,7 +164,7 @@ def plain(case: Case) -> tuple[float, dict[str, Any]]:
         loss = loss[0] / loss[1]
     loss.backward()
     return float(loss.detach()), {
-        name: p.grad.double().numpy()
+        name: p.grad.double().cpu().numpy()
         for name, p in model.named_parameters(remove_duplicate=False)
         if p.grad is not None
     }
@@ -206,7 +206,7 @@ def disturb(pipe: Any, at: int, act: Callable[[], object]) -> Callable[[], None]
 
 def gradients(pipe: Any) -> dict[str, Any]:
     every = pipe.named_parameters(remove_duplicate=False)
-    return {name: p.grad.double().numpy() for name, p in every if p.grad is not None}
+    return {name: p.grad.double().cpu().numpy() for name, p in every if p.grad is not None}
 
 
 def order(mesh: Any, case: Case) -> tuple[list[str], list[str]]:

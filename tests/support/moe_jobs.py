@@ -1,7 +1,6 @@
 """What ranks do to find out whether a pipelined mixture of experts is the whole model."""
 
 import dataclasses
-import os
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import stretto
+from devices import DEVICE
 from strategies import SCHEDULES
 from stretto.model import (
     CausalLM,
@@ -24,7 +24,6 @@ from stretto.model import (
 from stretto.moe import Router
 
 MICROBATCHES, LENGTH = 8, 5
-DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))  # "cuda" runs this on a GPU, under MPS
 CONFIG = dataclasses.replace(ModelConfig.named("tiny"), vocab_size=29, hidden_size=16, num_attention_heads=2)
 
 

@@ -1,6 +1,5 @@
 """What ranks do to find out how messages are known: by what they look like, or by an earlier step that began alike."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import stretto
+from devices import DEVICE
 from stretto.execute.side_channel import SideChannel
 from stretto.schedules import one_f_one_b
 
 WIDTH, STAGES, MICROBATCHES = 6, 2, 4
-DEVICE = torch.device(os.environ.get("STRETTO_TEST_DEVICE", "cpu"))  # "cuda" runs all of this on a GPU, under MPS
 
 
 class Layer(nn.Module):

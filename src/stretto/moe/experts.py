@@ -91,8 +91,8 @@ class Experts(nn.Module):
     def shard(self, rank: int, ranks: int) -> None:
         """Keep only this rank's experts: the given one of so many equal shares, in order.
 
-        The parameters become new ones, which share memory with the old ones as long as they stay on their device. The
-        memory of the others is only free once these have moved.
+        The parameters become new ones. On the host they share memory with the old ones, whose memory is only free once
+        these have moved; elsewhere they are copies.
         """
         if (self.rank, self.ranks) == (rank, ranks):
             return
@@ -101,7 +101,8 @@ class Experts(nn.Module):
         for name, whole in list(self._parameters.items()):
             assert whole is not None
             part = slice(rank * each, (rank + 1) * each)
-            own = nn.Parameter(whole.data[part], requires_grad=whole.requires_grad)
+            share = whole.data[part] if whole.is_cpu else whole.data[part].clone()
+            own = nn.Parameter(share, requires_grad=whole.requires_grad)
             own.grad = None if whole.grad is None else whole.grad[part]
             self._parameters[name] = own
         self.rank, self.ranks = rank, ranks

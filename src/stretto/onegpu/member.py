@@ -105,6 +105,7 @@ class Member:
         if message is None:
             return
         self._ahead[peer, False] -= 1
+        assert message.tensor is not None
         try:
             memory.read(file, message.tensor)
         except OSError as error:
@@ -140,11 +141,12 @@ class Member:
             block = self._first + source * self._size + target
             if tensor.is_cuda and number - flags.arrived(block) >= RING - 1:
                 return None
-            message = Message(self._engine, block, peer, number, sends, tensor)
+            gpu = tensor.device.index if tensor.is_cuda else None
+            message = Message(self._engine, block, peer, number, sends, tensor, gpu)
             place = Place(self.name, peer, number, sends, tensor.nbytes, turn=self.turn)
             if tensor.is_cuda:
                 message.deadline = time.monotonic() + self._seconds
-                self._post_on_device(message, place)
+                self._post_on_device(message, place, tensor)
             else:
                 self._queued.setdefault((peer, sends), deque()).append((message, place))
                 self._post_queued(peer, sends=sends)
@@ -153,9 +155,9 @@ class Member:
             self.check()
         return message
 
-    def _post_on_device(self, message: Message, place: Place) -> None:
+    def _post_on_device(self, message: Message, place: Place, tensor: Tensor) -> None:
         """Post one side of a message, and raise its flag when the current stream gets there."""
-        flags, tensor = self._engine.flags, message.tensor
+        flags = self._engine.flags
         place.device = tensor.device.index
         if tensor.nbytes:
             allocation = self._engine.allocations.find(tensor.data_ptr())
@@ -163,7 +165,7 @@ class Member:
             place.offset = tensor.data_ptr() - allocation.base
         word = flags.address(flags.ready(message.block, message.number, sender=message.sends))
         self._post(place)
-        cuda.write_value(current_stream(tensor), word, message.number + 1)
+        cuda.write_value(current_stream(tensor.device.index), word, message.number + 1)
 
     def _post_queued(self, peer: int, *, sends: bool) -> None:
         """Post queued messages on the host in order, at most `_WINDOW` ahead of the other side."""

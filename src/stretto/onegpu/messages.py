@@ -20,8 +20,11 @@ class Message:
     peer: int
     number: int
     sends: bool
-    tensor: Tensor
-    """Kept alive until the message has ended."""
+    tensor: Tensor | None
+    """Kept alive until the message has ended, or until a stream waits for it: then the owner of the memory keeps it for
+    as long as other streams use it, as with NCCL."""
+    gpu: int | None = None
+    """The index of the tensor's GPU; None on the host."""
     deadline: float = math.inf
     """Set when the message is posted to the broker."""
     _ended: bool = False
@@ -32,17 +35,19 @@ class Message:
 
     @property
     def ended(self) -> bool:
-        if not self._ended and self.tensor.is_cuda:
+        if not self._ended and self.gpu is not None:
             self._ended = self.engine.flags.arrived(self.block) > self.number
         return self._ended
 
     def wait_on_stream(self) -> None:
         """Make the current stream wait until the message has ended."""
+        assert self.gpu is not None
         if not self.ended:
             flags = self.engine.flags
-            cuda.wait_value(current_stream(self.tensor), flags.address(flags.done(self.block)), self.number + 1)
+            cuda.wait_value(current_stream(self.gpu), flags.address(flags.done(self.block)), self.number + 1)
+        self.tensor = None
 
 
-def current_stream(tensor: Tensor) -> int:
-    """Return the driver's handle of the current stream of a tensor's device; making a Stream object takes longer."""
-    return int(torch._C._cuda_getCurrentRawStream(tensor.device.index))
+def current_stream(gpu: int) -> int:
+    """Return the driver's handle of the current stream of a GPU; making a Stream object takes longer."""
+    return int(torch._C._cuda_getCurrentRawStream(gpu))

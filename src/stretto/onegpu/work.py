@@ -46,7 +46,7 @@ class MessageWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        if any(message.tensor.is_cuda for message in self._messages):
+        if any(message.gpu is not None for message in self._messages):
             self._member.check()  # after a failure, flags are up though nothing has arrived
         return all(message.ended for message in self._messages)
 
@@ -96,7 +96,7 @@ class ThreadWork(Work):
 def settle(member: Member, messages: Sequence[Message]) -> None:
     """Make the current stream wait for messages on the device, and the host for the others."""
     for message in messages:
-        if message.tensor.is_cuda:
+        if message.gpu is not None:
             member.check()
             message.wait_on_stream()
         else:

@@ -131,11 +131,13 @@ class DryRun:
         )
         held = memory_bound(self._program, costs)[rank].peak_bytes
         assert held is not None
+        activations = round(held) + max(stages[number].brought_back for number in self._stages)
+        sums, copies = self._gradients.bytes_for({number: it.parameters() for number, it in self._stages.items()})
         return RankMemory(
             rank=rank,
             weights=_bytes_of((*self._module.parameters(), *self._module.buffers())),
-            gradients=self._gradients.bytes_for({number: stage.parameters() for number, stage in self._stages.items()}),
-            activations=round(held) + max(stages[number].brought_back for number in self._stages),
+            gradients=sums + max(0, copies - activations),
+            activations=activations,
             buffers=sum(
                 stages[stage].inputs if kind is Kind.RECV_F else stages[stage + 1].input_gradients
                 for kind, stage, _ in self._binding.recv_buffers

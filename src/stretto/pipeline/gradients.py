@@ -230,8 +230,10 @@ class Gradients:
             for one in saved:
                 _put_back(one)
 
-    def bytes_for(self, stages: Mapping[int, Sequence[nn.Parameter]]) -> int:
-        """Return the bytes of all gradients after a step: the sums, and `.grad` where it is a copy of another dtype."""
+    def bytes_for(self, stages: Mapping[int, Sequence[nn.Parameter]]) -> tuple[int, int]:
+        """Return the bytes of the sums of gradients, and of `.grad` where it is a copy of another dtype, which is made
+        at the end of a step.
+        """
         planned = Gradients(self._kind, is_loose=self._is_loose, shared_as=self._shared_as)
         planned._lay_out(stages)
         in_buffers = {id(sum_) for buffer in planned._buffers for sum_ in buffer.sums}
@@ -241,9 +243,10 @@ class Gradients:
             for sum_ in planned._sums.values()
             if id(sum_) not in in_buffers
         ]
-        return sum(
-            size * (dtype.itemsize + (grad_dtype.itemsize if dtype != grad_dtype and self._kind == "cast" else 0))
+        return sum(size * dtype.itemsize for size, dtype, _ in sizes), sum(
+            size * grad_dtype.itemsize
             for size, dtype, grad_dtype in sizes
+            if dtype != grad_dtype and self._kind == "cast"
         )
 
     def validate_main_grads(self) -> None:

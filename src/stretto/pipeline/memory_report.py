@@ -58,7 +58,8 @@ class RankMemory:
     weights: int
     """Parameters and module buffers."""
     gradients: int
-    """The sums of gradients, and `.grad` where it is a copy of another dtype."""
+    """The sums of gradients. Copies of another dtype (`.grad`) are made when no activations are left, and count only as
+    far as they are larger than those."""
     activations: int
     """The most that passes hold at a time, by the order of the program's tasks: what they keep, what a site brings
     back, and what waits for weight gradients."""
