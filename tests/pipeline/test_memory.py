@@ -74,6 +74,14 @@ def test_so_it_is_with_experts_on_a_mesh(ranks: Ranks, sizes: dict[str, int], sc
         assert any(left for _, left in told) == policy.offloads
 
 
+def test_so_it_is_where_new_memory_is_filled(ranks: Ranks) -> None:
+    expected, told = (
+        ranks.run(memory_jobs.filled, 4, policy) for policy in ("none", Memory(sites={"*": "offload"}, min_bytes=0))
+    )
+    assert_same([found for found, _ in told], [found for found, _ in expected])
+    assert any(left for _, left in told)
+
+
 def test_no_token_travels_twice_because_a_phase_is_recomputed(ranks: Ranks) -> None:
     plain = ranks.run(memory_jobs.dispatches, 4, "none")
     assert all(plain)

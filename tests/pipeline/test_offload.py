@@ -213,6 +213,25 @@ def test_what_is_changed_after_it_left_does_no_harm() -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_copies_back_come_after_all_memory_for_them_was_made() -> None:
+    module, x = Mlp(), torch.randn(3, WIDTH, requires_grad=True)
+    one = Pass(module, Memory(sites={"*": "offload"}))
+    one.forward(x)
+    one.leave()
+    made: list[Tensor] = []
+
+    def empty(nbytes: int) -> Tensor:
+        made.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return made[-1]
+
+    def ready() -> None:
+        assert made
+        assert not any(memory.any() for memory in made)
+
+    one.away.come_back(empty, ready)
+    assert any(memory.any() for memory in made)
+
+
 def test_what_the_graph_has_let_go_of_does_not_leave() -> None:
     class Inside(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

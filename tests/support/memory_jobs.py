@@ -86,6 +86,15 @@ def with_experts(mesh: DeviceMesh, sizes: Sizes, schedule: str, policy: Any, **m
     return found
 
 
+def filled(mesh: DeviceMesh, policy: Any) -> tuple[Found, int]:
+    """The same where PyTorch fills new memory with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return with_experts(mesh, {"pp": 2, "ep": 2}, "interleaved", policy)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 class Counting(AllToAll):
     """Counts how often tokens are sent to experts."""
 

@@ -118,15 +118,18 @@ class Away:
                 view.validate()
                 view.release()
 
-    def come_back(self, empty: Callable[[int], Tensor]) -> None:
-        """Start to copy all of it back, into memory that `empty` makes."""
-        for stored in _alive(self._left):
+    def come_back(self, empty: Callable[[int], Tensor], ready: Callable[[], object] = lambda: None) -> None:
+        """Start to copy all of it back, into memory that `empty` makes. `ready` is called once it has made all of it:
+        PyTorch may fill new memory (`torch.use_deterministic_algorithms`), and copies must come after that.
+        """
+        left = list(_alive(self._left))
+        self._left.clear()
+        self._arriving = [empty(stored.nbytes) for stored in left]
+        ready()
+        for stored, device in zip(left, self._arriving, strict=True):
             assert stored.host is not None
-            device = empty(stored.nbytes)
             device.copy_(stored.host, non_blocking=True)
             stored.device, stored.host = device, None
-            self._arriving.append(device)
-        self._left.clear()
 
     def settle(self) -> None:
         """Note that the stream whose memory it is waits for the copies back: from now on it may be freed."""

@@ -284,14 +284,13 @@ class Stage:
             away.come_back(partial(torch.empty, dtype=torch.uint8, device=self._device))
             return
         self.release(microbatch)
-        now, main = torch.cuda.current_stream(), self.streams[0]
-        now.wait_stream(main)  # whose memory it is
+        now, main = torch.cuda.current_stream(), self.streams[0]  # whose memory it is
 
         def empty(nbytes: int) -> Tensor:
             with torch.cuda.stream(main):
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-        away.come_back(empty)
+        away.come_back(empty, lambda: now.wait_stream(main))
         pool.read(number, now.record_event())
 
     def _chosen(self, away: Away) -> list[Stored]:
