@@ -216,7 +216,7 @@ def test_what_is_changed_after_it_left_does_no_harm() -> None:
 def test_copies_back_come_after_all_memory_for_them_was_made() -> None:
     module, x = Mlp(), torch.randn(3, WIDTH, requires_grad=True)
     one = Pass(module, Memory(sites={"*": "offload"}))
-    one.forward(x)
+    out = one.forward(x)
     one.leave()
     made: list[Tensor] = []
 
@@ -230,6 +230,7 @@ def test_copies_back_come_after_all_memory_for_them_was_made() -> None:
 
     one.away.come_back(empty, ready)
     assert any(memory.any() for memory in made)
+    one.backward(out, torch.ones_like(out))
 
 
 def test_what_the_graph_has_let_go_of_does_not_leave() -> None:
