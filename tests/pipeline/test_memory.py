@@ -82,6 +82,15 @@ def test_so_it_is_where_new_memory_is_filled(ranks: Ranks) -> None:
     assert any(left for _, left in told)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_a_failure_while_something_comes_back_leaves_nothing_behind(ranks: Ranks, schedule: str) -> None:
+    case = Case(schedule, 4, 8, phased=True, dtype=torch.float32)
+    expected = [found for found, *_ in ranks.run(memory_jobs.trained, 4, case, "none")]
+    told = ranks.run(memory_jobs.after_a_failure, 4, case, POLICIES["offload"])
+    assert all("out of luck" in said for said, _ in told)
+    assert_same([found for _, found in told], expected)
+
+
 def test_no_token_travels_twice_because_a_phase_is_recomputed(ranks: Ranks) -> None:
     plain = ranks.run(memory_jobs.dispatches, 4, "none")
     assert all(plain)

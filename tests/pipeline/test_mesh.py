@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from mesh_jobs import (
     waits,
 )
 from ranks import Ranks
+from stretto import Memory
 
 MESHES = [
     {"pp": 2, "ep": 2, "dp": 1},
@@ -29,6 +31,9 @@ MESHES = [
     {"pp": 4, "ep": 1, "dp": 1},
 ]
 SCHEDULES = ["dualpipe", "dualpipev", "interleaved", "zb_v"]
+
+
+MIXED = Memory(sites={"*norm": "recompute", "*.experts": "recompute", "*": "offload"}, min_bytes=0)
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +127,10 @@ def test_what_a_mesh_cannot_do_is_refused_on_all_ranks(
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="hosts wait for devices only")
+@pytest.mark.parametrize("policy", ["none", MIXED], ids=["kept", "mixed"])
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipev", "zb_v"])
-def test_hosts_wait_for_the_sizes_of_exchanges_and_for_nothing_else(ranks: Ranks, schedule: str) -> None:
-    results = ranks.run(waits, 4, {"pp": 2, "ep": 2}, schedule)
+def test_hosts_wait_for_the_sizes_of_exchanges_and_for_nothing_else(ranks: Ranks, schedule: str, policy: Any) -> None:
+    results = ranks.run(waits, 4, {"pp": 2, "ep": 2}, schedule, policy)
     assert any(counted for _, counted in results)  # on a rank that has no experts there are none
     for waited, counted in results:
         assert waited == ["the numbers of rows that other ranks send"] * counted

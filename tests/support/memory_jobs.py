@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import stretto
 from mesh_jobs import Member, Sizes
-from models import Case, gradients, pipeline
+from models import Case, disturb, gradients, pipeline
 from moe_jobs import CONFIG, DEVICE, batch
 from strategies import SCHEDULES
 from stretto.model import CausalLM, causal_lm_loss
@@ -93,6 +93,29 @@ def filled(mesh: DeviceMesh, policy: Any) -> tuple[Found, int]:
         return with_experts(mesh, {"pp": 2, "ep": 2}, "interleaved", policy)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def after_a_failure(mesh: DeviceMesh, case: Case, policy: Any) -> tuple[str, Found]:
+    """What a step says in which a rank fails while something comes back, and what a new pipeline finds."""
+    pipe = pipeline(mesh, case, memory=policy)
+    pipe.step(*case.batch())
+    back = next((at for at, task in enumerate(pipe._binding.tasks) if task.kind is Kind.ONLOAD), None)
+    if mesh.get_local_rank() == 0:
+        assert back is not None
+
+        def fail() -> None:
+            raise ValueError("out of luck")
+
+        disturb(pipe, back + 1, fail)
+    said = ""
+    try:
+        pipe.step(*case.batch())
+    except (ValueError, stretto.StrettoError) as error:
+        said = str(error)
+    pipe.close()
+    del pipe
+    found, *_ = trained(mesh, case, policy)
+    return said, found
 
 
 class Counting(AllToAll):

@@ -413,13 +413,15 @@ def cut_models(mesh: DeviceMesh, sizes: Sizes, schedule: str, kind: str) -> list
     return wrong
 
 
-def waits(mesh: DeviceMesh, sizes: Sizes, schedule: str) -> tuple[list[str], int]:
+def waits(mesh: DeviceMesh, sizes: Sizes, schedule: str, policy: Any = "none") -> tuple[list[str], int]:
     """What made the host wait for the device in a step, under PyTorch's own watch; and how often rows were counted."""
     member = Member(mesh, sizes)
     config = dataclasses.replace(CONFIG, num_hidden_layers=4, hidden_size=32, moe_intermediate_size=16)
     torch.manual_seed(1)
     model = CausalLM(config).to(DEVICE, torch.bfloat16)
-    pipe = stretto.Pipeline(model.layers(), plan=member.plan(schedule), loss=causal_lm_loss, mesh=member.mesh)
+    pipe = stretto.Pipeline(
+        model.layers(), plan=member.plan(schedule), loss=causal_lm_loss, mesh=member.mesh, memory=policy
+    )
     tokens, targets = (member.own(tensor) for tensor in batch(config, 2 * MICROBATCHES * member.shape.replicas))
     for _ in range(2):
         pipe.step(tokens, targets, check_finite=False)
