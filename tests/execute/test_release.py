@@ -6,14 +6,18 @@ from hypothesis import strategies as st
 from stretto.execute.release import kept_until
 from stretto.program.task import Kind, Lane, Task
 
-LANES = ("compute", "comm", "host", "d2h")
+LANES = ("compute", "comm", "host", "h2d")
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[list[Task], list[list[int]]]:
     """Tasks of one device in the order of their issue, each with needs of earlier tasks in other lanes."""
     lanes = draw(st.lists(st.sampled_from(LANES), min_size=1, max_size=14))
-    tasks = [Task(Lane(0, name), Kind.F, stage=0, microbatch=at) for at, name in enumerate(lanes)]
+    kinds = [Kind.ONLOAD if name == "h2d" else Kind.F for name in lanes]
+    tasks = [
+        Task(Lane(0, name), kind, stage=0, microbatch=at)
+        for at, (name, kind) in enumerate(zip(lanes, kinds, strict=True))
+    ]
     needs = []
     for at, name in enumerate(lanes):
         earlier = [place for place in range(at) if lanes[place] != name]
@@ -28,17 +32,27 @@ def waits_for(tasks: list[Task], needs: list[list[int]], at: int) -> set[int]:
         one = open_.pop()
         same = [place for place in range(one) if tasks[place].lane == tasks[one].lane]
         for place in [*needs[one], *same]:
-            if place not in found and tasks[place].lane.name != "d2h":
+            if place not in found and tasks[place].lane.name != "h2d":
                 found.add(place)
                 open_.append(place)
     return found
 
 
 def safe(tasks: list[Task], needs: list[list[int]], at: int, issued: int) -> bool:
-    """Whether the next task of every other lane that has memory of its own comes after this one."""
+    """Whether the next task that makes memory of any other lane comes after this one. What comes back from the host
+    comes to memory of the compute lane, after what that was given before.
+    """
     for name in LANES[:3]:
-        later = [place for place in range(issued, len(tasks)) if tasks[place].lane.name == name]
-        if later and tasks[at].lane.name != name and at not in waits_for(tasks, needs, later[0]):
+        makes = (name, "h2d") if name == "compute" else (name,)
+        later = next((place for place in range(issued, len(tasks)) if tasks[place].lane.name in makes), None)
+        if later is None or tasks[at].lane.name == name:
+            continue
+        if tasks[later].kind is Kind.ONLOAD:
+            before = [place for place in range(later) if tasks[place].lane.name == "compute"]
+            after = waits_for(tasks, needs, before[-1]) if before else set()
+        else:
+            after = waits_for(tasks, needs, later)
+        if at not in after:
             return False
     return True
 
@@ -49,7 +63,7 @@ def test_memory_is_released_as_soon_as_it_is_safe(program: tuple[list[Task], lis
     for at, until in enumerate(kept_until(tasks, needs)):
         assert at < until <= len(tasks)
         assert all(safe(tasks, needs, at, issued) for issued in range(until, len(tasks) + 1))
-        if tasks[at].lane.name != "d2h":
+        if tasks[at].lane.name != "h2d":
             assert until == at + 1 or not safe(tasks, needs, at, until - 1)
 
 
@@ -58,3 +72,15 @@ def test_a_lane_that_does_not_wait_keeps_memory_until_its_last_task() -> None:
     tasks = [Task(lane, Kind.F, stage=0, microbatch=at) for at, lane in enumerate([compute, comm, compute, comm])]
     assert kept_until(tasks, [[], [], [], []]) == [4, 3, 4, 4]
     assert kept_until(tasks, [[], [], [1], [2]]) == [2, 2, 3, 4]
+
+
+def test_memory_that_comm_still_reads_is_not_given_to_what_comes_back() -> None:
+    compute, comm, h2d = Lane(0, "compute"), Lane(0, "comm"), Lane(0, "h2d")
+    tasks = [
+        Task(compute, Kind.F, stage=0, microbatch=0),
+        Task(comm, Kind.F, stage=0, microbatch=0, part=1),  # reads what the first has made
+        Task(h2d, Kind.ONLOAD, stage=0, microbatch=1),
+        Task(compute, Kind.F, stage=0, microbatch=0, part=2),  # waits for comm
+    ]
+    assert kept_until(tasks, [[], [0], [], [1]])[1] == 3
+    assert kept_until(tasks[:2] + tasks[3:], [[], [0], [1]])[1] == 2

@@ -3,33 +3,36 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from stretto.program.task import Lane, Task
+from stretto.program.task import Kind, Lane, Task
 
 _OWNERS = ("compute", "comm", "host")  # lanes in whose streams tasks make memory that others use
 
 
 def kept_until(tasks: Sequence[Task], needs: Sequence[Sequence[int]]) -> list[int]:
-    """Return, for each task, the number of tasks to issue before what it used may be released.
+    """Return, for each task of a device, the number of tasks to issue before what it used may be released.
 
-    Released memory is given to the next task of the stream that it was made in. That stream must by then have been made
-    to wait for everything that used the memory: an order of the program, which holds however far ahead of the device
-    the host is. Waits for transfers and copies do not count, since such work may run in streams of its own.
+    Released memory is given to the next task that makes memory in the stream in which it was made. That stream must by
+    then have been made to wait for everything that used the memory: an order of the program, which holds however far
+    ahead of the device the host is. Waits for transfers and copies do not count, since such work may run in streams of
+    its own. What comes back from host memory comes to memory of the compute lane, which need not wait for anything
+    before that.
     """
-    lanes = sorted({task.lane for task in tasks if task.lane.name in _OWNERS})
-    places: dict[Lane, list[int]] = {lane: [] for lane in lanes}  # of the tasks of each lane
-    seen: dict[Lane, list[dict[Lane, int]]] = {lane: [] for lane in lanes}  # the last tasks these have waited for
+    owner = [Lane(task.device) if task.kind is Kind.ONLOAD else task.lane for task in tasks]
+    lanes = sorted({lane for lane in owner if lane.name in _OWNERS})
+    places: dict[Lane, list[int]] = {lane: [] for lane in lanes}  # of the tasks that make memory of each lane
+    seen: dict[Lane, list[dict[Lane, int]]] = {lane: [] for lane in lanes}  # the last tasks its stream has waited for
     known: list[dict[Lane, int]] = []  # the same by task
-    for at, task in enumerate(tasks):
-        own = task.lane
+    for at, (task, own) in enumerate(zip(tasks, owner, strict=True)):
         if own not in places:
             known.append({})
             continue
         waited = dict(seen[own][-1]) if seen[own] else {}
-        for need in needs[at]:
-            for lane, last in known[need].items():
-                waited[lane] = max(last, waited.get(lane, -1))
-        waited[own] = at
-        known.append(waited)
+        if task.kind is not Kind.ONLOAD:
+            for need in needs[at]:
+                for lane, last in known[need].items():
+                    waited[lane] = max(last, waited.get(lane, -1))
+            waited[own] = at
+        known.append({} if task.kind is Kind.ONLOAD else waited)
         places[own].append(at)
         seen[own].append(waited)
     until = []
