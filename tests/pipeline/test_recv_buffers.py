@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 import stretto
 from strategies import plans
+from stretto.layers import Layer
 from stretto.pipeline.descriptions import Description, describe
 from stretto.pipeline.pytree import LEAF, Tree
 from stretto.pipeline.recv_buffers import RecvBuffers, share_recv_buffers
-from stretto.program.task import RECEIVES, Kind
+from stretto.program.task import COMPUTE, RECEIVES, Kind
 from stretto.program.wgrads import joined_ends
 from stretto.schedules import one_f_one_b
 
@@ -35,13 +36,39 @@ def test_a_room_is_lent_to_one_at_a_time_and_no_room_is_idle_for_good(plan: stre
             assert not [1 for other, until, taken in spans if taken == buffer_key and other < at <= until < end]
             assert not [1 for other, _, taken in spans if taken == buffer_key and at < other <= end]
         for at, _, buffer_key in spans:
-            assert after.get(at) == max(
-                (end for other, end, taken in spans if taken == buffer_key and other < at), default=None
-            )
+            earlier = [end for other, end, taken in spans if taken == buffer_key and other < at]
+            assert after.get(at, [])[-1:] == sorted(earlier)[-1:]
         for kind, stage in {buffer_key[:2] for buffer_key in recv_buffers.values()}:
             of = [(at, end) for at, end, buffer_key in spans if buffer_key[:2] == (kind, stage)]
             most = max(sum(at <= when <= end for at, end in of) for when, _ in of)
             assert len({buffer_key for buffer_key in recv_buffers.values() if buffer_key[:2] == (kind, stage)}) == most
+
+
+@given(plans())
+def test_a_room_is_lent_again_after_all_that_read_it_on_any_lane(plan: stretto.Plan) -> None:
+    layer = Layer("mine", (stretto.Phase("first", "comm"), stretto.Phase("second")))
+    program = stretto.lower(plan, layers=[[layer]] * plan.stages)
+    for rank in range(plan.devices):
+        places = [place for place, task in enumerate(program.tasks()) if task.device == rank]
+        tasks = [task for task in program.tasks() if task.device == rank]
+        index = {place: at for at, place in enumerate(places)}
+        taken, after = share_recv_buffers(tasks, {})
+        before: list[set[int]] = []
+        for at, place in enumerate(places):
+            same = [other for other in range(at) if tasks[other].lane == tasks[at].lane][-1:]
+            needs = [index[need] for need in program.needs(place) if need in index]
+            before.append({k for one in (*same, *needs, *after.get(at, ())) for k in (one, *before[one])})
+        holds: dict[object, tuple[int, int]] = {}
+        for at, key in taken.items():
+            readers = [
+                other
+                for other in range(at)
+                if key in holds
+                and tasks[other].kind in COMPUTE
+                and (tasks[other].stage, tasks[other].microbatch) == holds[key]
+            ]
+            assert before[at].issuperset(readers)
+            holds[key] = tasks[at].stage, tasks[at].microbatch
 
 
 def test_in_the_steady_state_of_1f1b_rooms_are_as_many_as_microbatches_in_flight() -> None:

@@ -15,7 +15,7 @@ from stretto import Costs
 from stretto.costs import Link, PhaseTimes, WovenTimes
 from stretto.layers import DENSE, EXPERT_PARALLEL_MOE, MOE, Layer
 from stretto.program.task import COMPUTE, Kind
-from stretto.schedules import dualpipe, dualpipev, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from stretto.schedules import dualpipe, dualpipev, forward_only, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 
 
 @given(plans(), costs, costs, costs, st.booleans(), st.integers(0, 3))
@@ -171,6 +171,24 @@ def test_means_are_of_all_samples() -> None:
     mean = pytest.approx((2 * 1 + 4 * 5 + 3 * 2) / 9)  # of two, four and three microbatches
     assert fitted.link.latency == mean
     assert mean == fitted.phases["moe.attn"].F
+
+
+def test_what_is_always_slow_in_its_place_is_no_stall() -> None:
+    slow = {"1>2": Link(latency=7.0), "2>1": Link(latency=7.0)}
+    plan = one_f_one_b(devices=4, microbatches=8)
+    assert stretto.fit(stretto.simulate(plan, Costs(link=Link(latency=1.0), links=slow))).link.latency == 3.0
+    phases = dict.fromkeys(("attn", "dispatch", "mlp", "combine"), PhaseTimes(1, 1, 1))
+    phases |= {"counts": PhaseTimes(F=0.1), "sizes": PhaseTimes(F=0.1)}
+    program = stretto.lower(
+        one_f_one_b(devices=1, microbatches=4).on_mesh({"pp": 1, "ep": 4}), layers=[[EXPERT_PARALLEL_MOE]]
+    )
+    measured = stretto.simulate(program, Costs(phases=phases, loads=(2.8, 0.4, 0.4, 0.4)))
+    assert pytest.approx(1.0) == stretto.fit(measured).phases["moe.mlp"].F
+
+
+def test_without_backwards_there_is_nothing_to_fit() -> None:
+    with pytest.raises(stretto.CostError, match="there are no backwards in the timeline to be fitted; record a step"):
+        stretto.fit(stretto.simulate(forward_only(one_f_one_b(devices=2, microbatches=4))))
 
 
 def test_spread_counts_and_stalls_do_not() -> None:

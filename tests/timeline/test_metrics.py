@@ -1,4 +1,5 @@
 from itertools import pairwise
+from math import isnan
 
 import numpy as np
 from hypothesis import given
@@ -129,7 +130,8 @@ def test_a_chain_of_communication_is_exposed_as_a_whole() -> None:
     costs = Costs(phases=phases)
     plan = stretto.schedules.gpipe(devices=1, microbatches=1)
     summary = stretto.simulate(stretto.lower(plan, layers=layers, costs=costs), costs).summary()
-    assert (summary.makespan, summary.devices[0].busy, summary.devices[0].exposed_comm) == (10, 6, 4)
+    # A weight gradient hides the last dispatch.
+    assert (summary.makespan, summary.devices[0].busy, summary.devices[0].exposed_comm) == (9, 6, 3)
 
 
 def woven(*, overlap: bool, comm: float = 1.0) -> stretto.Timeline:
@@ -146,12 +148,13 @@ def test_communication_hides_behind_compute_in_the_steady_state() -> None:
         assert device.total - device.hidden in (1.0, 2.0)
         assert device.share == device.hidden / device.total
     for device in woven(overlap=False).communication(steady=True):
-        assert (device.hidden, device.share) == (0.0, 0.0)
+        # half of what backwards communicate, behind their own weight gradients
+        assert 0.2 < device.share < 0.5
     for found, device in zip(woven(overlap=True).communication(), woven(overlap=True).summary().devices, strict=True):
         assert (device.comm, device.hidden_comm) == found
         assert found.total == 2 * 16 * 2  # two for each pass
         assert 0 < device.exposed_comm <= found.total - found.hidden  # in warm-up and cool-down
-    assert all(found.share == 1.0 for found in stretto.simulate(gpipe(devices=2, microbatches=2)).communication())
+    assert all(isnan(found.share) for found in stretto.simulate(gpipe(devices=2, microbatches=2)).communication())
 
 
 @given(plans())

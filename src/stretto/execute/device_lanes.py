@@ -65,18 +65,14 @@ class DeviceLanes:
 
     spans: Mapping[int, tuple[float, float]] = {}
 
-    def __init__(self, executor: Executor, more: Mapping[int, int], used: list[object] | None) -> None:
+    def __init__(self, executor: Executor, more: Mapping[int, Sequence[int]], used: list[object] | None) -> None:
         """`more` are needs that the program does not contain, of memory that is reused. Objects that tasks put into
         `used` are kept alive until their memory may be given to the next task (see `kept_until`).
         """
         self._tasks, self._supervisor, self._used = executor.tasks, executor.supervisor, used
         tasks = executor.tasks
         self._needs = [
-            [
-                need
-                for need in sorted({*needs, *([more[at]] if at in more else [])})
-                if tasks[need].lane != tasks[at].lane
-            ]
+            [need for need in sorted({*needs, *more.get(at, ())}) if tasks[need].lane != tasks[at].lane]
             for at, needs in enumerate(executor.needs)
         ]
         self._events: dict[int, Any] = {need: _event() for needs in self._needs for need in needs}

@@ -142,7 +142,8 @@ class Member:
             if tensor.is_cuda and number - flags.arrived(block) >= RING - 1:
                 return None
             gpu = tensor.device.index if tensor.is_cuda else None
-            message = Message(self._engine, block, peer, number, sends, tensor, gpu)
+            stream = 0 if gpu is None else current_stream(gpu)
+            message = Message(self._engine, block, peer, number, sends, tensor, gpu, stream)
             place = Place(self.name, peer, number, sends, tensor.nbytes, turn=self.turn)
             if tensor.is_cuda:
                 message.deadline = time.monotonic() + self._seconds
@@ -165,7 +166,7 @@ class Member:
             place.offset = tensor.data_ptr() - allocation.base
         word = flags.address(flags.ready(message.block, message.number, sender=message.sends))
         self._post(place)
-        cuda.write_value(current_stream(tensor.device.index), word, message.number + 1)
+        cuda.write_value(message.stream, word, message.number + 1)
 
     def _post_queued(self, peer: int, *, sends: bool) -> None:
         """Post queued messages on the host in order, at most `_WINDOW` ahead of the other side."""

@@ -21,10 +21,12 @@ class Message:
     number: int
     sends: bool
     tensor: Tensor | None
-    """Kept alive until the message has ended, or until a stream waits for it: then the owner of the memory keeps it for
-    as long as other streams use it, as with NCCL."""
+    """Kept alive until the message has ended, or until the stream that posted it waits for it: from then on, that
+    stream may be given the memory for something else."""
     gpu: int | None = None
     """The index of the tensor's GPU; None on the host."""
+    stream: int = 0
+    """The driver's handle of the stream that posted the message."""
     deadline: float = math.inf
     """Set when the message is posted to the broker."""
     _ended: bool = False
@@ -42,10 +44,11 @@ class Message:
     def wait_on_stream(self) -> None:
         """Make the current stream wait until the message has ended."""
         assert self.gpu is not None
+        stream, flags = current_stream(self.gpu), self.engine.flags
         if not self.ended:
-            flags = self.engine.flags
-            cuda.wait_value(current_stream(self.gpu), flags.address(flags.done(self.block)), self.number + 1)
-        self.tensor = None
+            cuda.wait_value(stream, flags.address(flags.done(self.block)), self.number + 1)
+        if stream == self.stream:
+            self.tensor = None
 
 
 def current_stream(gpu: int) -> int:

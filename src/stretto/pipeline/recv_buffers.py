@@ -10,30 +10,32 @@ from torch import Tensor
 
 from stretto.pipeline.descriptions import Description, TensorMeta, moved_as
 from stretto.pipeline.pytree import Tree
-from stretto.program.task import COMPUTE, RECEIVES, Kind, Task
+from stretto.program.task import COMPUTE, RECEIVES, Kind, Lane, Task
 
 BufferKey = tuple[Kind, int, int]
 """A kind of receive, a stage, and the buffer's number among theirs."""
 
 
-def share_recv_buffers(tasks: Sequence[Task], ends: Mapping[int, int]) -> tuple[dict[int, BufferKey], dict[int, int]]:
+def share_recv_buffers(
+    tasks: Sequence[Task], ends: Mapping[int, int]
+) -> tuple[dict[int, BufferKey], dict[int, list[int]]]:
     """Return two maps by the index of each receive among a rank's tasks: the buffer that it fills, and the last earlier
-    task that used that buffer.
+    tasks that used that buffer, one of each lane.
 
     A stage needs a microbatch's input and the gradient of its output until all its work on that microbatch is done,
     since weight gradients are computed from both. Then another receive may reuse the buffers. `ends` maps tasks that
     end only with a later task to that task.
     """
-    last: dict[tuple[int, int], int] = defaultdict(int)
+    last: dict[tuple[int, int], dict[Lane, int]] = defaultdict(dict)
     for at, task in enumerate(tasks):
         for owner in _computes(task):
-            last[owner] = max(last[owner], ends.get(at, at))
+            last[owner][task.lane] = max(last[owner].get(task.lane, 0), ends.get(at, at))
     free: dict[tuple[Kind, int], list[int]] = defaultdict(list)
     count: dict[tuple[Kind, int], int] = defaultdict(int)
-    held: dict[int, list[BufferKey]] = defaultdict(list)
+    held: dict[int, list[tuple[BufferKey, list[int]]]] = defaultdict(list)
     taken: dict[int, BufferKey] = {}
-    released: dict[BufferKey, int] = {}
-    after: dict[int, int] = {}
+    released: dict[BufferKey, list[int]] = {}
+    after: dict[int, list[int]] = {}
     for at, task in enumerate(tasks):
         if task.kind in RECEIVES:
             kind = task.kind, task.stage
@@ -41,12 +43,13 @@ def share_recv_buffers(tasks: Sequence[Task], ends: Mapping[int, int]) -> tuple[
                 free[kind].append(count[kind])
                 count[kind] += 1
             taken[at] = key = (*kind, free[kind].pop())
-            held[last[task.stage, task.microbatch]].append(key)
+            users = sorted(last[task.stage, task.microbatch].values())
+            held[users[-1]].append((key, users))
             if key in released:
                 after[at] = released[key]
-        for key in held.pop(at, ()):
+        for key, users in held.pop(at, ()):
             free[key[:2]].append(key[2])
-            released[key] = at
+            released[key] = users
     return taken, after
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from stretto.costs import Costs, Link, PerStage, PhaseTimes, WovenTimes, family
 from stretto.ir.errors import CostError
-from stretto.program.columns import TaskColumns, grouped
+from stretto.program.columns import Bools, Ints, TaskColumns, grouped
 from stretto.program.graph import leaders
 from stretto.program.sums import reduces
 from stretto.program.task import BACKWARDS, COPIES, EXPERT_SUM, FORWARDS, SENDS, WEIGHTS, Kind
@@ -17,14 +17,15 @@ from stretto.timeline.memory import Floats
 from stretto.timeline.timeline import Timeline
 
 _STALL = 5.0
-"""A time of so many medians is a stall, such as that of a host that had something else to do."""
+"""A time of more than so many medians of the same device is a stall, such as that of a host that had something else to
+do."""
 _Samples = dict[tuple[str, bool], dict[str, list[Floats]]]
 """The times of a phase, by its key and whether it was in a pair, then by F, I, W and R."""
 
 
 def fit(timeline: Timeline, *more: Timeline) -> Costs:
     """Fit costs to timelines of one model: the usual time of each kind of task over microbatches, per stage or per
-    phase. That is the mean, without rare stalls: times of more than five times the median.
+    phase. That is the mean, without stalls: times of more than five times the median on their device, or link.
 
     A phase has one time in pairs (`Costs.woven`) and one outside of them (`Costs.phases`); if the timelines have it in
     only one of these places, it takes the same time in the other. So to compare plans with pairs to plans without, fit
@@ -65,6 +66,8 @@ def _validate(timelines: Sequence[Timeline]) -> None:
             raise CostError(f"fit takes timelines, one or several: fit(first, second) (got {timeline!r:.40})")
         if timeline.program.is_update:
             raise CostError("a weight update has no costs of stages to be fitted")
+    if not any(one.program.is_own or one.program.work.among((*BACKWARDS, Kind.PAIR)).any() for one in timelines):
+        raise CostError("there are no backwards in the timeline to be fitted; record a step that trains")
     if len(timelines) == 1:
         return
     if any(timeline.program.is_own for timeline in timelines):
@@ -113,11 +116,12 @@ def _lengths(timeline: Timeline) -> Floats:
 def _passes(timelines: Sequence[Timeline]) -> Costs:
     stages = _stages(timelines)
     length = np.concatenate([_lengths(timeline) for timeline in timelines])
+    device = np.concatenate([timeline.program.device for timeline in timelines])
     work = TaskColumns.joined((timeline.program.work for timeline in timelines), np.arange(len(length)))
 
     def usual(kinds: tuple[Kind, ...]) -> list[float | None]:
         chosen = work.among(kinds)
-        return [_usual(length[chosen & (work.stage == stage)]) for stage in range(stages)]
+        return [_usual(length, device, chosen & (work.stage == stage)) for stage in range(stages)]
 
     rows = zip(*(usual((kind,)) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.WGRAD)), strict=True)
     table: dict[str, list[float]] = {name: [] for name in ("F", "B", "I", "W", "BW")}
@@ -130,14 +134,14 @@ def _passes(timelines: Sequence[Timeline]) -> Costs:
         for name, value in zip(table, (f or 0.0, whole, inputs, weights, later), strict=True):
             table[name].append(value)
     costs: Costs = msgspec.convert(table, Costs)
-    saved = _saved(work, length, costs, stages=stages)
+    saved = _saved(work, length, device, costs, stages=stages)
     woven = [f + b - less for f, b, less in zip(table["F"], table["B"], saved, strict=True)]
     again = usual((Kind.RECOMPUTE,))
     recompute = tuple(r or 0.0 for r in again) if any(r is not None for r in again) else None
     return msgspec.structs.replace(costs, FB=tuple(woven), R=recompute)
 
 
-def _saved(work: TaskColumns, length: Floats, costs: Costs, *, stages: int) -> list[float]:
+def _saved(work: TaskColumns, length: Floats, device: Ints, costs: Costs, *, stages: int) -> list[float]:
     """Return the time that each stage's passes save by being woven, such that pairs take as long as measured.
 
     A pair takes at least as long as either of its passes, so no stage saves more than its shorter pass. If several
@@ -152,7 +156,7 @@ def _saved(work: TaskColumns, length: Floats, costs: Costs, *, stages: int) -> l
     for row, (a, b) in enumerate(pairs):
         halves[row, a] += 0.5
         halves[row, b] += 0.5
-        took = _usual(length[paired & (work.stage == a) & (work.stage_b == b)]) or 0.0
+        took = _usual(length, device, paired & (work.stage == a) & (work.stage_b == b)) or 0.0
         less[row] = forward[a] + whole[b] - late[b] - took
     savings: list[float] = _bounded(halves, less, np.minimum(forward, whole)).tolist()
     return savings
@@ -183,7 +187,7 @@ def _phases(timelines: Sequence[Timeline]) -> Costs:
     for timeline in timelines:
         _collect(samples, timeline)
     usual = {
-        place: {name: time for name, times in kinds.items() if (time := _usual(np.concatenate(times))) is not None}
+        place: {name: time for name, times in kinds.items() if (time := _mean(np.concatenate(times))) is not None}
         for place, kinds in samples.items()
     }
     alone, woven = ({key: {**usual[key, not here], **usual[key, here]} for key, _ in usual} for here in (False, True))
@@ -207,32 +211,36 @@ def _collect(samples: _Samples, timeline: Timeline) -> None:
         task = np.flatnonzero(work.among(kinds))
         row = rows[work.stage[task]] + work.part[task]
         order, start = grouped(2 * row + work.woven[task], 2 * len(parts))
-        times = np.split(length[task[order]], start[1:-1])
+        alike = np.split(task[order], start[1:-1])
         for number, part in enumerate(parts):
             for woven in (False, True):
+                these = alike[2 * number + woven]
                 kinds_of = samples.setdefault((f"{part.kind}.{part.phase.name}", woven), {})
-                kinds_of.setdefault(name, []).append(times[2 * number + woven])
+                kinds_of.setdefault(name, []).append(_without_stalls(length[these], timeline.program.device[these]))
 
 
 def _transfer(timelines: Sequence[Timeline]) -> float:
-    taken = np.concatenate([_transfers(timeline) for timeline in timelines])
-    return _usual(taken) or 0.0
+    return _mean(np.concatenate([_transfers(timeline) for timeline in timelines])) or 0.0
 
 
 def _transfers(timeline: Timeline) -> Floats:
-    """Return the time of each transfer, from when both ends were ready."""
+    """Return the time of each transfer, from when both ends were ready, without stalls."""
     program = timeline.program
     send = np.flatnonzero(program.work.among(SENDS) & (program.counterpart >= 0))
     receive = program.counterpart[send]
     ready = np.maximum(timeline.start[send], timeline.start[receive])
     taken: Floats = np.maximum(0.0, timeline.end[receive] - ready)
-    return taken
+    return _without_stalls(taken, program.lane[send])
 
 
 def _copies(timelines: Sequence[Timeline]) -> float:
     """Return the usual time of a copy to or from host memory, whatever its size."""
-    times = [(timeline.end - timeline.start)[timeline.program.work.among(COPIES)] for timeline in timelines]
-    return _usual(np.concatenate(times)) or 0.0
+    times = []
+    for timeline in timelines:
+        copies = np.flatnonzero(timeline.program.work.among(COPIES))
+        length, device = timeline.end - timeline.start, timeline.program.device
+        times.append(_without_stalls(length[copies], device[copies]))
+    return _mean(np.concatenate(times)) or 0.0
 
 
 def _sums(timelines: Sequence[Timeline]) -> tuple[PerStage, PerStage, float]:
@@ -250,12 +258,12 @@ def _sums(timelines: Sequence[Timeline]) -> tuple[PerStage, PerStage, float]:
                 durations[part].setdefault(program.work.stage.item(task), []).append(taken)
     tied = [time for times in durations[1].values() for time in times]
     own, experts = (_summed(durations[part], timelines) for part in (0, EXPERT_SUM))
-    return own, experts, max(0.0, _usual(np.array(tied)) or 0.0)
+    return own, experts, max(0.0, _once(tied))
 
 
 def _summed(durations: dict[int, list[float]], timelines: Sequence[Timeline]) -> PerStage:
     """Return the usual sum time of each stage; 0 if no sum takes any time."""
-    usual = {stage: max(0.0, _usual(np.array(times)) or 0.0) for stage, times in durations.items()}
+    usual = {stage: max(0.0, _once(times)) for stage, times in durations.items()}
     if not any(usual.values()):
         return 0.0
     return tuple(usual.get(stage, 0.0) for stage in range(_stages(timelines)))
@@ -269,13 +277,33 @@ def _calls(timeline: Timeline) -> dict[str, float]:
         if task == min(ends):
             taken = float(timeline.end[ends].max() - timeline.start[ends].max())
             durations.setdefault(family(program.anatomy.calls[part]), []).append(max(0.0, taken))
-    return {name: _usual(np.array(times)) or 0.0 for name, times in durations.items()}
+    return {name: _once(times) for name, times in durations.items()}
 
 
-def _usual(times: Floats) -> float | None:
-    """Return the mean of all times that are no stalls, so that their sum comes out right; None if there are none."""
+def _once(times: Sequence[float]) -> float:
+    """Return the usual one of times that devices take together; 0 if there are none."""
+    return _mean(_without_stalls(np.array(times), np.zeros(len(times), dtype=np.int64))) or 0.0
+
+
+def _usual(length: Floats, device: Ints, chosen: Bools) -> float | None:
+    """Return the mean of these tasks' times, without stalls; None if there are no tasks."""
+    return _mean(_without_stalls(length[chosen], device[chosen]))
+
+
+def _without_stalls(times: Floats, place: Ints) -> Floats:
+    """Return the times that are no stalls. What is always slow in its place, on a device or a link, is none."""
+    usual = np.ones(len(times), dtype=np.bool_)
+    for one in np.unique(place):
+        here = place == one
+        median = float(np.median(times[here]))
+        if median > 0:
+            usual[here] = times[here] <= _STALL * median
+    return times[usual]
+
+
+def _mean(times: Floats) -> float | None:
+    """Return the mean, which makes the sum of times come out right; None if there are none."""
     if not len(times):
         return None
     median = float(np.median(times))
-    usual = times[times <= _STALL * median] if median > 0 else times
-    return median + float((usual - median).mean())  # equal times are returned to the bit
+    return median + float((times - median).mean())  # equal times are returned to the bit

@@ -1,5 +1,6 @@
 """How much expert communication hides behind compute."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +22,8 @@ class Communication(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The hidden share, from 0 to 1; 1 if there is no communication."""
-        return self.hidden / self.total if self.total else 1.0
+        """The hidden share, from 0 to 1; not a number if there is no communication."""
+        return self.hidden / self.total if self.total else math.nan
 
 
 def communication(program: Program, start: Floats, end: Floats, *, steady: bool) -> list[Communication]:

@@ -172,7 +172,7 @@ class Timeline:
         """Return how long each device's expert communication takes, and how much of it hides behind compute.
 
         If `steady`, only from the start of the device's first backward to the end of its last forward: before and
-        after, there is no other pass to hide it.
+        after, there is no other pass to hide it. Without such a time, as in GPipe, the total is 0.
 
         >>> from stretto import Costs, lower, simulate
         >>> from stretto.costs import PhaseTimes
@@ -183,7 +183,7 @@ class Timeline:
         ...     plan = interleaved(devices=2, microbatches=8, overlap=overlap)
         ...     timeline = simulate(lower(plan, layers=[[MOE]] * 4, costs=costs), costs)
         ...     print([f"{device.share:.0%}" for device in timeline.communication(steady=True)])
-        ['0%', '0%']
+        ['25%', '25%']
         ['98%', '98%']
         """
         return communication(self.program, self.start, self.end, steady=steady)
