@@ -100,7 +100,7 @@ class Run:
         for stream, users in self.freed:
             if stream is owner and not users <= user.passed:
                 self.wrong.append(f"{task} is given memory of {', '.join(map(str, users - user.passed))}")
-        self.freed = [(stream, users) for stream, users in self.freed if stream is not owner]
+        self.freed[:] = [(stream, users) for stream, users in self.freed if stream is not owner]
         made = Memory(owner)
         weakref.finalize(made, self.freed.append, (owner, made.users))
         return made
