@@ -73,9 +73,9 @@ def test_waits_of_the_host_have_a_row_of_their_own(tmp_path: Path) -> None:
     mesh = ("--mesh", "pp=1,ep=2", "-m", "1", "--layers", "moe", "--costs", "costs.toml")
     done = run("show", "gpipe", *mesh, "--lanes", cwd=tmp_path)
     assert done.stdout.splitlines()[:3] == [
-        "0 (ep 0) Computation   F0──············F0──········B0──W0──B0──W0──",
-        "0 (ep 0) Communication ····N0──····D0──····C0──C0──····D0──········",
-        "0 (ep 0) Host          ········H0──································",
+        "0 (ep 0) Computation   F0──············F0──········B0──····B0──W0──W0──",
+        "0 (ep 0) Communication ····N0──····D0──····C0──C0──····D0──············",
+        "0 (ep 0) Host          ········H0──····································",
     ]
     for name in ("x.svg", "x.trace.json"):
         assert run("show", "gpipe", *mesh, "-o", name, cwd=tmp_path).returncode == 0

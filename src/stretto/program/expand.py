@@ -12,7 +12,7 @@ from stretto.program.anatomy import Anatomy, Part
 from stretto.program.columns import Bools, Ints, TaskColumns, grouped
 from stretto.program.passes import Passes, Step, Token, Weight
 from stretto.program.task import BACKWARDS, PHASE_LANES, Kind
-from stretto.program.timing import part_times
+from stretto.program.timing import Times, part_times
 from stretto.program.weave import weave
 
 
@@ -68,7 +68,7 @@ def _phases(actions: TaskColumns, anatomy: Anatomy, costs: Costs, *, recompute: 
     code = (actions.kind * (stages + 1) + actions.stage) * (stages + 1) + actions.stage_b + 1
     alike, group = np.unique(code, return_inverse=True)
     order, start = grouped(group, len(alike))
-    cutter = _Cutter(anatomy, costs, recompute=recompute)
+    cutter = _Cutter(anatomy, part_times(anatomy, costs, woven=True), recompute=recompute)
     columns: list[list[NDArray[Any]]] = [[] for _ in range(12)]
     for a, b in pairwise(start.tolist()):
         action = order[a:b]
@@ -98,30 +98,28 @@ def _phases(actions: TaskColumns, anatomy: Anatomy, costs: Costs, *, recompute: 
 
 
 class _Cutter:
-    """Cuts actions into pieces; equal pairs are woven only once.
+    """Cuts actions into pieces; equal pairs are woven only once."""
 
-    A full backward by itself is woven too: its weight gradients hide its own communication.
-    """
-
-    def __init__(self, anatomy: Anatomy, costs: Costs, *, recompute: bool) -> None:
+    def __init__(self, anatomy: Anatomy, times: Times, *, recompute: bool) -> None:
         self._anatomy, self._recompute = anatomy, recompute
-        self._paired, self._alone = (part_times(anatomy, costs, woven=woven) for woven in (True, False))
+        self._times = times  # in pairs
         self._woven: dict[Passes, tuple[Token, ...]] = {}
 
     def pieces(self, kind: Kind, stage: int, stage_b: int) -> list[_Piece]:
+        if kind is Kind.PAIR:
+            return self._weave(stage, stage_b)
         weights = range(len(self._anatomy.weight_steps[stage]))
         match kind:
-            case Kind.PAIR:
-                return self._weave(stage, stage_b)
-            case Kind.B:
-                return self._weave(None, stage)
             case Kind.F:
                 return [_Piece(kind, False, k, _lane(part)) for k, part in enumerate(self._anatomy.forward[stage])]
             case Kind.W:
                 return [_Piece(kind, False, part) for part in weights]
             case _:
                 parts = range(len(self._anatomy.backward[stage]))
-                return [piece for part in parts for piece in self._backward(kind, stage, part, False)]
+                pieces = [piece for part in parts for piece in self._backward(kind, stage, part, False)]
+                if kind is Kind.B:
+                    pieces += [_Piece(Kind.WGRAD, False, part, late=True) for part in weights]
+                return pieces
 
     def _backward(self, kind: Kind, stage: int, part: int, paired: bool) -> list[_Piece]:
         """Return a backward part, preceded by the recomputation of what it uses."""
@@ -129,17 +127,14 @@ class _Cutter:
         recomputation = [] if lane or not self._recompute else [_Piece(Kind.RECOMPUTE, paired, part)]
         return [*recomputation, _Piece(kind, paired, part, lane)]
 
-    def _weave(self, stage: int | None, stage_b: int) -> list[_Piece]:
-        """Return the pieces of a pair, or without a forward those of a backward."""
-        paired, times = stage is not None, self._alone if stage is None else self._paired
-        forward = () if stage is None else self._anatomy.forward[stage]
-        backward = self._anatomy.backward[stage_b]
+    def _weave(self, stage: int, stage_b: int) -> list[_Piece]:
+        times = self._times
+        forward, backward = self._anatomy.forward[stage], self._anatomy.backward[stage_b]
         steps = self._anatomy.weight_steps[stage_b]
         recompute = times[Kind.RECOMPUTE][stage_b] if self._recompute else [0.0] * len(backward)
         passes = Passes(
             tuple(
-                Step(part.phase.lane, times[Kind.F][stage or 0][k], part.phase.backward)
-                for k, part in enumerate(forward)
+                Step(part.phase.lane, times[Kind.F][stage][k], part.phase.backward) for k, part in enumerate(forward)
             ),
             tuple(Step(part.phase.lane, recompute[k] + times[Kind.B][stage_b][k]) for k, part in enumerate(backward)),
             tuple(Weight(step, times[Kind.WGRAD][stage_b][k]) for k, step in enumerate(steps)),
@@ -153,9 +148,9 @@ class _Cutter:
             if of == "F":
                 pieces.append(_Piece(Kind.F, False, number, _lane(forward[number])))
             elif of == "B":
-                pieces += self._backward(Kind.B, stage_b, number, paired)
+                pieces += self._backward(Kind.B, stage_b, number, True)
             else:
-                pieces.append(_Piece(Kind.WGRAD, paired, number, late=place > last_result))
+                pieces.append(_Piece(Kind.WGRAD, True, number, late=place > last_result))
         return pieces
 
 

@@ -183,7 +183,7 @@ class Timeline:
         ...     plan = interleaved(devices=2, microbatches=8, overlap=overlap)
         ...     timeline = simulate(lower(plan, layers=[[MOE]] * 4, costs=costs), costs)
         ...     print([f"{device.share:.0%}" for device in timeline.communication(steady=True)])
-        ['25%', '25%']
+        ['0%', '0%']
         ['98%', '98%']
         """
         return communication(self.program, self.start, self.end, steady=steady)
