@@ -48,7 +48,7 @@ class DeviceSummary(msgspec.Struct, frozen=True):
     hidden_comm: float
     """The part of `comm` in which the device computed. (`exposed_comm` is only what compute waited for.)"""
     exposed_copy: float
-    """The same for copies to and from host memory."""
+    """Idle time during which a copy to or from host memory that the next compute task needs was under way."""
     host_late: float
     """Idle time in which the next compute task, or a task that it needs directly, could have run if its host had
     issued it; 0 if issue times were not recorded.
