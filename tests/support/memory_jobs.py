@@ -88,6 +88,21 @@ def with_experts(mesh: DeviceMesh, sizes: Sizes, schedule: str, policy: Any, **m
     return found
 
 
+def sites_of_a_step(mesh: DeviceMesh, sites: dict[str, Any]) -> set[str]:
+    """The sites of a mixture of experts by a dry run, before a step by the same policy."""
+    member = Member(mesh, {"pp": 2, "ep": 2})
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4)
+    model = CausalLM(config, balance=True).to(DEVICE)
+    pipe = stretto.Pipeline(
+        model.layers(), plan=member.plan("interleaved"), loss=causal_lm_loss, mesh=member.mesh, memory=sites
+    )
+    tokens, targets = (member.own(tensor) for tensor in batch(config, 16 * member.shape.replicas))
+    report = pipe.dry_run(tokens, targets)
+    pipe.step(tokens, targets)
+    pipe.close()
+    return {site.label for stage in report.stages for site in stage.sites}
+
+
 def said_of_patterns(mesh: DeviceMesh, sites: dict[str, Any], dry: bool) -> tuple[str, list[str]]:
     """What two steps of a mixture of experts say about a policy, or two dry runs: an error, and warnings."""
     member = Member(mesh, {"pp": 2, "ep": 2})
