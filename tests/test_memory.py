@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import stretto
 from stretto import Memory, PlanError, load_memory
 from stretto.memory import ACTIONS, memory_of
+from stretto.pipeline.options import memory_from
 
 
 def test_the_first_pattern_that_matches_decides() -> None:
@@ -34,6 +35,13 @@ def test_what_a_pipeline_takes_for_a_policy() -> None:
     for wrong in ("k3", 3, ["*"], True):
         with pytest.raises(PlanError, match=r'memory is a stretto.Memory, a dict such as .* or "none"; load_memory'):
             memory_of(wrong)
+
+
+def test_none_is_no_policy_beside_a_short_form() -> None:
+    for nothing in (None, "none"):
+        policy, wrong = memory_from(nothing, True, ())
+        assert (policy.sites, wrong) == ({"*": "recompute"}, None)
+    assert "checkpoint is a short form of memory" in str(memory_from({"*": "keep"}, True, ())[1])
 
 
 sizes = st.integers(0, 1 << 60)
@@ -75,6 +83,7 @@ def test_a_file_may_give_sizes_with_units(tmp_path: Path) -> None:
         ({"sites": {"": "keep"}}, r"a site is named by a pattern, such as '\*.norm' \(got ''\)"),
         ({"sites": {3: "keep"}}, r"a site is named by a pattern, such as '\*.norm' \(got 3\)"),
         ({"sites": ["*"]}, r"sites is a table of patterns, such as"),
+        ({"sites": {"fraction": 0.5}}, r"fraction is a limit and no site: it goes beside sites, and in a file above"),
         ({"fraction": 1.5}, r"fraction is a number from 0 to 1 \(got 1.5\)"),
         ({"fraction": True}, r"fraction is a number from 0 to 1 \(got True\)"),
         ({"fraction": float("nan")}, r"fraction is a number from 0 to 1 \(got nan\)"),
@@ -98,6 +107,11 @@ def test_wrong_policies_are_refused_in_one_line(given: dict[str, Any], says: str
         ("sites = ", "not valid TOML"),
         ('[site]\n"*" = "keep"\n', "'site' is nothing that a memory policy has; there are sites, fraction, min_bytes"),
         ('min_bytes = "2 apples"\n', r"min_bytes is a number of bytes, or a size such as 2GB \(got '2 apples'\)"),
+        ("[sites]\n'*' = 'keep'\nmin_bytes = 0\n", r"min_bytes is a limit and no site: .* in a file above \[sites\]"),
+        (
+            "[sites]\nmodel.layers.3 = 'keep'\n",
+            r'names with dots are quoted in a file: "model.layers.3" \(got a table \'model\'\)',
+        ),
         ("fraction = 2\n", "fraction is a number from 0 to 1"),
     ],
 )

@@ -58,7 +58,12 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def offloads(self) -> bool:
         """Whether any site may offload."""
-        return self.fraction > 0 and any(action.endswith("offload") for action in self.sites.values())
+        return self.fraction > 0 and self.names_offload
+
+    @property
+    def names_offload(self) -> bool:
+        """Whether a pattern says "offload", even if `fraction` leaves nothing of that."""
+        return any(action.endswith("offload") for action in self.sites.values())
 
     def action(self, *names: str) -> Action | None:
         """Return what becomes of the tensors of a site with these names; None if no pattern matches."""
@@ -126,6 +131,14 @@ def _from_table(table: Mapping[str, Any]) -> Memory:
     return Memory(**sized)
 
 
+def _dotted(name: str, table: Any) -> str:
+    """Return the first name in nested tables, as TOML reads a name with dots that is not quoted."""
+    while isinstance(table, dict) and table:
+        inner, table = next(iter(table.items()))
+        name = f"{name}.{inner}"
+    return f"{name:.60}"
+
+
 def _wrong(policy: Memory) -> str | None:
     """Return the error in a policy, or None."""
     if not isinstance(policy.sites, dict):
@@ -133,6 +146,10 @@ def _wrong(policy: Memory) -> str | None:
     for pattern, action in policy.sites.items():
         if not isinstance(pattern, str) or not pattern:
             return f"a site is named by a pattern, such as '*.norm' (got {pattern!r:.40})"
+        if action not in ACTIONS and pattern in Memory.__struct_fields__:
+            return f"{pattern} is a limit and no site: it goes beside sites, and in a file above [sites]"
+        if isinstance(action, dict):
+            return f'names with dots are quoted in a file: "{_dotted(pattern, action)}" (got a table {pattern!r:.40})'
         if action not in ACTIONS:
             return f"what becomes of {pattern!r:.40} is one of {', '.join(ACTIONS)} (got {action!r:.40})"
     if type(policy.fraction) not in (int, float) or not 0 <= policy.fraction <= 1:

@@ -196,10 +196,10 @@ def test_meshes(ranks: Ranks, schedule: str, policy: dict[str, Any], sizes: dict
 
 
 REFUSED = {
-    "host_bytes": "offloading the passes of stage {rank} takes 3 more buffers of 2.1 MB of host memory on this rank, "
-    "6.29 MB together; host_bytes allows 1.05 MB",
-    "machine": "offloading the passes of stage {rank} takes 3 more buffers of 2.1 MB of host memory on this rank, "
-    "6.29 MB together, and this machine has 1.05 MB left",
+    "host_bytes": "offloading takes 6.29 MB of host memory on rank {rank} (3 buffers of 2.1 MB for passes of stage "
+    "{rank}); host_bytes allows 1.05 MB",
+    "machine": "offloading takes 6.29 MB of host memory on rank {rank} (3 buffers of 2.1 MB for passes of stage "
+    "{rank}); its machine has 1.05 MB left",
     "lazy": "0 gets its parameters in its first forward; run that before a dry run",
     "some targets": "rank 3 was given no targets, but another rank that runs the last stage was",
     "no gradients": "dry_run() needs gradients, which are off here (torch.no_grad)",
@@ -227,7 +227,7 @@ def test_a_report_prints_two_tables() -> None:
     sites = SiteMemory("attn", 3_000_000, 0, 21_000_000), SiteMemory("mlp.experts", 512, 1_540_000, 0)
     stages = (StageMemory(0, sites, 1, 2, 3, 4, 5), StageMemory(1, sites[:1], 1, 2, 3, 4, 5))
     report = MemoryReport(
-        stages, (RankMemory(0, 10**9, 2 * 10**9, 3 * 10**7, 0, 5 * 10**10),), has_loss=True, offloads=False
+        stages, (RankMemory(0, 10**9, 2 * 10**9, 3 * 10**7, 0, 5 * 10**10),), has_loss=True, memory=Memory()
     )
     assert (
         str(report)
@@ -243,3 +243,23 @@ rank  weights  gradients  activations  buffers      sum  host memory
 0        1 GB       2 GB        30 MB        0  3.03 GB        50 GB"""
     )
     assert stages[0].activations == 24_000_512
+
+
+def test_a_report_says_why_nothing_is_offloaded() -> None:
+    def said(offloaded: int = 0, **policy: Any) -> str:
+        stage = StageMemory(0, (SiteMemory("attn", 512, 0, offloaded),), 1, 2, 3, 4, 5)
+        return str(MemoryReport((stage,), (), has_loss=True, memory=Memory(**policy)))
+
+    sites = {"*": "offload"}
+    begin, end = "Nothing is offloaded: what the policy names is held by others anyway", "and come back (copy_actions)."
+    assert "Nothing" not in said(sites={"*": "recompute"})
+    assert "Nothing" not in said(sites=sites, offloaded=512)
+    assert "Nothing is offloaded: fraction is 0.\n" in said(sites=sites, fraction=0)
+    usual = said(sites=sites)
+    assert begin in usual
+    assert end in usual
+    assert "smaller than min_bytes (1.05 MB; set min_bytes=0 to try a policy on a small model)" in usual
+    assert not any(name in usual for name in ("fraction", "max_in_flight", "keep_layers"))
+    assert "min_bytes" not in said(sites=sites, min_bytes=0)
+    assert "keep_layers names" in said(sites=sites, keep_layers=2)
+    assert "more than max_in_flight or fraction allows" in said(sites=sites, max_in_flight=5)

@@ -67,6 +67,8 @@ def test_so_it_is_with_experts_on_a_mesh(ranks: Ranks, sizes: dict[str, int], sc
         {"*": "recompute"},
         {"*layernorm": "recompute", "mlp.swiglu": "recompute", "attn": "offload"},
         {"mlp": "recompute+offload", "*": "offload"},
+        {"model.layers.1.mlp": "recompute", "*": "offload"},
+        {"*.mlp.experts": "keep", "*": "recompute"},
     ):
         policy: Any = Memory(sites=sites, min_bytes=0)  # type: ignore[arg-type]
         told = ranks.run(memory_jobs.with_experts, 4, sizes, schedule, policy)
@@ -105,7 +107,15 @@ def test_copies_are_recorded_on_their_lanes(ranks: Ranks) -> None:
 REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "another rank": (
         [{"memory": {"*": "offload"}}, {"memory": "none"}],
-        "rank 1 was given another memory.sites than rank 0 ({} and {'*'",
+        "rank 1 was given another memory.sites than rank 0: '*' is not there on rank 1 and offload on rank 0",
+    ),
+    "another pattern": (
+        [{"memory": {**dict.fromkeys(["*.norm", "*.up", "*.down"], "keep"), "*": it}} for it in ("recompute", "keep")],
+        "rank 1 was given another memory.sites than rank 0: '*' is keep on rank 1 and recompute on rank 0",
+    ),
+    "another order": (
+        [{"memory": {"*.norm": "keep", **dict.fromkeys(it, "offload")}} for it in (["*.up", "*"], ["*", "*.up"])],
+        "only their order differs, first where rank 1 has '*' and rank 0 '*.up'",
     ),
     "another fraction": (
         [{"memory": Memory(sites={"*": "offload"}, fraction=fraction)} for fraction in (0.5, 1)],
@@ -118,9 +128,47 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "unknown": ([{"memory": {"attn.*": "offload"}}], "memory names 'attn.*', but no phase or module is called that"),
     "no room": (
         [{"memory": Memory(sites={"*": "offload"}, min_bytes=0, host_bytes=1000)}],
-        " MB together; host_bytes allows 1 kB",
+        " for passes of stage 0); host_bytes allows 1 kB",
     ),
 }
+
+
+@pytest.mark.parametrize("dry", [False, True], ids=["step", "dry run"])
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("attn.swiglu", "swiglu runs in the phase mlp, not in attn"),
+        ("mlp.input_layernorm", ".input_layernorm runs in the phase attn, not in mlp"),
+        ("dispatch.swiglu", "swiglu runs in the phase mlp, not in dispatch"),
+    ],
+)
+def test_a_module_in_a_phase_that_does_not_run_it_is_refused(ranks: Ranks, pattern: str, says: str, dry: bool) -> None:
+    for error, _ in ranks.run(memory_jobs.said_of_patterns, 4, {pattern: "recompute"}, dry):
+        assert error.startswith(f"memory names {pattern!r}, but model.layers.")
+        assert says in error
+
+
+@pytest.mark.parametrize("dry", [False, True], ids=["step", "dry run"])
+def test_a_pattern_for_modules_that_do_not_run_is_warned_of_once(ranks: Ranks, dry: bool) -> None:
+    first, *others = ranks.run(memory_jobs.said_of_patterns, 4, {"*.idle": "recompute", "*layernorm": "recompute"}, dry)
+    assert first == (
+        "",
+        [
+            "memory names '*.idle', but nothing that it decides about has run: these modules are not "
+            "called, or only for other data, or are part of compiled code"
+        ],
+    )
+    assert others == [("", [])] * 3
+
+
+def test_a_module_in_phases_that_is_not_called_decides_about_those_within(ranks: Ranks) -> None:
+    for sites in (
+        {"model.layers.1.mlp": "recompute"},
+        {"model.layers.1.mlp": "keep", "*": "recompute"},
+        {"model.layers.1.mlp": "recompute", "*": "offload"},
+    ):
+        for labels in ranks.run(memory_jobs.sites_of_a_step, 4, sites):
+            assert {"attn.mlp", "mlp.mlp"} & labels, labels
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from stretto.ir.errors import PipelineError
 from stretto.memory import ACTIONS, Action, Memory
 from stretto.pipeline.host_pool import HostPool
-from stretto.pipeline.memory_sites import Decisions, PartSites, find_sites, unused
+from stretto.pipeline.memory_sites import Decisions, PartSites, find_sites, not_found, unknown, unused
 from stretto.pipeline.module_buffers import ModuleBuffers
 from stretto.pipeline.offload import Away, packed_bytes, within
 from stretto.pipeline.pytree import storage_of
@@ -614,7 +614,7 @@ def stored(*counts: int) -> tuple[list[Any], list[Any]]:
 
 
 def test_buffers_grow_and_are_reused() -> None:
-    pool = HostPool({0: 0, 1: 0}, CPU, limit=None)
+    pool = HostPool({0: 0, 1: 0}, CPU, rank=1, limit=None)
     chosen, views = stored(3 << 20)
     memory, fit = pool.take(0, chosen)
     assert fit == chosen
@@ -631,7 +631,7 @@ def test_buffers_grow_and_are_reused() -> None:
 
 
 def test_what_does_not_fit_a_buffer_that_cannot_grow_stays_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
-    pool = HostPool({0: 0}, CPU, limit=8 << 20)
+    pool = HostPool({0: 0}, CPU, rank=1, limit=8 << 20)
     chosen, _views = stored(3 << 20)
     pool.take(0, chosen)
     chosen, _more = stored(2 << 20, 6 << 20)
@@ -644,13 +644,32 @@ def test_what_does_not_fit_a_buffer_that_cannot_grow_stays_on_the_device(caplog:
 def test_too_little_host_memory_is_said_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, _views = stored(3 << 20)
     says = (
-        "offloading the passes of stage 2 takes 2 more buffers of 4.19 MB of host memory on this rank, 8.39 MB together"
+        r"offloading takes 8.39 MB of host memory on rank 1 \(2 buffers of 4.19 MB for passes of stage 2, more for "
+        r"stage 3: dry_run\(\) says how much\)"
     )
     with pytest.raises(PipelineError, match=f"{says}; host_bytes allows 6 MB"):
-        HostPool({4: 2, 5: 2, 6: 3}, CPU, limit=6_000_000).take(4, chosen)
+        HostPool({4: 2, 5: 2, 6: 3}, CPU, rank=1, limit=6_000_000).take(4, chosen)
     monkeypatch.setattr("stretto.pipeline.host_pool._available_bytes", lambda: 1_000_000)
-    with pytest.raises(PipelineError, match=f"{says}, and this machine has 1 MB left"):
-        HostPool({4: 2, 5: 2, 6: 3}, CPU, limit=None).take(4, chosen)
+    with pytest.raises(PipelineError, match=f"{says}; its machine has 1 MB left"):
+        HostPool({4: 2, 5: 2, 6: 3}, CPU, rank=1, limit=None).take(4, chosen)
+
+
+def test_what_a_rank_needs_in_all_is_said_before_anything_is_allocated() -> None:
+    buffers = {4: 2, 5: 2, 6: 3, 7: 5}
+    says = (
+        r"offloading takes 14.7 MB of host memory on rank 1 \(2 buffers of 4.19 MB for passes of stage 2, 1 buffer of "
+        r"6.29 MB for passes of stage 3\); host_bytes allows 14 MB"
+    )
+    needed = {2: 3 << 20, 3: 5 << 20, 5: 0}
+    with pytest.raises(PipelineError, match=says):
+        HostPool(buffers, CPU, rank=1, limit=14_000_000).foresee(needed)
+    pool = HostPool(buffers, CPU, rank=1, limit=15_000_000)
+    assert pool.foresee(needed) == 7 << 21
+    pool.take(4, stored(3 << 20)[0])
+    assert pool.foresee(needed) == 7 << 21
+    with pytest.raises(PipelineError, match=r"takes 25.2 MB .* \(4.19 MB are there already, 1 buffer of 4.19 MB for"):
+        pool.foresee({2: 3 << 20, 3: 14 << 20, 5: 0})
+    pool.close()
 
 
 # Sites.
@@ -664,7 +683,8 @@ def actions(policy: dict[str, Action], module: nn.Module) -> tuple[Action, dict[
 def test_sites_do_as_what_is_around_them_unless_a_pattern_says_otherwise() -> None:
     stack = nn.Sequential(Mlp(), Mlp())
     assert actions({"*": "offload"}, stack) == ("offload", {})
-    assert actions({"*.0": "offload"}, stack) == ("keep", {"0.0": "offload"})
+    within = {f"0.0{name}": "offload" for name in ("", ".norm", ".up", ".down")}
+    assert actions({"*.0": "offload"}, stack) == ("keep", within)
     assert actions({"*.norm": "recompute", "0": "offload"}, stack) == (
         "offload",
         {"0.0.norm": "recompute", "0.1.norm": "recompute"},
@@ -673,7 +693,7 @@ def test_sites_do_as_what_is_around_them_unless_a_pattern_says_otherwise() -> No
         "offload",
         {"0.1.norm": "keep", "0.1.up": "keep", "0.1.down": "keep"},
     )
-    assert actions({"*.0": "recompute", "*": "offload"}, stack) == ("offload", {"0.0": "recompute"})
+    assert actions({"*.0": "recompute", "*": "offload"}, stack) == ("offload", dict.fromkeys(within, "recompute"))
     assert actions({"0": "keep", "*": "offload"}, stack) == ("keep", {})
     assert actions({"sequential.norm": "keep", "sequential": "offload"}, stack)[1].keys() == {"0.0.norm", "0.1.norm"}
 
@@ -687,14 +707,66 @@ def test_the_last_layers_keep_what_they_would_offload() -> None:
     assert [site.action for site in part.staying().modules.values()] == ["recompute"]
 
 
+class Hollow(nn.Module):
+    """Calls the modules within a module, which is not called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp.up(self.mlp.norm(x)).sigmoid()[..., : 2 * WIDTH]
+        return x.sigmoid() * self.mlp.down(y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "sites",
+    [
+        {"0.mlp": "keep", "*": "recompute"},
+        {"0.mlp": "offload", "*": "recompute"},
+        {"*.mlp": "recompute"},
+        {"*.mlp": "recompute+offload", "*": "offload"},
+        {"*.up": "keep", "*.mlp": "recompute"},
+    ],
+    ids=str,
+)
+def test_what_is_said_of_a_module_that_is_not_called_holds_for_those_within(sites: dict[str, Action]) -> None:
+    module, x, grad = Hollow(), torch.randn(3, WIDTH, requires_grad=True), torch.randn(3, WIDTH)
+    expected, expected_grads = plain(module, x, grad)
+    one, noted = Pass(module, Memory(sites=sites)), set[tuple[str, str]]()
+    one.saving.noted = lambda what, label, *_: noted.add((what, label))
+    out = one.forward(x)
+    (action,) = (action for pattern, action in sites.items() if pattern.endswith("mlp"))
+    assert (action.partition("+")[0], "hollow.mlp") in noted
+    one.leave()
+    one.come_back()
+    one.backward(out, grad)
+    assert torch.equal(out, expected)
+    for ours, theirs in zip(gradients(module, x), expected_grads, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_patterns_that_match_nothing_are_named_with_what_may_be_meant() -> None:
+    def wrong(pattern: str) -> str:
+        policy = Memory(sites={"*.norm": "recompute", pattern: "recompute"})
+        decisions = Decisions(policy)
+        find_sites(decisions, {0: Mlp(), 1: Mlp()}, in_phases=False)
+        assert unknown(policy, [{}, decisions.reasons]) == pattern
+        return not_found(pattern, decisions.near(pattern))
+
+    assert wrong("norm").startswith("memory names 'norm', but no phase or module is called that; near it are '*norm'")
+    assert "; near it are 'mlp.down', 'Mlp.mlp.down', 'mlp.norm' (phases have names such as" in wrong("mlp.dwon")
+    assert wrong("zebra").startswith("memory names 'zebra', but no phase or module is called that (phases")
+
+
 def test_patterns_that_decide_nothing_are_named() -> None:
     def wrong(policy: dict[str, Action]) -> str | None:
         decisions = Decisions(Memory(sites=policy))
         find_sites(decisions, {0: Mlp()}, in_phases=False)
+        assert unknown(Memory(sites=policy), [{}, decisions.reasons]) is None
         return unused(Memory(sites=policy), [{}, decisions.reasons])
 
     assert wrong({"*.norm": "recompute", "*": "offload"}) is None
-    assert wrong({"*.nrom": "recompute"}) == "memory names '*.nrom', but no phase or module is called that"
     assert wrong({"*": "offload", "*.norm": "recompute"}) == (
         "'*' decides about all that '*.norm' matches; put the narrower one first"
     )

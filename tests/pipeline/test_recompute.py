@@ -79,7 +79,7 @@ def twins(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> 
 
 
 def forward(module: nn.Module, sites: dict[str, nn.Module], x: Tensor, closures: list[Any]) -> tuple[Any, Any, Any]:
-    modules = {id(site): ModuleSite(name, name, site, "recompute") for name, site in sites.items()}
+    modules = {id(site): ModuleSite(name, name, site, "recompute", at) for at, (name, site) in enumerate(sites.items())}
     made = Saving({(0, 0): PartSites("all", "keep", modules)}, Generators(x.device))
     deferral, buffers = Deferral(module, gradients := Gradients()), ModuleBuffers("layer 0", module)
     with deferral.overrides, made.overrides, deferral.into(closures), made.into(SavedPass(None)):

@@ -1,6 +1,7 @@
 """What ranks do to find out whether a memory policy changes anything but memory."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from models import Case, disturb, gradients, pipeline
 from moe_jobs import CONFIG, DEVICE, batch
 from strategies import SCHEDULES
 from stretto.model import CausalLM, causal_lm_loss
+from stretto.model.blocks import Block
 from stretto.moe import AllToAll
 from stretto.program.task import Kind
 
@@ -84,6 +86,46 @@ def with_experts(mesh: DeviceMesh, sizes: Sizes, schedule: str, policy: Any, **m
     found = (losses, {name: grad.cpu().numpy() for name, grad in _grads(pipe)}), left
     pipe.close()
     return found
+
+
+def sites_of_a_step(mesh: DeviceMesh, sites: dict[str, Any]) -> set[str]:
+    """The sites of a mixture of experts by a dry run, before a step by the same policy."""
+    member = Member(mesh, {"pp": 2, "ep": 2})
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4)
+    model = CausalLM(config, balance=True).to(DEVICE)
+    pipe = stretto.Pipeline(
+        model.layers(), plan=member.plan("interleaved"), loss=causal_lm_loss, mesh=member.mesh, memory=sites
+    )
+    tokens, targets = (member.own(tensor) for tensor in batch(config, 16 * member.shape.replicas))
+    report = pipe.dry_run(tokens, targets)
+    pipe.step(tokens, targets)
+    pipe.close()
+    return {site.label for stage in report.stages for site in stage.sites}
+
+
+def said_of_patterns(mesh: DeviceMesh, sites: dict[str, Any], dry: bool) -> tuple[str, list[str]]:
+    """What two steps of a mixture of experts say about a policy, or two dry runs: an error, and warnings."""
+    member = Member(mesh, {"pp": 2, "ep": 2})
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4)
+    torch.manual_seed(1)
+    model = CausalLM(config).to(DEVICE)
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.idle = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    error = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe = stretto.Pipeline(
+            model.layers(), plan=member.plan("interleaved"), loss=causal_lm_loss, mesh=member.mesh, memory=sites
+        )
+        try:
+            for _ in range(2):
+                batches = (member.own(tensor) for tensor in batch(config, 16 * member.shape.replicas))
+                (pipe.dry_run if dry else pipe.step)(*batches)
+        except stretto.PipelineError as refused:
+            error = str(refused)
+    pipe.close()
+    return error, [str(it.message) for it in caught if "memory names" in str(it.message)]
 
 
 def filled(mesh: DeviceMesh, policy: Any) -> tuple[Found, int]:

@@ -86,7 +86,7 @@ class StepBinding:
         self._joins = {self.tasks[at] for at in ends}
         taken, after = share_recv_buffers(self.tasks, ends)
         self._buffer_of = {self.tasks[at]: buffer_key for at, buffer_key in taken.items()}
-        self._plan_offload(transfers.device, host_bytes)
+        self._plan_offload(transfers.device, supervisor.rank, host_bytes)
         on_device = transfers.device.type == "cuda"
         self.several_streams = on_device and any(task.lane.name == "comm" for task in self.tasks)
         """Whether tasks compute on more than one CUDA stream."""
@@ -99,10 +99,10 @@ class StepBinding:
         self._lanes = lanes
         self._executor.bind(lanes, self._bound)
 
-    def _plan_offload(self, device: torch.device, host_bytes: int | None) -> None:
+    def _plan_offload(self, device: torch.device, rank: int, host_bytes: int | None) -> None:
         """Find out which passes leave the device, where to, and which task may use their memory first."""
         out = [task for task in self.tasks if task.kind is Kind.OFFLOAD]
-        self._host_pool = HostPool({task.slot: task.stage for task in out}, device, limit=host_bytes)
+        self._host_pool = HostPool({task.slot: task.stage for task in out}, device, rank=rank, limit=host_bytes)
         self._host_buffer = {(task.stage, task.microbatch): task.slot for task in out}
         self._frees: dict[Task, list[tuple[int, int]]] = {}
         freed: set[int] = set()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from stretto.pipeline.bind import Reduce, StepBinding
 from stretto.pipeline.exchanges import Exchanges
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.layers import Layers, is_sparse, unfit
-from stretto.pipeline.memory_sites import Decisions, Part, PartSites, find_sites, unused
+from stretto.pipeline.memory_sites import Decisions, Part, PartSites, find_sites, not_found, unknown, unused
 from stretto.pipeline.mesh import shape_of
 from stretto.pipeline.names import Names, prefix_of
 from stretto.pipeline.options import Options, wrong_option
@@ -181,7 +182,9 @@ def _validate_same_options(team: Team, placed: Placed, program: Program, togethe
     """Raise unless all ranks were given the same options (collective)."""
     texts = {
         "cut": str([len(share) for share in placed.shares]),
-        **{f"memory.{name}": str(getattr(options.memory, name)) for name in Memory.__struct_fields__},
+        **{
+            f"memory.{name}": str(getattr(options.memory, name)) for name in Memory.__struct_fields__ if name != "sites"
+        },
         "tied": str(sorted(set(together.values()))),
         "wgrad_microbatches": str(program.anatomy.wgrad_microbatches),
         "plan" if options.plan is not None else "program": digest_of(program),
@@ -191,12 +194,33 @@ def _validate_same_options(team: Team, placed: Placed, program: Program, togethe
         "timeout": str(options.timeout),
         "exchange": _described(options.exchange),
     }
+    _validate_same_sites(team, options.memory)
     first, *others = team.gather(texts, dict[str, str])
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other.get(name) != value:
                 values = f" ({other[name]:.40} and {value:.40})" if name not in ("plan", "program") else ""
                 raise peer_failure(f"rank {rank} was given another {name} than rank 0{values}")
+
+
+def _validate_same_sites(team: Team, memory: Memory) -> None:
+    """Raise unless all ranks were given the same sites in the same order (collective)."""
+    first, *others = team.gather({pattern: str(action) for pattern, action in memory.sites.items()}, dict[str, str])
+    for rank, other in enumerate(others, 1):
+        if (how := _difference(other, first, rank)) is not None:
+            raise peer_failure(f"rank {rank} was given another memory.sites than rank 0: {how}")
+
+
+def _difference(sites: dict[str, str], first: dict[str, str], rank: int) -> str | None:
+    """Return in words how the sites of a rank differ from those of rank 0: the first pattern that does."""
+    for pattern in first | sites:
+        here, there = sites.get(pattern, "not there"), first.get(pattern, "not there")
+        if here != there:
+            return f"{pattern!r:.60} is {here} on rank {rank} and {there} on rank 0"
+    for here, there in zip(sites, first, strict=True):
+        if here != there:
+            return f"only their order differs, first where rank {rank} has {here!r:.60} and rank 0 {there!r:.60}"
+    return None
 
 
 def _described(function: Any) -> str:
@@ -221,7 +245,10 @@ def _find_sites(team: Team, placed: Placed, memory: Memory, *, in_phases: bool) 
     """Return the sites of this rank's layers (collective). Raise if a pattern decides nothing on any rank."""
     decisions = Decisions(memory)
     sites = find_sites(decisions, placed.layers, in_phases=in_phases) if memory.sites else {}
-    if (wrong := unused(memory, team.gather(decisions.reasons, dict[str, str]))) is not None:
+    every = team.gather(decisions.reasons, dict[str, str])
+    if (pattern := unknown(memory, every)) is not None:
+        raise PipelineError(not_found(pattern, chain.from_iterable(team.gather(decisions.near(pattern), list[str]))))
+    if (wrong := unused(memory, every)) is not None:
         raise PipelineError(wrong)
     return sites
 

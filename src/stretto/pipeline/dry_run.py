@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from stretto.costs import Costs
 from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError
+from stretto.memory import Memory
 from stretto.pipeline.bind import StepBinding
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.losses import Loss, Losses, OneLoss
@@ -23,6 +24,7 @@ from stretto.pipeline.pytree import Value
 from stretto.pipeline.rehearsal import Rehearsal
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.saved_bytes import storages_of
+from stretto.pipeline.sites_seen import PatternCheck
 from stretto.pipeline.stage import Stage
 from stretto.pipeline.transfers import Transfers
 from stretto.program.program import Program
@@ -42,13 +44,11 @@ class DryRun:
         gradients: Gradients,
         binding: StepBinding,
         loss: Loss,
-        *,
-        offloads: bool,
+        memory: Memory,
+        patterns: PatternCheck,
     ) -> None:
-        """`stages`, `gradients` and `binding` are those of the training step; they stay as they are. `offloads` tells
-        whether the policy offloads anything.
-        """
-        self._offloads = offloads
+        """`stages`, `gradients` and `binding` are those of the training step; they stay as they are."""
+        self._memory, self._patterns = memory, patterns
         self._program, self._team, self._stages = program, team, stages
         self._transfers, self._gradients, self._binding = transfers, gradients, binding
         self._loss = loss
@@ -62,6 +62,7 @@ class DryRun:
         has_loss = self._agree_on_targets(targets[0])
         forwards = evaluation_of(self._program, 1)
         stages = self._rehearse(forwards, batch, targets if has_loss else None, key)
+        self._patterns.run(stage.sites_seen() for stage in stages.values())
         every = self._team.gather([stage.memory for stage in stages.values() if stage.memory is not None], _STAGES)
         replica_of = self._program.placement.replica
         mine = replica_of(self._team.rank)
@@ -71,9 +72,7 @@ class DryRun:
             number: max((stage for others in every for stage in others if stage.stage == number), key=_size)
             for number in range(self._program.placement.stages)
         }
-        return MemoryReport(
-            tuple(largest.values()), tuple(self._team.gather(here, RankMemory)), has_loss, self._offloads
-        )
+        return MemoryReport(tuple(largest.values()), tuple(self._team.gather(here, RankMemory)), has_loss, self._memory)
 
     def _agree_on_targets(self, targets: list[Value] | None) -> bool:
         """Return whether the ranks of the last stage were given targets; raise if only some were."""

@@ -20,9 +20,10 @@ _UNIT = 1 << 21
 class HostPool:
     """The host buffers of a rank. Which pass uses which buffer, and when it is free again, is in the program."""
 
-    def __init__(self, buffers: Mapping[int, int], device: torch.device, *, limit: int | None) -> None:
+    def __init__(self, buffers: Mapping[int, int], device: torch.device, *, rank: int, limit: int | None) -> None:
         """`buffers` are the numbers of the buffers, each with the stage whose passes it holds."""
-        self._stage_of, self._pinned, self._limit = buffers, device.type == "cuda", limit
+        self._stage_of, self._pinned = buffers, device.type == "cuda"
+        self._rank, self._limit = rank, limit
         self._arenas: dict[int, Arena] = {}
         self._read: dict[int, Any] = {}
         self._refused: int | None = None  # the size of the smallest buffer for which there was no room
@@ -54,7 +55,7 @@ class HostPool:
     def _first(self, number: int, needed: int) -> Arena:
         """Make a buffer. Raise PipelineError if there is no room for it and all others of its stage."""
         size = _rounded(needed)
-        _, told = self._room(self._stage_of[number], size)
+        told = self._validate_room({self._stage_of[number]: size})
         try:
             return Arena(size, pinned=self._pinned)
         except HostMemoryError as error:
@@ -63,30 +64,41 @@ class HostPool:
     def foresee(self, needed: Mapping[int, int]) -> int:
         """Return how much host memory there will be, if a pass of each stage takes so much of it.
 
-        Raise the PipelineError that a step would if there is no room for it.
+        Raise PipelineError, as a step would, if there is no room for it.
         """
-        planned = 0
-        for stage in dict.fromkeys(self._stage_of.values()):
-            planned += self._room(stage, _rounded(needed[stage]), planned)[0]
-        return self.nbytes + planned
+        sizes = {stage: _rounded(needed[stage]) for stage in dict.fromkeys(self._stage_of.values())}
+        self._validate_room(sizes)
+        return self.nbytes + sum(size * self._missing(stage) for stage, size in sizes.items())
 
-    def _room(self, stage: int, size: int, planned: int = 0) -> tuple[int, str]:
-        """Return how much the missing buffers of a stage take, and that in words.
+    def _missing(self, stage: int) -> int:
+        """Return how many buffers of a stage are not made yet."""
+        return sum(of == stage and number not in self._arenas for number, of in self._stage_of.items())
 
-        Raise PipelineError if there is no room for them, beside buffers that are planned but not made.
+    def _validate_room(self, sizes: Mapping[int, int]) -> str:
+        """Return in words how much host memory this rank takes with the missing buffers of stages, of these sizes.
+
+        Raise PipelineError if there is no room for them.
         """
-        count = sum(number not in self._arenas and of == stage for number, of in self._stage_of.items())
+        missing = {stage: self._missing(stage) for stage in sizes}
+        planned = sum(size * missing[stage] for stage, size in sizes.items())
+        parts = [f"{bytes_text(self.nbytes)} are there already"] if self._arenas else []
+        parts += [
+            f"{count} buffer{'s' * (count > 1)} of {bytes_text(sizes[stage])} for passes of stage {stage}"
+            for stage, count in missing.items()
+            if count and sizes[stage]
+        ]
+        later = sorted({of for number, of in self._stage_of.items() if of not in sizes and number not in self._arenas})
+        if later:
+            parts.append(f"more for stage {', '.join(map(str, later))}: dry_run() says how much")
         told = (
-            f"offloading the passes of stage {stage} takes {count} more buffers of {bytes_text(size)} of host memory "
-            f"on this rank, {bytes_text(size * count)} together"
+            f"offloading takes {bytes_text(self.nbytes + planned)} of host memory on rank {self._rank} "
+            f"({', '.join(parts)})"
         )
-        beside = self.nbytes + planned
-        used = f" beside {bytes_text(beside)} of other stages" if beside else ""
-        if self._limit is not None and beside + size * count > self._limit:
-            raise PipelineError(f"{told}{used}; host_bytes allows {bytes_text(self._limit)}")
-        if planned + size * count > (available := _available_bytes()):
-            raise PipelineError(f"{told}{used if planned else ''}, and this machine has {bytes_text(available)} left")
-        return size * count, told
+        if self._limit is not None and self.nbytes + planned > self._limit:
+            raise PipelineError(f"{told}; host_bytes allows {bytes_text(self._limit)}")
+        if planned > (available := _available_bytes()):
+            raise PipelineError(f"{told}; its machine has {bytes_text(available)} left")
+        return told
 
     def _larger(self, number: int, needed: int, arena: Arena) -> Arena:
         """Return a larger buffer, or the same one if there is no room."""

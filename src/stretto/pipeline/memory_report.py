@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.ir.units import bytes_text
+from stretto.memory import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ class MemoryReport:
     ranks: tuple[RankMemory, ...]
     has_loss: bool
     """Whether there were targets, so that the loss is counted."""
-    offloads: bool
-    """Whether the policy offloads anything."""
+    memory: Memory
+    """The policy."""
 
     def __str__(self) -> str:
         saved = [["stage", "site", "kept", "recomputed", "offloaded"]]
@@ -98,12 +99,25 @@ class MemoryReport:
             held.append([str(rank.rank), *sizes])
         without = "" if self.has_loss else ", without the loss, since there were no targets"
         first, second = _table(saved, left=2), _table(held, left=1)
-        if self.offloads and not any(site.offloaded for stage in self.stages for site in stage.sites):
-            first += (
-                "\n\nNothing is offloaded: what the policy names is smaller than min_bytes, or stays by max_in_flight, "
-                "keep_layers or copy_actions."
-            )
+        if self.memory.names_offload and not any(stage.offloaded for stage in self.stages):
+            first += f"\n\nNothing is offloaded: {_why_all_stays(self.memory)}."
         return f"What one microbatch saves{without}:\n{first}\n\nWhat a step takes at its peak:\n{second}"
+
+
+def _why_all_stays(memory: Memory) -> str:
+    """Return the reasons for which a policy may offload nothing."""
+    if not memory.fraction:
+        return "fraction is 0"
+    reasons = ["is held by others anyway (inputs of the step, received messages, parameters)"]
+    if memory.min_bytes:
+        least = bytes_text(memory.min_bytes)
+        reasons.append(f"is smaller than min_bytes ({least}; set min_bytes=0 to try a policy on a small model)")
+    if memory.max_in_flight is not None or memory.fraction < 1:
+        reasons.append("is more than max_in_flight or fraction allows")
+    if memory.keep_layers:
+        reasons.append("is in one of the layers that keep_layers names")
+    reasons.append("is needed again before it could have left and come back (copy_actions)")
+    return f"what the policy names {', '.join(reasons[:-1])}, or {reasons[-1]}"
 
 
 def _texts(*sizes: int) -> list[str]:

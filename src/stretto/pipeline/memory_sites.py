@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
 from typing import NamedTuple
 
 from torch import nn
@@ -32,24 +33,27 @@ class PartSites:
     action: Action
     """For what is saved outside of `modules`. If it recomputes, the whole part is computed again."""
     modules: dict[int, "ModuleSite"]
-    """By the module's id, the modules for which another action holds than around them."""
+    """By the module's id, the modules about which another pattern decides than about the part."""
     lane: str = "compute"
+    pattern: int = -1
+    """The number of the pattern that decides about it."""
 
     def staying(self) -> "PartSites":
         """Return the same sites, where nothing is offloaded."""
         modules = {key: site._replace(action=_STAYING[site.action]) for key, site in self.modules.items()}
-        return PartSites(self.label, _STAYING[self.action], modules, self.lane)
+        return PartSites(self.label, _STAYING[self.action], modules, self.lane, self.pattern)
 
 
 class ModuleSite(NamedTuple):
-    """A module for which another action holds than around it."""
+    """A module about which another pattern decides than about its phase."""
 
     name: str
     """As users see it."""
     label: str
-    """Its name within its phase, for reports."""
+    """For reports, the name within its phase of the module that the pattern matches: this one, or one around it."""
     module: nn.Module
     action: Action
+    pattern: int
 
 
 class Decisions:
@@ -59,11 +63,13 @@ class Decisions:
         self._policy = policy
         self.reasons: dict[str, str] = {}
         """For each pattern that matched a site, why it decided nothing; empty if it decided."""
+        self._names: dict[str, None] = {}
 
     def about(self, names: Sequence[str], around: Decision | None = None, *, repeats: bool = True) -> Decision:
         """Return what the policy says about a site, given what it says about what is around it: the first pattern that
         matches either decides. Without `repeats` a site is kept instead of recomputed.
         """
+        self._names |= dict.fromkeys(names)
         patterns = list(self._policy.sites)
         number, action = around or (len(patterns), "keep")
         matching = [at for at, pattern in enumerate(patterns) if self._policy.matches(pattern, *names)]
@@ -81,6 +87,11 @@ class Decisions:
             self.reasons.setdefault(other, why)
         return number, action
 
+    def near(self, pattern: str) -> list[str]:
+        """Return what may be meant by a pattern that matches no site."""
+        ending = [f"*{pattern}"] if any(self._policy.matches(f"*{pattern}", name) for name in self._names) else []
+        return ending + get_close_matches(pattern, self._names, 3)
+
 
 def find_sites(decisions: Decisions, layers: Mapping[int, nn.Module], *, in_phases: bool) -> dict[Part, PartSites]:
     """Return the sites of all parts of these layers."""
@@ -96,18 +107,32 @@ def find_sites(decisions: Decisions, layers: Mapping[int, nn.Module], *, in_phas
             root = decisions.about([*names, *layer_names], repeats=runs_whole or phase.lane == "compute")
             modules = _modules(decisions, number, layer, names, root, split=split)
             lane = "compute" if runs_whole else phase.lane
-            sites[number, at] = PartSites(name, root[1], {id(site.module): site for site in modules}, lane)
+            sites[number, at] = PartSites(name, root[1], {id(site.module): site for site in modules}, lane, root[0])
     return sites
 
 
+def unknown(policy: Memory, reasons: Sequence[Mapping[str, str]]) -> str | None:
+    """Return a pattern that matches no site on any rank, given each rank's `Decisions.reasons`, or None."""
+    return next((pattern for pattern in policy.sites if not any(pattern in of_rank for of_rank in reasons)), None)
+
+
+def not_found(pattern: str, near: Iterable[str]) -> str:
+    """Return the error text for a pattern that matches no site, with what may be meant by it."""
+    meant = dict.fromkeys(near)
+    ordered = sorted(meant, key=lambda name: SequenceMatcher(None, name, pattern).ratio(), reverse=True)[:3]
+    hint = f"; near it are {', '.join(map(repr, ordered))}" if ordered else ""
+    return (
+        f"memory names {pattern!r:.60}, but no phase or module is called that{hint} (phases have names such as 'attn', "
+        "and pipe.named_modules() of a pipeline without it has those of modules)"
+    )
+
+
 def unused(policy: Memory, reasons: Iterable[Mapping[str, str]]) -> str | None:
-    """Return an error text if a pattern decides nothing on any rank, given each rank's `Decisions.reasons`."""
+    """Return an error text if another pattern decides about all that a pattern matches, or none can."""
     every = list(reasons)
     for pattern in policy.sites:
         why = [of_rank[pattern] for of_rank in every if pattern in of_rank]
-        if not why:
-            return f"memory names {pattern!r:.60}, but no phase or module is called that"
-        if all(why):
+        if why and all(why):
             return why[0]
     return None
 
@@ -126,21 +151,25 @@ def _layer_names(number: int, layer: nn.Module, *, split: bool) -> list[str]:
 def _modules(
     decisions: Decisions, number: int, layer: nn.Module, phase_names: list[str], root: Decision, *, split: bool
 ) -> Iterator[ModuleSite]:
-    """Return the modules within a layer for which another action holds than around them."""
+    """Return the modules within a layer about which another pattern decides than about the phase.
+
+    Those within a module that a pattern matches are among them: it may be that only they are called.
+    """
     silent = {id(layer), *(id(module) for module in bypassed(number, layer).values() if split)}
-    around: list[tuple[str, Decision]] = []
+    around: list[tuple[str, Decision, str]] = []
     for _, seen, module in modules_of(number, layer):
         if id(module) in silent:
             continue
         while around and not seen.startswith(f"{around[-1][0]}."):
             around.pop()
-        outer = around[-1][1] if around else root
+        _, outer, label = around[-1] if around else ("", root, "")
         inner = _within(seen, number, layer)
         short = {inner, inner.rpartition(".")[2]}
         decision = decisions.about([seen, *(f"{phase}.{name}" for phase in phase_names for name in short)], outer)
-        if decision[1] != outer[1]:
-            yield ModuleSite(seen, f"{phase_names[0]}.{inner}", module, decision[1])
-        around.append((seen, decision))
+        label = label if decision == outer else f"{phase_names[0]}.{inner}"
+        if decision[0] != root[0]:
+            yield ModuleSite(seen, label, module, decision[1], decision[0])
+        around.append((seen, decision, label))
 
 
 def _within(seen: str, number: int, layer: nn.Module) -> str:

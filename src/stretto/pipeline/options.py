@@ -44,7 +44,7 @@ def memory_from(memory: Any, checkpoint: Any, recompute: Any) -> tuple[Memory, S
             raise PipelineError(f"checkpoint is True or False (got {checkpoint!r:.40})")
         if checkpoint and recompute:
             raise PipelineError("checkpoint=True recomputes whole layers; give that or modules to recompute, not both")
-        if (checkpoint or recompute) and memory != "none":
+        if (checkpoint or recompute) and memory not in (None, "none"):
             name = "checkpoint" if checkpoint else "recompute"
             raise PipelineError(f"{name} is a short form of memory, so give one of the two")
         patterns = ["*"] if checkpoint else list(recompute)

@@ -38,6 +38,7 @@ from stretto.pipeline.results import StepResult
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.segments import leaves_of
 from stretto.pipeline.shape_cache import begin_of
+from stretto.pipeline.sites_seen import PatternCheck
 from stretto.pipeline.states import States
 from stretto.pipeline.totals import Total, sum_tables
 from stretto.pipeline.turns import Turns
@@ -96,7 +97,7 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         gradients: Kind = "cast",
         wgrad_microbatches: int = 1,
-        memory: Memory | Mapping[str, Action] | Literal["none"] = "none",
+        memory: Memory | Mapping[str, Action] | Literal["none"] | None = "none",
         checkpoint: bool = False,
         recompute: Sequence[str] = (),
         dynamic_shapes: bool = False,
@@ -143,6 +144,7 @@ class Pipeline:
             self.program, self._team, self._stages, self._transfers, parts.starts, self._module, loss
         )
         self._evaluations = 0
+        self._patterns = PatternCheck(policy, self._team)
         self._dry_run = DryRun(
             self.program,
             self._team,
@@ -151,7 +153,8 @@ class Pipeline:
             self._gradients,
             self._binding,
             loss,
-            offloads=policy.offloads,
+            policy,
+            self._patterns,
         )
         self._states = States(parts.module, parts.layers, parts.names, mesh, self.rank)
         self._clipper = Clipper(self._team, self._turns, parts.agreement, self._replicas)
@@ -211,6 +214,7 @@ class Pipeline:
                     self._validate_all_ranks(total, wrong)
                 elif wrong is not None:
                     raise wrong
+                self._patterns.run(stage.sites_seen() for stage in self._stages.values())
                 # where a stage has copies, each might have been given another batch
                 doubtful = losses.is_weighted and len(self._placement.routes) > 1
                 count = self._count(losses, total, wait=check_finite or doubtful)
@@ -274,9 +278,9 @@ class Pipeline:
         """Predict the memory of a step, before it runs: return what each stage saves, and each device's peak.
 
         This runs the forwards of each pipeline's first microbatch, and trains nothing: parameters, gradients, module
-        buffers, random numbers and the step count stay as they are. Pass what `step` gets, on all ranks. Without
-        targets, the loss is not counted. If there is too little host memory for what `memory` offloads, this raises
-        the error of a step.
+        buffers, random numbers and the step count stay as they are. Pass inputs and targets as for `step`, on all
+        ranks; iterators are used up as by a step. Without targets, the loss is not counted. If there is too little host
+        memory for what `memory` offloads, this raises an error as a step would.
         """
         self._turns.validate_open()
         try:

@@ -20,6 +20,7 @@ from stretto.pipeline.overrides import Forward, Overrides
 from stretto.pipeline.pytree import Value, flatten_once, storage_of, version_of
 from stretto.pipeline.recompute import Kept, Run, unpack
 from stretto.pipeline.rng import Generators
+from stretto.pipeline.sites_seen import SitesSeen
 
 Table = dict[int, tuple[Any, tuple[Any, ...], Run, int, str]]
 """Maps the address of an output's storage to a weak reference to that storage, the output's version and dtype, the run
@@ -51,11 +52,14 @@ class Saving:
         self._part: PartSites | None = None
         self._action: Action = "keep"
         self._label = ""
+        self._pattern = -1  # the number of the pattern that decides about what runs now
         self._first: Run | None = None  # the run that goes on now, for the first time
         self._again: Run | None = None  # the same for a second time
         self.noted: Callable[[str, str, Tensor, Run | None], None] | None = None
         """If set, it is told of each tensor that is saved: what becomes of it, the site, the tensor, and which run
         brings it back if it is recomputed."""
+        self.seen: SitesSeen | None = SitesSeen()
+        """If set, it is told of each site that runs."""
         self.overrides = Overrides()
         modules = {key: site for part in sites.values() for key, site in part.modules.items()}
         for site in modules.values():
@@ -76,7 +80,9 @@ class Saving:
     ) -> Value:
         """Run a layer, or one of its phases."""
         self._part = sites = self._sites[part]
-        self._action, self._label = sites.action, sites.label
+        self._action, self._label, self._pattern = sites.action, sites.label, sites.pattern
+        if self.seen is not None:
+            self.seen.patterns.add(sites.pattern)
         if not recomputes(sites.action) or self._pass is None or not _can_hook():
             return function(value)
         flatten_once(value, name)
@@ -94,9 +100,13 @@ class Saving:
             def forward(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
                 own = before is not None and layer is site.module
                 original = before if own and before is not None else type(layer).forward.__get__(layer)
-                here = self._part.modules.get(id(layer)) if self._part is not None else None
+                if torch.compiler.is_compiling() or layer is not site.module or self._part is None:
+                    return original(*arguments, **named)
+                here = self._part.modules.get(id(layer))
+                if self.seen is not None:
+                    self.seen.note(layer, here, self._part)
                 runs = (self._again is not None or self._pass is not None) and _can_hook() and _sees_what_is_saved()
-                if layer is not site.module or here is None or not runs:
+                if here is None or not runs:
                     return original(*arguments, **named)
                 return self._at(here, original, buffers, arguments, named)
 
@@ -110,7 +120,10 @@ class Saving:
         """Run a module as its site says."""
         if self._again is not None:
             return original(*arguments, **named) if recomputes(site.action) else self._again.skipped()
-        before = self._action, self._label, self._first
+        if site.pattern == self._pattern:
+            return original(*arguments, **named)  # it is within a module that runs as the same pattern says
+        before = self._action, self._label, self._first, self._pattern
+        self._pattern = site.pattern
         try:
             if not recomputes(site.action):
                 self._action, self._label, self._first = site.action, site.label, None
@@ -126,7 +139,7 @@ class Saving:
             self._record_outputs(run, (arguments, named), out)
             return out
         finally:
-            self._action, self._label, self._first = before
+            self._action, self._label, self._first, self._pattern = before
 
     def _skipping(
         self, run: Run, site: ModuleSite, original: Forward, buffers: ModuleBuffers, arguments: Any, named: Any

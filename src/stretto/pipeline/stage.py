@@ -28,6 +28,7 @@ from stretto.pipeline.pytree import Tree, Value, storage_of, take_apart, tensors
 from stretto.pipeline.rng import Generators, RngKey
 from stretto.pipeline.saving import SavedPass, Saving
 from stretto.pipeline.segments import Grads, Segment, call, leaves_of, run_segment, settled
+from stretto.pipeline.sites_seen import SitesSeen
 from stretto.pipeline.split_backward import Deferral
 from stretto.pipeline.weight_gradients import WeightGradient, add_together
 from stretto.program.anatomy import Anatomy
@@ -297,6 +298,13 @@ class Stage:
         """Return what leaves of all that may."""
         limit = None if self._memory.max_in_flight is None else self._memory.max_in_flight // self._memory.copy_actions
         return within(away.candidates(), fraction=self._memory.fraction, limit=limit)
+
+    def sites_seen(self) -> tuple[SitesSeen, Mapping[Part, PartSites]] | None:
+        """Return which sites have run, and all sites; None without any, or if they were returned before."""
+        if self._saving is None or self._sites is None or self._saving.seen is None:
+            return None
+        seen, self._saving.seen = self._saving.seen, None
+        return seen, self._sites
 
     def _own_tensors(self) -> Iterator[Tensor]:
         """Return the parameters, buffers and other tensors that layers hold."""

@@ -1,0 +1,72 @@
+"""Which sites of a memory policy run: known only once a forward has."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from stretto.execute.team import Team
+from stretto.ir.errors import PipelineError
+from stretto.memory import Memory
+from stretto.pipeline.memory_sites import ModuleSite, Part, PartSites
+
+
+class SitesSeen:
+    """The patterns that decided about a site that ran, and modules that ran where no pattern names them."""
+
+    def __init__(self) -> None:
+        self.patterns: set[int] = set()
+        self._elsewhere: dict[int, str] = {}
+
+    def note(self, module: nn.Module, site: ModuleSite | None, part: PartSites) -> None:
+        """Note that a module runs in a part, where it is a site or not."""
+        if site is not None:
+            self.patterns.add(site.pattern)
+        else:
+            self._elsewhere.setdefault(id(module), part.label)
+
+    def told(self, policy: Memory, sites: Mapping[Part, PartSites]) -> dict[str, str]:
+        """Return an empty text for each pattern that decided, and for others where their modules run, if they do."""
+        patterns = list(policy.sites)
+        found = {patterns[number]: "" for number in self.patterns if number < len(patterns)}
+        for part in sites.values():
+            for site in part.modules.values():
+                if (where := self._elsewhere.get(id(site.module))) is not None:
+                    pattern = patterns[site.pattern]
+                    why = (
+                        f"memory names {pattern!r:.60}, but {site.name} runs in the phase {where}, not in {part.label}"
+                    )
+                    found.setdefault(pattern, why)
+        return found
+
+
+class PatternCheck:
+    """Finds the patterns of a policy that decide about nothing that runs, in the first step or dry run."""
+
+    def __init__(self, policy: Memory, team: Team) -> None:
+        self._policy, self._team, self._done = policy, team, not policy.sites
+
+    def run(self, every_seen: Iterable[tuple[SitesSeen, Mapping[Part, PartSites]] | None]) -> None:
+        """Raise PipelineError if what a pattern names runs in other phases only, and warn if it runs nowhere.
+
+        All ranks call this together, each with its stages. Only the first call does anything.
+        """
+        stages = [each for each in every_seen if each is not None]
+        if self._done:
+            return
+        self._done = True
+        told: dict[str, str] = {}
+        for seen, sites in stages:
+            for pattern, why in seen.told(self._policy, sites).items():
+                told[pattern] = why and told.get(pattern, why)
+        every = self._team.gather(told, dict[str, str])
+        for pattern in self._policy.sites:
+            texts = [of_rank[pattern] for of_rank in every if pattern in of_rank]
+            if texts and all(texts):
+                raise PipelineError(texts[0])
+            if not texts and self._team.rank == 0:
+                warnings.warn(
+                    f"memory names {pattern!r:.60}, but nothing that it decides about has run: these modules are not "
+                    "called, or only for other data, or are part of compiled code",
+                    stacklevel=2,
+                )
