@@ -44,10 +44,10 @@ def assert_same(found: list[Found], expected: list[Found]) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_policy_changes_no_bit(ranks: Ranks, schedule: str, phased: bool) -> None:
     case = Case(schedule, 4, 8, layers=10, phased=phased, dropout=0.2 * (not phased), dtype=torch.float32)
-    expected = [found for found, *_ in ranks.run(memory_jobs.trained, 4, case, "none")]
-    for policy in POLICIES.values():
-        told = ranks.run(memory_jobs.trained, 4, case, policy)
-        assert_same([found for found, *_ in told], expected)
+    runs = [(case, policy) for policy in ("none", *POLICIES.values())]
+    plain, *others = zip(*ranks.run(memory_jobs.each, 4, memory_jobs.trained, runs), strict=True)
+    for policy, told in zip(POLICIES.values(), others, strict=True):
+        assert_same([found for found, *_ in told], [found for found, *_ in plain])
         assert any(left > 0 and nbytes > 0 for _, left, nbytes in told) == policy.offloads
 
 
@@ -61,17 +61,18 @@ def test_nothing_of_a_step_is_found_in_a_later_one(ranks: Ranks, schedule: str) 
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipe"])
 @pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"dp": 2, "pp": 2}], ids=str)
 def test_so_it_is_with_experts_on_a_mesh(ranks: Ranks, sizes: dict[str, int], schedule: str) -> None:
-    expected = ranks.run(memory_jobs.with_experts, 4, sizes, schedule, "none")
-    for sites in (
+    every: list[Any] = [
         {"*": "offload"},
         {"*": "recompute"},
         {"*layernorm": "recompute", "mlp.swiglu": "recompute", "attn": "offload"},
         {"mlp": "recompute+offload", "*": "offload"},
         {"model.layers.1.mlp": "recompute", "*": "offload"},
         {"*.mlp.experts": "keep", "*": "recompute"},
-    ):
-        policy: Any = Memory(sites=sites, min_bytes=0)  # type: ignore[arg-type]
-        told = ranks.run(memory_jobs.with_experts, 4, sizes, schedule, policy)
+    ]
+    policies = [Memory(sites=sites, min_bytes=0) for sites in every]
+    runs = [(sizes, schedule, policy) for policy in ("none", *policies)]
+    expected, *others = zip(*ranks.run(memory_jobs.each, 4, memory_jobs.with_experts, runs), strict=True)
+    for policy, told in zip(policies, others, strict=True):
         assert_same([found for found, _ in told], [found for found, _ in expected])
         assert any(left for _, left in told) == policy.offloads
 

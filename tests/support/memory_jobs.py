@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ from stretto.program.task import Kind
 
 Found = tuple[list[float], dict[str, Any]]
 """The losses of all steps, and the gradients of the last."""
+
+
+def each(mesh: DeviceMesh, job: Callable[..., Any], runs: list[tuple[Any, ...]]) -> list[Any]:
+    """What a job finds in each of several runs, one after the other."""
+    return [job(mesh, *arguments) for arguments in runs]
 
 
 def trained(mesh: DeviceMesh, case: Case, policy: Any) -> tuple[Found, int, int]:
