@@ -22,7 +22,8 @@ def main() -> None:
     torch.manual_seed(0)  # all ranks make the same model, and each keeps its own layers and experts
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     plan = stretto.schedules.dualpipev(devices=sizes.get("pp", 1), microbatches=MICROBATCHES)
-    pipe = stretto.Pipeline(CausalLM(CONFIG).layers(), plan=plan, loss=causal_lm_loss, mesh=mesh)
+    memory = {"*norm": "recompute", "*.swiglu": "recompute"}  # these are computed again, rather than kept
+    pipe = stretto.Pipeline(CausalLM(CONFIG).layers(), plan=plan, loss=causal_lm_loss, mesh=mesh, memory=memory)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
     pipeline = 0  # which of the ep × dp pipelines this rank belongs to
     for name in ("dp", "ep"):

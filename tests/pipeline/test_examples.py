@@ -25,7 +25,7 @@ def trained(ranks: int, example: str, *arguments: str) -> list[float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(EXAMPLES / example), *arguments], capture_output=True, text=True, timeout=120, env=environment
+        [*command, str(EXAMPLES / example), *arguments], capture_output=True, text=True, timeout=600, env=environment
     )
     assert done.returncode == 0, done.stderr
     return [float(line.split("loss")[1]) for line in done.stdout.splitlines()]

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 import stretto
+from devices import device_ranks
 from models import Case, recorded
 from ranks import Ranks
 from stretto.program.task import SENDS
@@ -15,7 +16,7 @@ from stretto.timeline.trace import parse_trace
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    made = Ranks(4)
+    made = device_ranks(4)
     yield made
     made.stop()
 
