@@ -3,9 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from stretto.program.task import Kind, Lane, Task
-
-_OWNERS = ("compute", "comm", "host")  # lanes in whose streams tasks make memory that others use
+from stretto.program.task import PHASE_LANES, Kind, Lane, Task
 
 
 def kept_until(tasks: Sequence[Task], needs: Sequence[Sequence[int]]) -> list[int]:
@@ -13,12 +11,12 @@ def kept_until(tasks: Sequence[Task], needs: Sequence[Sequence[int]]) -> list[in
 
     Released memory is given to the next task that makes memory in the stream in which it was made. That stream must by
     then have been made to wait for everything that used the memory: an order of the program, which holds however far
-    ahead of the device the host is. Waits for transfers and copies do not count, since such work may run in streams of
-    its own. What comes back from host memory comes to memory of the compute lane, which need not wait for anything
-    before that.
+    ahead of the device the host is. Only phases make memory that others use. Waits for transfers and copies do not
+    count, since such work may run in streams of its own. An onload takes memory of the compute lane, and makes that
+    lane wait for nothing.
     """
     owner = [Lane(task.device) if task.kind is Kind.ONLOAD else task.lane for task in tasks]
-    lanes = sorted({lane for lane in owner if lane.name in _OWNERS})
+    lanes = sorted({lane for lane in owner if lane.name in PHASE_LANES})
     places: dict[Lane, list[int]] = {lane: [] for lane in lanes}  # of the tasks that make memory of each lane
     seen: dict[Lane, list[dict[Lane, int]]] = {lane: [] for lane in lanes}  # the last tasks its stream has waited for
     known: list[dict[Lane, int]] = []  # the same by task

@@ -30,7 +30,8 @@ def _from_float8(byte):  # type: ignore[no-untyped-def]
     magnitude = byte & 0x7F
     normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     x = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)  # 2⁻⁹
-    return tl.where(byte < 128, x, -x)
+    signed = x.to(tl.int32, bitcast=True) | (byte & 0x80) << 24  # Triton's -x is 0 - x, and so +0 for 0
+    return signed.to(tl.float32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

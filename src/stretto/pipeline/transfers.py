@@ -18,9 +18,8 @@ from stretto.pipeline.descriptions import Description, describe, moved_as
 from stretto.pipeline.pytree import LEAF, Tree, validate_unchanged
 from stretto.pipeline.recv_buffers import RecvBuffer
 from stretto.program.program import Program
-from stretto.program.task import Lane
+from stretto.program.task import PHASE_LANES, Lane
 
-_CALLERS = ("compute", "comm", "host")
 """The lanes whose tasks the caller's thread runs."""
 
 
@@ -54,7 +53,7 @@ class Transfers:
             elif pair is not None:
                 self._receives[source] = LinkEnd(pair, incoming.get(source), int(source > target))
         if device.type != "cuda":
-            lanes = [lane for lane in program.lanes if lane.device == rank and lane.name not in _CALLERS]
+            lanes = [lane for lane in program.lanes if lane.device == rank and lane.name not in PHASE_LANES]
             self.lanes = {lane: HostLane(str(lane)) for lane in lanes}
         self._warm_up(directed, team)
 
