@@ -1,6 +1,7 @@
 """The supervisor by itself: what it says of others, and what a request to end does around a failure."""
 
 import contextlib
+import re
 import signal
 import socket
 import subprocess
@@ -98,9 +99,7 @@ def test_an_error_that_cannot_even_be_asked_is_told(two: list[Supervisor]) -> No
     first, second = two
     with pytest.raises(Speechless), first.guarding("step 1"):
         raise Speechless
-    time.sleep(0.3)
-    with pytest.raises(PeerError, match=r"rank 0 failed .*Speechless: \(an error that cannot say what it is"):
-        second.check()
+    assert re.search(r"rank 0 failed .*Speechless: \(an error that cannot say what it is", told(second))
 
 
 def test_a_rank_that_is_closed_in_the_middle_of_a_step_is_named(two: list[Supervisor]) -> None:
@@ -110,6 +109,18 @@ def test_a_rank_that_is_closed_in_the_middle_of_a_step_is_named(two: list[Superv
         first.close()
     with pytest.raises(PeerError, match=r"^rank 0 was closed at 0F0 of step 1"), second.guarding("step 1"):
         second.wait(Never(), lambda: "the value of 0F0")
+
+
+def told(supervisor: Supervisor) -> str:
+    """Return why a supervisor cannot go on, once it knows; a loaded machine may take its time."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            supervisor.check()
+        except PeerError as error:
+            return str(error)
+        time.sleep(0.05)
+    raise AssertionError("nothing was told")
 
 
 class Never:
@@ -123,10 +134,11 @@ class Never:
 
 
 @pytest.fixture
-def two() -> Iterator[list[Supervisor]]:
+def two(request: pytest.FixtureRequest) -> Iterator[list[Supervisor]]:
+    """Two supervisors that watch each other, with the timeout of the test's parameter."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ends = [socket.create_connection(server.getsockname()), server.accept()[0]]
-    made = [Supervisor(rank, timeout=0.6) for rank in range(2)]
+    made = [Supervisor(rank, timeout=getattr(request, "param", 0.6)) for rank in range(2)]
     for rank, supervisor in enumerate(made):
         supervisor.watch({1 - rank: ends[rank]})
         supervisor.ready()
@@ -135,18 +147,17 @@ def two() -> Iterator[list[Supervisor]]:
         supervisor.close()
 
 
+@pytest.mark.parametrize("two", [3.0], indirect=True)
 def test_a_rank_that_is_always_seen_at_the_same_task_of_another_step_is_not_blamed(two: list[Supervisor]) -> None:
     first, second = two
-    for step in range(1, 6):
+    for step in range(1, 9):
         with first.guarding(f"step {step}"):
             first.task = lambda: "0F0"
-            time.sleep(0.3)
+            time.sleep(0.5)
     second.check()
-    with first.guarding("step 6"):
+    with first.guarding("step 9"):
         first.task = lambda: "0F0"
-        time.sleep(1.2)
-    with pytest.raises(PeerError, match=r"rank 0 has been at 0F0 of step 6 for 1 s"):
-        second.check()
+        assert "rank 0 has been at 0F0 of step 9 for " in told(second)
 
 
 def test_a_rank_that_left_is_named_by_those_who_go_on_without_it(two: list[Supervisor]) -> None:
@@ -164,8 +175,7 @@ def test_a_rank_that_left_is_named_by_those_who_go_on_without_it(two: list[Super
         second.wait(Never(), lambda: "nothing")
 
 
-def test_who_has_not_begun_is_named(two: list[Supervisor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "SILENCE", 1.0)
+def test_who_has_not_begun_is_named(two: list[Supervisor]) -> None:
     with (
         pytest.raises(PeerError, match=r"rank 0 has not begun step 1; it was last seen before its first step; rank 1 "),
         two[1].guarding("step 1"),
@@ -192,19 +202,14 @@ def test_the_step_in_which_a_rank_died_is_known_however_short_steps_are(two: lis
         with first.guarding(f"step {step}"):
             pass
     first._closing = True  # as if it had died
-    time.sleep(0.5)
-    with pytest.raises(PeerError, match=r"rank 0 died; it was last seen (at the start of|after) step 29"):
-        second.check()
+    assert re.search(r"rank 0 died; it was last seen (at the start of|after) step 29", told(second))
 
 
 def test_a_rank_that_was_given_up_on_is_told_so(two: list[Supervisor]) -> None:
     first, second = two
     second.fail("rank 0 has not been heard of for 6 s; it was last seen at 0F0 of step 1", 0)
-    time.sleep(0.5)
-    with pytest.raises(PeerError, match=r"^the other ranks gave up on this one: rank 0 has not been heard of"):
-        first.check()
-    with pytest.raises(PeerError, match=r"^rank 0 has not been heard of"):
-        second.check()
+    assert told(first).startswith("the other ranks gave up on this one: rank 0 has not been heard of")
+    assert told(second).startswith("rank 0 has not been heard of")
 
 
 def test_a_process_that_says_nothing_is_blamed_only_if_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,18 +225,19 @@ def test_a_process_that_says_nothing_is_blamed_only_if_it_is_stopped(monkeypatch
         time.sleep(1.5)
         watching.check()
         process.send_signal(signal.SIGSTOP)
-        time.sleep(0.5)
-        with pytest.raises(PeerError, match=r"rank 0 has not been heard of for 2 s; it was last seen at 0F0 of step 1"):
-            watching.check()
+        assert re.search(r"rank 0 has not been heard of for \d+ s; it was last seen at 0F0 of step 1", told(watching))
         process.kill()
         watching.close()
         other.close()
 
 
 def test_nobody_is_blamed_while_any_rank_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three in a row, the last hears only of one that waits itself, and that somebody is busy."""
+    """Of three in a row, the last hears only of one that waits itself, and that somebody is busy.
+
+    A thread may have to wait a second or two for its turn on a loaded machine, which must not count as silence.
+    """
     monkeypatch.setattr(timing, "SILENCE", 0.5)
-    made = [Supervisor(rank, timeout=1.0) for rank in range(3)]
+    made = [Supervisor(rank, timeout=5.0) for rank in range(3)]
     peers: list[dict[int, socket.socket]] = [{}, {}, {}]
     with socket.create_server(("127.0.0.1", 0)) as server:
         for rank in range(2):
@@ -240,12 +246,12 @@ def test_nobody_is_blamed_while_any_rank_is_busy(monkeypatch: pytest.MonkeyPatch
                 server.accept()[0],
             )
     for supervisor, some in zip(made, peers, strict=True):
-        supervisor.watch(some)
+        supervisor.watch(some, on_one_machine=True)
     stop = threading.Event()
 
     def work() -> None:
         with made[0].guarding("step 1"):
-            for task in range(8):
+            for task in range(16):
                 made[0].task = lambda task=task: f"0F{task}"  # type: ignore[misc]
                 stop.wait(0.5)
 
@@ -259,7 +265,7 @@ def test_nobody_is_blamed_while_any_rank_is_busy(monkeypatch: pytest.MonkeyPatch
     begun = time.monotonic()
     with pytest.raises(PeerError, match=r"waited for the value of"), made[2].guarding("step 1"):
         made[2].wait(Never(), lambda: "the value of 1F7")
-    assert time.monotonic() - begun > 4.5  # four seconds of work, and then the timeout
+    assert time.monotonic() - begun > 12  # eight seconds of work, and then the timeout
     stop.set()
     for thread in threads:
         thread.join()
