@@ -23,9 +23,9 @@ from stretto.pipeline.programs import evaluation_of
 from stretto.pipeline.pytree import Value
 from stretto.pipeline.rehearsal import Rehearsal
 from stretto.pipeline.rng import RngKey
-from stretto.pipeline.saved_bytes import storages_of
 from stretto.pipeline.sites_seen import PatternCheck
 from stretto.pipeline.stage import Stage
+from stretto.pipeline.storages import storages_of
 from stretto.pipeline.transfers import Transfers
 from stretto.program.program import Program
 from stretto.program.task import Kind

@@ -1,22 +1,20 @@
 """Counts what a pass of a stage saves for its backward, each storage once."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from stretto.pipeline.memory_report import SiteMemory
 from stretto.pipeline.recompute import Run
+from stretto.pipeline.storages import WeakStorage, storages_of
 
 
 class _Saved(NamedTuple):
     """A storage of which something was saved."""
 
-    reference: Any
-    """A weak reference to it. While it lives, no other storage can have the same address."""
+    reference: WeakStorage
     nbytes: int
     labels: dict[str, str]
     """By what becomes of it (keep, recompute, offload), the first site that said so."""
@@ -31,7 +29,7 @@ class SavedBytes:
         self._held: set[int] = set()
         self._saved: dict[int, _Saved] = {}
         self._labels: dict[str, None] = {}  # in the order in which sites run
-        self._pending: dict[int, tuple[Any, int]] = {}  # inputs of layers that defer their weight gradients
+        self._pending: dict[int, tuple[WeakStorage, int]] = {}  # inputs of layers that defer their weight gradients
         self._output_gradients = 0
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
@@ -46,7 +44,7 @@ class SavedBytes:
                 continue
             saved = self._saved.get(storage._cdata)
             if saved is None:
-                saved = self._saved[storage._cdata] = _Saved(_weak(storage), storage.nbytes(), {}, set())
+                saved = self._saved[storage._cdata] = _Saved(WeakStorage(storage), storage.nbytes(), {}, set())
             saved.labels.setdefault(what, label)
             if run is not None:
                 saved.runs.add(id(run))
@@ -56,7 +54,7 @@ class SavedBytes:
         self._output_gradients += out.numel() * out.element_size()
         for storage in () if given is None else storages_of(given):
             if storage._cdata not in self._held:
-                self._pending[storage._cdata] = _weak(storage), storage.nbytes()
+                self._pending[storage._cdata] = WeakStorage(storage), storage.nbytes()
 
     @property
     def pending(self) -> int:
@@ -88,25 +86,9 @@ class SavedBytes:
     def _becomes(self, key: int, saved: _Saved, leaving: Collection[int]) -> tuple[str, str] | None:
         """Return what becomes of a storage and at which site; None if nothing holds it any more."""
         labels = saved.labels
-        if not saved.reference.expired():
+        if not saved.reference.is_gone:
             if "keep" in labels:
                 return "keep", labels["keep"]
             if "offload" in labels:
                 return "offload" if key in leaving else "keep", labels["offload"]
         return ("recompute", labels["recompute"]) if "recompute" in labels else None
-
-
-def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Return the memory of a tensor, also of one that consists of others."""
-    if hasattr(tensor, "__tensor_flatten__"):  # a DTensor, say
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
-    elif tensor.layout is torch.sparse_coo:
-        yield from (part.untyped_storage() for part in (tensor._indices(), tensor._values()))
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
-
-
-def _weak(storage: torch.UntypedStorage) -> Any:
-    reference: Any = StorageWeakRef
-    return reference(storage)

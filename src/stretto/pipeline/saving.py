@@ -9,7 +9,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from stretto.ir.errors import PipelineError
 from stretto.memory import Action
@@ -21,8 +20,9 @@ from stretto.pipeline.pytree import Value, flatten_once, storage_of, version_of
 from stretto.pipeline.recompute import Kept, Run, unpack
 from stretto.pipeline.rng import Generators
 from stretto.pipeline.sites_seen import SitesSeen
+from stretto.pipeline.storages import WeakStorage
 
-Table = dict[int, tuple[Any, tuple[Any, ...], Run, int, str]]
+Table = dict[int, tuple[WeakStorage, tuple[Any, ...], Run, int, str]]
 """Maps the address of an output's storage to a weak reference to that storage, the output's version and dtype, the run
 that made it, the output's index, and the lane. While the weak reference lives, no other storage can reuse the address.
 """
@@ -183,9 +183,8 @@ class Saving:
         storages = {storage_of(leaf) for leaf in pytree.tree_leaves(inputs) if _has_storage(leaf)}
         for number, leaf in enumerate(pytree.tree_leaves(out)):
             if _has_storage(leaf) and storage_of(leaf) not in storages:
-                weak_reference: Any = StorageWeakRef
                 storage = leaf.untyped_storage()
-                self._pass.outputs[storage._cdata] = weak_reference(storage), _kind(leaf), run, number, self._lane
+                self._pass.outputs[storage._cdata] = WeakStorage(storage), _kind(leaf), run, number, self._lane
 
     @property
     def _lane(self) -> str:
@@ -200,7 +199,7 @@ class Saving:
             reference, kind, run, number, lane = entry
             # It may be another tensor, changed since, or viewed as another dtype. What another lane has made is kept,
             # or that lane's work would be repeated on this one.
-            if not reference.expired() and _kind(saved) == kind and lane == self._lane:
+            if not reference.is_gone and _kind(saved) == kind and lane == self._lane:
                 self._note("recompute", saved, run)
                 return run.handle_of_output(number, saved)
         if self._action == "offload" and self._pass.away is not None:

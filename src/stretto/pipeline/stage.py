@@ -30,6 +30,7 @@ from stretto.pipeline.saving import SavedPass, Saving
 from stretto.pipeline.segments import Grads, Segment, call, leaves_of, run_segment, settled
 from stretto.pipeline.sites_seen import SitesSeen
 from stretto.pipeline.split_backward import Deferral
+from stretto.pipeline.storages import WeakStorage, alive, weak_storages
 from stretto.pipeline.weight_gradients import WeightGradient, add_together
 from stretto.program.anatomy import Anatomy
 
@@ -50,6 +51,9 @@ class _Pass:
     """What becomes of the tensors that it has saved."""
     passages: dict[int, Passage]
     """What each forward-only part has passed on."""
+    entered: dict[int, list[WeakStorage]]
+    """By part, weak references to the memory that came into its forward and backward, where lanes are streams: all that
+    can be another stream's of what the part has saved."""
 
 
 class Stage:
@@ -94,7 +98,9 @@ class Stage:
         self._last_layers: list[str] = []  # the last layer of each part, for error messages
         self._in_phases = not anatomy.is_whole
         self._functions = self._parts(anatomy)
-        self._weight_of = {step: k for k, step in enumerate(anatomy.weight_steps[index])}
+        self._weight_steps = anatomy.weight_steps[index]
+        self._weight_of = {step: k for k, step in enumerate(self._weight_steps)}
+        self._lanes = [part.phase.lane for part in anatomy.forward[index]]
         self._forward_of = anatomy.forward_steps[index]
         self._joint = [anatomy.is_joint(index, part) for part in anatomy.forward[index]]
         self._exchanges = exchanges
@@ -102,8 +108,10 @@ class Stage:
         self._joining: list[list[list[WeightGradient]]] = [
             [] for _ in self._weight_of
         ]  # of earlier microbatches, by part
+        self._entered: list[list[WeakStorage]] = [[] for _ in self._weight_of]  # of these, what came into their parts
         self.used: list[object] | None = None
-        """If set, backwards and weight gradients append the objects they used to it, to keep them alive."""
+        """If set, lanes are streams, and backwards and weight gradients append to it what they used that may be another
+        stream's memory, to keep it alive."""
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
         self._searching = True  # whether to search every graph for unregistered leaves
@@ -156,8 +164,9 @@ class Stage:
                 self._searched_microbatch = self._microbatches[key.step % len(self._microbatches)]
             finally:
                 self._passes.clear()
-                for deferred in self._joining:
+                for deferred, entered in zip(self._joining, self._entered, strict=True):
                     deferred.clear()
+                    entered.clear()
 
     def forward(
         self, microbatch: int, part: int, inputs: Tree, loss: OneLoss | None = None, *, held: bool = False
@@ -172,7 +181,7 @@ class Stage:
             deferred: list[list[WeightGradient]] = [[] for _ in self._weight_of]
             leaves = microbatch in self.leaving
             away = Away(self._device, self._memory.min_bytes, self._held) if leaves else None
-            self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, SavedPass(away), {})
+            self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, SavedPass(away), {}, {})
         state = self._passes[microbatch]
         if state.saved.away is not None and held:
             given = (tensor for tensor in tensors_of(inputs.leaves) if tensor.layout is torch.strided)
@@ -188,6 +197,8 @@ class Stage:
                 self._function(part, microbatch, loss), inputs, self.anchor, self._last_layers[part]
             )
         state.segments[part] = segment
+        if self.used is not None:
+            state.entered[part] = weak_storages(tensors_of(inputs.leaves))
         if self._joint[part]:  # other ranks wait for this one in the backward
             segment.zeros = [_zeros_like(leaf) for leaf in out.leaves]
         if self._searching or microbatch == self._searched_microbatch:
@@ -232,11 +243,14 @@ class Stage:
         if state.saved.away is not None and (not self.streams or torch.cuda.current_stream() == self.streams[0]):
             state.saved.away.settle()
         deferred = state.deferred[self._weight_of[part]] if part in self._weight_of else None
-        with self.deferral.into(deferred), self._replacing(state), self._as_computed():
-            out = segment.backward(grads, keep=self.used is not None)
-        state.saved.outputs.clear()
+        shares = self.used is not None and self._lanes[at] != "compute"
         if self.used is not None:
-            self.used.append(segment)
+            state.entered[at] += weak_storages(tensors_of(grads))
+            # What comes back from host memory is the compute lane's, so another lane keeps all that it saved.
+            self.used.append(segment if shares else alive(state.entered[at]))
+        with self.deferral.into(deferred), self._replacing(state), self._as_computed():
+            out = segment.backward(grads, keep=shares)
+        state.saved.outputs.clear()
         self._gradients.collect(self._parameters)
         while (passage := state.passages.pop(at := at - 1, None)) is not None:
             out = list(passage.back(out))
@@ -247,12 +261,15 @@ class Stage:
         state, waiting = self._passes[microbatch], self._joining[part]
         waiting.append(state.deferred[part])
         state.deferred[part] = []
+        if self.used is not None:
+            self._entered[part] += state.entered.pop(self._forward_of[self._weight_steps[part]])
         if part == len(state.deferred) - 1 and all(segment is None for segment in state.segments):
             del self._passes[microbatch]
         if joins:
             return
         if self.used is not None:
-            self.used.append([deferred.copy() for deferred in waiting])
+            self.used.append(alive(self._entered[part]))
+            self._entered[part].clear()
         with self._as_computed(), torch.no_grad():
             add_together(waiting)
 

@@ -1,0 +1,50 @@
+"""Where lanes are streams, memory is given away only when its stream waits for all that used it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ranks import Ranks
+from stream_jobs import watched
+from stretto import Memory
+
+POLICIES: dict[str, Any] = {
+    "none": "none",
+    "recompute": {"*": "recompute"},
+    "offload": Memory(sites={"*": "offload"}, min_bytes=0),
+    "norms": Memory(sites={"*norm": "recompute", "*": "offload"}, min_bytes=0),
+    "half": Memory(sites={"*.experts": "recompute+offload", "*": "offload"}, min_bytes=0, fraction=0.5),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks(1)
+    yield started
+    started.stop()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_no_policy_gives_memory_away_too_early(ranks: Ranks, split: bool) -> None:
+    peaks, expected = {}, None
+    for name, policy in POLICIES.items():
+        ((wrong, peaks[name], left, grads),) = ranks.run(watched, 1, split, policy)
+        assert wrong == [], name
+        assert left == (0 if name in ("none", "recompute") else 8)
+        expected = grads if expected is None else expected
+        assert all(torch.equal(found, other) for found, other in zip(grads, expected, strict=True)), name
+    assert peaks["norms"] < peaks["offload"] < peaks["none"], peaks
+
+
+def test_joined_weight_gradients_neither(ranks: Ranks) -> None:
+    assert ranks.run(watched, 1, True, POLICIES["offload"], "nobody", 2)[0][0] == []
+
+
+@pytest.mark.parametrize("forgetful", ["backwards", "weights"])
+def test_it_would_be_seen_and_keeping_takes_little(ranks: Ranks, forgetful: str) -> None:
+    ((wrong, least, _, _),) = ranks.run(watched, 1, True, POLICIES["offload"], forgetful)
+    assert wrong
+    ((_, peak, _, _),) = ranks.run(watched, 1, True, POLICIES["offload"])
+    assert peak <= 1.02 * least

@@ -1,0 +1,73 @@
+"""A step on a CPU whose lanes are fake streams, to find out when its memory is given away."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import stretto
+from fake_streams import Streams, Watching
+from mesh_jobs import Member, TensorBlock
+from moe_jobs import CONFIG
+from stretto.execute.device_lanes import DeviceLanes
+from stretto.program.task import COPIES, FORWARDS, WEIGHTS, Kind
+
+KINDS = {"forwards": FORWARDS, "backwards": (Kind.B, Kind.I), "weights": WEIGHTS, "nobody": ()}
+
+
+def _plan(microbatches: int, warm_up: int, *, split: bool) -> stretto.Plan:
+    """One device, whose passes wait for long, and whose steady state consists of pairs."""
+    cells = [f"0F{number}" for number in range(warm_up)]
+    cells += [f"(0F{number};0B{number - warm_up})OVERLAP_F_B" for number in range(warm_up, microbatches)]
+    cells += [f"0I{number},0W{number}" if split else f"0B{number}" for number in range(microbatches)[-warm_up:]]
+    return stretto.parse_plan(",".join(cells))
+
+
+def _distance(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def watched(
+    mesh: DeviceMesh, split: bool, policy: Any, forgetful: str = "nobody", wgrad_microbatches: int = 1
+) -> tuple[list[str], int, int, list[Tensor]]:
+    """Memory that a step gives away too early, the most bytes that its tasks hold, how many passes leave, and the
+    gradients. Tasks that are `forgetful` keep nothing for other streams.
+    """
+    member = Member(mesh, {"pp": 1})
+    torch.manual_seed(1)
+    layers = [TensorBlock(CONFIG).to(torch.float32) for _ in range(2)]
+    plan = _plan(8, 5, split=split)
+    pipe = stretto.Pipeline(
+        layers,
+        plan=plan,
+        loss=_distance,
+        mesh=member.mesh["pp"],
+        memory=policy,
+        wgrad_microbatches=wgrad_microbatches,
+    )
+    streams, binding = Streams(), pipe._binding
+    watching = Watching(streams)
+
+    def bound(task: Any) -> Any:
+        act = binding._bound(task)
+
+        def forgets() -> Any:
+            result = act()
+            used.clear()
+            return result
+
+        return watching.doing(task, forgets if task.kind in KINDS[forgetful] else act)
+
+    x = torch.randn(8, 8, CONFIG.hidden_size)
+    with streams.patched():
+        used: list[object] = []
+        binding._used = used
+        binding._lanes = DeviceLanes(binding._executor, {}, used)
+        binding._executor.bind(binding._lanes, bound)
+        with watching:
+            pipe.step(x, x.roll(1, 0))
+    grads = [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
+    left = sum(task.kind in COPIES for task in binding.tasks) // 2
+    pipe.close()
+    return watching.allocator.wrong, watching.peak, left, grads
