@@ -33,7 +33,9 @@ def test_what_a_pipeline_takes_for_a_policy() -> None:
     assert memory_of("none") == memory_of(None) == memory_of({}) == Memory()
     assert memory_of({"*": "offload"}) == Memory(sites={"*": "offload"})
     for wrong in ("k3", 3, ["*"], True):
-        with pytest.raises(PlanError, match=r'memory is a stretto.Memory, a dict such as .* or "none"; load_memory'):
+        with pytest.raises(
+            PlanError, match=r'memory is a stretto.Memory, a dict such as .* one of "none", "k2"; load_memory'
+        ):
             memory_of(wrong)
 
 
@@ -79,7 +81,10 @@ def test_a_file_may_give_sizes_with_units(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"sites": {"*": "offlaod"}}, r"what becomes of '\*' is one of keep, recompute, offload, .* \(got 'offlaod'\)"),
+        (
+            {"sites": {"*": "offlaod"}},
+            r"what becomes of '\*' is one of keep, recompute, fp8, offload, .* \(got 'offlaod'\)",
+        ),
         ({"sites": {"": "keep"}}, r"a site is named by a pattern, such as '\*.norm' \(got ''\)"),
         ({"sites": {3: "keep"}}, r"a site is named by a pattern, such as '\*.norm' \(got 3\)"),
         ({"sites": ["*"]}, r"sites is a table of patterns, such as"),
@@ -105,7 +110,10 @@ def test_wrong_policies_are_refused_in_one_line(given: dict[str, Any], says: str
     ("text", "says"),
     [
         ("sites = ", "not valid TOML"),
-        ('[site]\n"*" = "keep"\n', "'site' is nothing that a memory policy has; there are sites, fraction, min_bytes"),
+        (
+            '[site]\n"*" = "keep"\n',
+            "'site' is nothing that a memory policy has; there are sites, preset, fraction, min_bytes",
+        ),
         ('min_bytes = "2 apples"\n', r"min_bytes is a number of bytes, or a size such as 2GB \(got '2 apples'\)"),
         ("[sites]\n'*' = 'keep'\nmin_bytes = 0\n", r"min_bytes is a limit and no site: .* in a file above \[sites\]"),
         (

@@ -7,10 +7,10 @@
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import msgspec
 import tomli_w
@@ -19,8 +19,33 @@ from stretto.ir.errors import PlanError, TextError
 from stretto.ir.files import file_path, read_text, write_text
 from stretto.ir.units import parse_bytes
 
-Action: TypeAlias = Literal["keep", "recompute", "offload", "recompute+offload"]
-ACTIONS = ("keep", "recompute", "offload", "recompute+offload")
+Action: TypeAlias = Literal[
+    "keep",
+    "recompute",
+    "fp8",
+    "offload",
+    "fp8+offload",
+    "recompute+fp8",
+    "recompute+offload",
+    "recompute+fp8+offload",
+]
+ACTIONS: tuple[Action, ...] = get_args(Action)
+Preset: TypeAlias = Literal["none", "k2"]
+PRESETS: dict[Preset, dict[str, Action]] = {
+    "none": {},
+    "k2": {
+        "*norm": "recompute",
+        "*.swiglu": "recompute+fp8",
+        "*.q_b_proj": "recompute",
+        "*.kv_b_proj": "recompute",
+        "*.heads": "recompute",
+        "*.experts": "fp8",
+        "*.shared_experts": "fp8",
+        "*": "offload",
+    },
+}
+"""Policies by name. In `k2`, Kimi K2's, norms, SwiGLU and the up-projections of latent attention are recomputed, the
+inputs of SwiGLU and of the up-projections of experts are stored in float8, and the rest is offloaded."""
 _SIZES = ("min_bytes", "max_in_flight", "host_bytes")
 _EXAMPLE = 'such as {"*.norm": "recompute", "attn": "offload"}'
 
@@ -29,17 +54,20 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What a `Pipeline` does with the tensors that forwards save for backwards.
 
     A site is a phase or a module. Its tensors stay on the device ("keep"), are dropped and computed again in the
-    backward ("recompute"), or are copied to host memory and back ("offload"). With "recompute+offload" they are
-    computed again from inputs that were offloaded.
+    backward ("recompute"), are copied to host memory and back ("offload"), or are stored in float8, which rounds them
+    ("fp8"; only those of 16 bits are). "fp8+offload" does both. After "recompute+" it says how to store the inputs from
+    which the site is computed again.
     """
 
     sites: dict[str, Action] = {}
     """What becomes of the tensors of each site, by patterns of names: the first pattern that matches decides. Sites
     that none matches do as the module or phase around them, and in the end keep their tensors."""
+    preset: Preset = "none"
+    """Patterns that come after those of `sites`: "k2" has Kimi K2's. Those that match nothing in a model do nothing."""
     fraction: float = 1.0
     """How much of what may be offloaded is, in bytes: what the backward needs last goes first."""
     min_bytes: int = 1 << 20
-    """Tensors that are smaller stay on the device: a copy of them takes longer than it is worth."""
+    """Tensors that are smaller stay on the device as they are: a copy of them takes longer than it is worth."""
     max_in_flight: int | None = None
     """The most bytes of a device that may be on their way to host memory at a time; the rest stays on the device."""
     keep_layers: int = 0
@@ -63,11 +91,21 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def names_offload(self) -> bool:
         """Whether a pattern says "offload", even if `fraction` leaves nothing of that."""
-        return any(action.endswith("offload") for action in self.sites.values())
+        return any(action.endswith("offload") for action in self.patterns.values())
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any site may store tensors in float8."""
+        return any("fp8" in action for action in self.patterns.values())
+
+    @property
+    def patterns(self) -> dict[str, Action]:
+        """All patterns in order: those of `sites`, and then those of the preset."""
+        return {**self.sites, **{name: act for name, act in PRESETS[self.preset].items() if name not in self.sites}}
 
     def action(self, *names: str) -> Action | None:
         """Return what becomes of the tensors of a site with these names; None if no pattern matches."""
-        return next((self.sites[pattern] for pattern in self.sites if self.matches(pattern, *names)), None)
+        return next((action for pattern, action in self.patterns.items() if self.matches(pattern, *names)), None)
 
     def matches(self, pattern: str, *names: str) -> bool:
         """Return whether a pattern matches one of a site's names."""
@@ -104,16 +142,38 @@ def load_memory(path: str | Path) -> Memory:
 
 
 def memory_of(value: Any) -> Memory:
-    """Return a policy: a `Memory` as it is, a mapping as its sites, and "none" as one that keeps everything."""
+    """Return a policy: a `Memory` as it is, a mapping as its sites, and the name of a preset as that preset."""
     if isinstance(value, Memory):
         return value
     if isinstance(value, Mapping):
         return Memory(sites=dict(value))
-    if value is None or value == "none":
+    if value is None:
         return Memory()
+    if isinstance(value, str) and value in PRESETS:
+        return Memory(preset=value)
     raise PlanError(
-        f'memory is a stretto.Memory, a dict {_EXAMPLE}, or "none"; load_memory(path) reads a file (got {value!r:.60})'
+        f"memory is a stretto.Memory, a dict {_EXAMPLE}, or one of {_names(PRESETS)}; load_memory(path) reads a file "
+        f"(got {value!r:.60})"
     )
+
+
+def recomputes(action: Action) -> bool:
+    """Return whether a site with this action is computed again in the backward."""
+    return action.startswith("recompute")
+
+
+def stored_as(action: Action) -> Action:
+    """Return how a site's tensors are stored, or the inputs from which it is recomputed."""
+    return cast("Action", action.removeprefix("recompute").removeprefix("+") or "keep")
+
+
+def without_offload(action: Action) -> Action:
+    """Return the same action, where nothing leaves the device."""
+    return cast("Action", action.removesuffix("offload").removesuffix("+") or "keep")
+
+
+def _names(values: Iterable[str]) -> str:
+    return ", ".join(f'"{value}"' for value in values)
 
 
 def _from_table(table: Mapping[str, Any]) -> Memory:
@@ -152,6 +212,8 @@ def _wrong(policy: Memory) -> str | None:
             return f'names with dots are quoted in a file: "{_dotted(pattern, action)}" (got a table {pattern!r:.40})'
         if action not in ACTIONS:
             return f"what becomes of {pattern!r:.40} is one of {', '.join(ACTIONS)} (got {action!r:.40})"
+    if not isinstance(policy.preset, str) or policy.preset not in PRESETS:
+        return f"preset is one of {_names(PRESETS)} (got {policy.preset!r:.40})"
     if type(policy.fraction) not in (int, float) or not 0 <= policy.fraction <= 1:
         return f"fraction is a number from 0 to 1 (got {policy.fraction!r:.40})"
     for name in _SIZES:

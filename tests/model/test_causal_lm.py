@@ -184,11 +184,11 @@ def test_norms_rotations_and_the_router_are_exact_in_bfloat16() -> None:
     """What a bfloat16 model computes in float32 depends on no cast of its constants."""
     model = CausalLM(TINY).bfloat16()
     attention = model.get_submodule("model.layers.0.self_attn")
-    assert attention.rotary.frequencies.dtype == torch.float64
+    assert attention.heads.rotary.frequencies.dtype == torch.float64
     assert model.get_submodule("model.layers.1.mlp.gate").e_score_correction_bias.dtype == torch.float32
     x = torch.randn(1, 1, 3000, TINY.qk_rope_head_dim).bfloat16()
-    (rotated,) = attention.rotary(x)
-    (expected,) = CausalLM(TINY).get_submodule("model.layers.0.self_attn").rotary(x.float())
+    (rotated,) = attention.heads.rotary(x)
+    (expected,) = CausalLM(TINY).get_submodule("model.layers.0.self_attn.heads").rotary(x.float())
     assert torch.equal(rotated, expected.bfloat16())
 
 

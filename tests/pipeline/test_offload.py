@@ -51,12 +51,15 @@ class Pass:
         self.module, self.seed = module, seed
         self.sites = find_sites(Decisions(policy), {0: module}, in_phases=False)
         self.saving = Saving(self.sites, Generators(CPU))
-        self.away = Away(CPU, 0, {storage_of(t) for t in (*module.parameters(), *module.buffers())})
+        held = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self.saved = SavedPass(CPU, 0, held, leaves=True)
+        assert self.saved.away is not None
+        self.away = self.saved.away
         self._function = partial(self.saving.run, (0, 0), "layer 0", module, buffers=ModuleBuffers("layer 0", module))
 
     def forward(self, x: Tensor, *, overriding: bool = True) -> Tensor:
         torch.manual_seed(self.seed)
-        with self.saving.overrides if overriding else nullcontext(), self.saving.into(SavedPass(self.away)):
+        with self.saving.overrides if overriding else nullcontext(), self.saving.into(self.saved):
             return self._function(value=x)  # type: ignore[no-any-return]
 
     def leave(self) -> None:
@@ -68,7 +71,10 @@ class Pass:
         self.away.come_back(partial(torch.empty, dtype=torch.uint8))
 
     def backward(self, out: Tensor, grad: Tensor, *, overriding: bool = True) -> None:
-        with self.saving.overrides if overriding else nullcontext(), self.saving.into(SavedPass(None)):
+        with (
+            self.saving.overrides if overriding else nullcontext(),
+            self.saving.into(SavedPass(CPU, 0, (), leaves=False)),
+        ):
             out.backward(grad)
 
 
@@ -150,7 +156,7 @@ def test_each_memory_leaves_once_however_many_tensors_view_it_and_is_gone() -> N
 def test_parameters_and_buffers_and_what_others_hold_stay() -> None:
     module, x = Mlp(), torch.randn(3, 3, WIDTH, requires_grad=True)
     one = Pass(module, Memory(sites={"*": "offload"}))
-    one.away.hold([storage_of(x)])
+    one.saved.hold([x])
     _, storages, _ = storages_saved(one, x)
     own = {storage_of(tensor) for tensor in (x, *module.parameters(), *module.buffers())}
     assert storages
@@ -571,9 +577,9 @@ def test_nothing_is_left_of_a_pass(action: Action) -> None:
 
 
 def test_tensors_of_other_devices_stay() -> None:
-    away = Away(torch.device("meta"), 0, ())
-    assert away.view(torch.zeros(3)) is None
-    assert away.view(torch.zeros(3, device="meta")) is not None
+    saved = SavedPass(torch.device("meta"), 0, (), leaves=True)
+    assert not saved.may_change(torch.zeros(3))
+    assert saved.may_change(torch.zeros(3, device="meta"))
 
 
 # How much leaves.
@@ -584,7 +590,7 @@ def test_what_leaves_is_no_more_than_was_allowed_and_the_first_go_first(
     counts: list[int], fraction: float, limit: int | None
 ) -> None:
     tensors = [torch.zeros(count, dtype=torch.uint8) for count in counts]
-    away = Away(CPU, 0, ())
+    away = Away()
     views = [away.view(tensor) for tensor in tensors]
     candidates = away.candidates()
     chosen = within(candidates, fraction=fraction, limit=limit)
@@ -598,17 +604,17 @@ def test_what_leaves_is_no_more_than_was_allowed_and_the_first_go_first(
 
 
 def test_small_tensors_stay() -> None:
-    away = Away(CPU, 100, ())
-    assert away.view(torch.zeros(99, dtype=torch.uint8)) is None
-    assert away.view(torch.zeros(100, dtype=torch.uint8)) is not None
-    assert away.view(torch.zeros(0)) is None
+    saved = SavedPass(CPU, 100, (), leaves=True)
+    assert not saved.may_change(torch.zeros(99, dtype=torch.uint8))
+    assert saved.may_change(torch.zeros(100, dtype=torch.uint8))
+    assert not SavedPass(CPU, 0, (), leaves=True).may_change(torch.zeros(0))
 
 
 # Host memory.
 
 
 def stored(*counts: int) -> tuple[list[Any], list[Any]]:
-    away = Away(CPU, 0, ())
+    away = Away()
     views = [away.view(torch.zeros(count, dtype=torch.uint8)) for count in counts]
     return away.candidates(), views
 

@@ -78,11 +78,20 @@ def twins(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> 
     return plain, ours
 
 
+def saved_pass() -> SavedPass:
+    return SavedPass(torch.device("cpu"), 0, (), leaves=False)
+
+
 def forward(module: nn.Module, sites: dict[str, nn.Module], x: Tensor, closures: list[Any]) -> tuple[Any, Any, Any]:
     modules = {id(site): ModuleSite(name, name, site, "recompute", at) for at, (name, site) in enumerate(sites.items())}
     made = Saving({(0, 0): PartSites("all", "keep", modules)}, Generators(x.device))
     deferral, buffers = Deferral(module, gradients := Gradients()), ModuleBuffers("layer 0", module)
-    with deferral.overrides, made.overrides, deferral.into(closures), made.into(SavedPass(None)):
+    with (
+        deferral.overrides,
+        made.overrides,
+        deferral.into(closures),
+        made.into(saved_pass()),
+    ):
         function = partial(made.run, (0, 0), "layer 0", module, buffers=buffers)
         out, segment = run_segment(function, Tree([x], LEAF, [True]), torch.zeros((), requires_grad=True))
     return out.value(), segment, (deferral, made, gradients)
@@ -90,7 +99,12 @@ def forward(module: nn.Module, sites: dict[str, nn.Module], x: Tensor, closures:
 
 def backward(segment: Any, overriding: Any, grad: Tensor, closures: list[Any]) -> Tensor:
     deferral, made, gradients = overriding
-    with deferral.overrides, made.overrides, deferral.into(closures), made.into(SavedPass(None)):
+    with (
+        deferral.overrides,
+        made.overrides,
+        deferral.into(closures),
+        made.into(saved_pass()),
+    ):
         (arrived,) = segment.backward([grad])
     with torch.no_grad():
         add_together([closures])

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -206,3 +206,33 @@ def recorded(mesh: DeviceMesh, schedule: str) -> list[tuple[str, str]]:
     pipe.close()
     spans = () if timeline is None else timeline.spans()
     return [(str(it.task), it.task.lane.name) for it in spans if it.task.kind in (Kind.OFFLOAD, Kind.ONLOAD)]
+
+
+class CompressedFound(NamedTuple):
+    """What steps with tensors in float8 give, and the bytes of a microbatch by a dry run."""
+
+    losses: list[float]
+    gradients: dict[str, Any]
+    experts: int
+    """What experts keep or offload."""
+    kept: int
+    """What stays on the device of all sites."""
+
+
+def compressed(mesh: DeviceMesh, sizes: Sizes, schedule: str, policy: Any) -> CompressedFound:
+    """Two steps of a mixture of experts in bfloat16, whose rows are at least as long as a tile."""
+    member = Member(mesh, sizes)
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4, hidden_size=128, moe_intermediate_size=128)
+    torch.manual_seed(1)
+    model = CausalLM(config).to(DEVICE, torch.bfloat16)
+    pipe = stretto.Pipeline(
+        model.layers(), plan=member.plan(schedule), loss=causal_lm_loss, mesh=member.mesh, memory=policy
+    )
+    tokens, targets = (member.own(tensor) for tensor in batch(config, 16 * member.shape.replicas))
+    report = pipe.dry_run(tokens, targets)
+    losses = [pipe.step(tokens, targets).loss for _ in range(2)]
+    gradients = {name: grad.float().cpu().numpy() for name, grad in _grads(pipe)}
+    pipe.close()
+    sites = [site for stage in report.stages for site in stage.sites if site.label != "loss"]
+    experts = sum(site.kept + site.offloaded for site in sites if "experts" in site.label)
+    return CompressedFound(losses, gradients, experts, sum(site.kept for site in sites))

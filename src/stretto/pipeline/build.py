@@ -205,7 +205,7 @@ def _validate_same_options(team: Team, placed: Placed, program: Program, togethe
 
 def _validate_same_sites(team: Team, memory: Memory) -> None:
     """Raise unless all ranks were given the same sites in the same order (collective)."""
-    first, *others = team.gather({pattern: str(action) for pattern, action in memory.sites.items()}, dict[str, str])
+    first, *others = team.gather({pattern: str(action) for pattern, action in memory.patterns.items()}, dict[str, str])
     for rank, other in enumerate(others, 1):
         if (how := _difference(other, first, rank)) is not None:
             raise peer_failure(f"rank {rank} was given another memory.sites than rank 0: {how}")
@@ -244,7 +244,7 @@ def _sums_of(program: Program, rank: int) -> set[tuple[tuple[int, ...], bool]]:
 def _find_sites(team: Team, placed: Placed, memory: Memory, *, in_phases: bool) -> dict[Part, PartSites]:
     """Return the sites of this rank's layers (collective). Raise if a pattern decides nothing on any rank."""
     decisions = Decisions(memory)
-    sites = find_sites(decisions, placed.layers, in_phases=in_phases) if memory.sites else {}
+    sites = find_sites(decisions, placed.layers, in_phases=in_phases) if memory.patterns else {}
     every = team.gather(decisions.reasons, dict[str, str])
     if (pattern := unknown(memory, every)) is not None:
         raise PipelineError(not_found(pattern, chain.from_iterable(team.gather(decisions.near(pattern), list[str]))))
@@ -350,7 +350,7 @@ def _make_stages(
             elsewhere=partial(_name_elsewhere, layers=placed.modules),
             replicated=sum(stage == other for _, other in placement.homes) > 1,
             exchanges=exchanges(stage),
-            sites=sites_of(stage) if options.memory.sites else None,
+            sites=sites_of(stage) if options.memory.patterns else None,
             memory=options.memory,
         )
         for stage in placed.stages

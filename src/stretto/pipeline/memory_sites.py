@@ -7,17 +7,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from stretto.memory import Action, Memory
+from stretto.memory import Action, Memory, recomputes, without_offload
 from stretto.pipeline.named_layer import NamedLayer
 from stretto.pipeline.names import modules_of
 from stretto.pipeline.phases import anatomy_of, bypassed, is_phased
 
-_STAYING: dict[Action, Action] = {
-    "keep": "keep",
-    "recompute": "recompute",
-    "offload": "keep",
-    "recompute+offload": "recompute",
-}
 Decision = tuple[int, Action]
 """The number of the pattern that decides about a site, and what it says."""
 Part = tuple[int, int]
@@ -40,8 +34,8 @@ class PartSites:
 
     def staying(self) -> "PartSites":
         """Return the same sites, where nothing is offloaded."""
-        modules = {key: site._replace(action=_STAYING[site.action]) for key, site in self.modules.items()}
-        return PartSites(self.label, _STAYING[self.action], modules, self.lane, self.pattern)
+        modules = {key: site._replace(action=without_offload(site.action)) for key, site in self.modules.items()}
+        return PartSites(self.label, without_offload(self.action), modules, self.lane, self.pattern)
 
 
 class ModuleSite(NamedTuple):
@@ -60,7 +54,7 @@ class Decisions:
     """Asks a memory policy about sites, and remembers which of its patterns decided."""
 
     def __init__(self, policy: Memory) -> None:
-        self._policy = policy
+        self._policy, self._patterns = policy, policy.patterns
         self.reasons: dict[str, str] = {}
         """For each pattern that matched a site, why it decided nothing; empty if it decided."""
         self._names: dict[str, None] = {}
@@ -70,12 +64,12 @@ class Decisions:
         matches either decides. Without `repeats` a site is kept instead of recomputed.
         """
         self._names |= dict.fromkeys(names)
-        patterns = list(self._policy.sites)
+        patterns = list(self._patterns)
         number, action = around or (len(patterns), "keep")
         matching = [at for at, pattern in enumerate(patterns) if self._policy.matches(pattern, *names)]
         if matching and matching[0] < number:
             number = matching.pop(0)
-            action = self._policy.sites[patterns[number]]
+            action = self._patterns[patterns[number]]
             if recomputes(action) and not repeats:
                 why = f"{names[0]} is communication, which is not recomputed; keep or offload it"
                 self.reasons.setdefault(patterns[number], why)
@@ -135,10 +129,6 @@ def unused(policy: Memory, reasons: Iterable[Mapping[str, str]]) -> str | None:
         if why and all(why):
             return why[0]
     return None
-
-
-def recomputes(action: Action | None) -> bool:
-    return action in ("recompute", "recompute+offload")
 
 
 def _layer_names(number: int, layer: nn.Module, *, split: bool) -> list[str]:

@@ -1,7 +1,7 @@
 """Offloaded activations: tensors that a pass saved leave for host memory, and come back for its backward."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,10 +61,7 @@ class View:
 class Away:
     """What one pass of a stage may offload."""
 
-    def __init__(self, device: torch.device, min_bytes: int, held: Collection[int]) -> None:
-        """Only tensors on this device leave. Those of fewer bytes stay, and so do these storages, which others hold."""
-        self._device, self._min_bytes = device, min_bytes
-        self._held = set(held)
+    def __init__(self) -> None:
         self._stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
         self._order: list[weakref.ref[Stored]] = []
         self._left: list[weakref.ref[Stored]] = []
@@ -72,20 +69,9 @@ class Away:
         self.copied: Any = None
         """On a device, the event at which everything has been copied to host memory."""
 
-    def hold(self, storages: Iterable[int]) -> None:
-        """Leave more storages where they are."""
-        self._held.update(storages)
-
-    def view(self, saved: Tensor) -> View | None:
-        """Return a handle to a saved tensor, or None if its memory stays."""
-        if type(saved) is not Tensor or saved.layout is not torch.strided or saved.is_conj() or saved.is_neg():
-            return None
-        if saved.device.type != self._device.type or self._device.index not in (None, saved.device.index):
-            return None
-        storage = saved.untyped_storage()
-        key = storage._cdata
-        if key in self._held or storage.nbytes() < self._min_bytes or not storage.nbytes():
-            return None
+    def view(self, saved: Tensor) -> View:
+        """Return a handle to a saved tensor whose memory leaves."""
+        key = saved.untyped_storage()._cdata
         stored = self._stored.get(key)
         if stored is None:
             self._stored[key] = stored = Stored(saved)

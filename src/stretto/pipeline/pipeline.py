@@ -5,7 +5,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from stretto.costs import Costs
 from stretto.execute.recorder import Recorder, bytes_counter
 from stretto.ir.errors import PipelineError
 from stretto.ir.plan import Plan
-from stretto.memory import Action, Memory
+from stretto.memory import Action, Memory, Preset
 from stretto.moe.exchange import Exchange
 from stretto.moe.expert_ranks import ExpertRanks
 from stretto.pipeline.build import build
@@ -97,7 +97,7 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         gradients: Kind = "cast",
         wgrad_microbatches: int = 1,
-        memory: Memory | Mapping[str, Action] | Literal["none"] | None = "none",
+        memory: Memory | Mapping[str, Action] | Preset | None = "none",
         checkpoint: bool = False,
         recompute: Sequence[str] = (),
         dynamic_shapes: bool = False,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stretto.ir.errors import PipelineError
+from stretto.pipeline.compressed import Compressed
 from stretto.pipeline.module_buffers import ModuleBuffers, Snapshot
 from stretto.pipeline.offload import View
 from stretto.pipeline.pytree import PLAIN, full_name, version_of
@@ -227,7 +228,7 @@ def _stays_as_it_is(leaf: Any) -> bool:
 
 def unpack(saved: Any) -> Any:
     """Return the tensor that something stands for; anything else as it is."""
-    return saved.tensor() if isinstance(saved, Kept | Handle | View) else saved
+    return saved.tensor() if isinstance(saved, Kept | Handle | View | Compressed) else saved
 
 
 def _unpacked(packed: Sequence[Any], needs: Sequence[bool]) -> list[Any]:

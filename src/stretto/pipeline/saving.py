@@ -1,6 +1,6 @@
 """What becomes of the tensors that a stage's forwards save for its backwards: they stay, are recomputed, or leave."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stretto.ir.errors import PipelineError
-from stretto.memory import Action
-from stretto.pipeline.memory_sites import ModuleSite, Part, PartSites, recomputes
+from stretto.memory import Action, recomputes, stored_as
+from stretto.pipeline.compressed import Compressed, Compression, compressed_bytes, compressible
+from stretto.pipeline.memory_sites import ModuleSite, Part, PartSites
 from stretto.pipeline.module_buffers import ModuleBuffers
-from stretto.pipeline.offload import Away
+from stretto.pipeline.offload import Away, View
 from stretto.pipeline.overrides import Forward, Overrides
 from stretto.pipeline.pytree import Value, flatten_once, storage_of, version_of
 from stretto.pipeline.recompute import Kept, Run, unpack
@@ -31,13 +32,47 @@ that made it, the output's index, and the lane. While the weak reference lives, 
 class SavedPass:
     """What is known of the tensors that one pass of a stage has saved."""
 
-    __slots__ = ("away", "outputs")
+    __slots__ = ("_compression", "_device", "_held", "_min_bytes", "away", "outputs")
 
-    def __init__(self, away: Away | None) -> None:
+    def __init__(self, device: torch.device, min_bytes: int, held: Collection[int], *, leaves: bool) -> None:
+        """Only tensors on this device leave, or are compressed. Those of fewer bytes stay as they are, and so do these
+        storages, which others hold. Only with `leaves` does anything leave.
+        """
+        self._device, self._min_bytes, self._held = device, min_bytes, set(held)
         self.outputs: Table = {}
         """Outputs of recomputed modules in the current forward or backward."""
-        self.away = away
+        self.away = Away() if leaves else None
         """What may leave; None if all of the pass stays."""
+        self._compression = Compression()
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the memory of more tensors as it is."""
+        self._held.update(storage_of(tensor) for tensor in tensors if _has_storage(tensor))
+
+    def end_forward(self) -> None:
+        """Forget what is needed only while the forward runs."""
+        self.outputs.clear()
+        self._compression.clear()
+
+    def may_change(self, saved: Tensor) -> bool:
+        """Return whether a saved tensor may leave, or be compressed."""
+        if type(saved) is not Tensor or saved.is_conj() or saved.is_neg():
+            return False
+        if saved.device.type != self._device.type or self._device.index not in (None, saved.device.index):
+            return False
+        nbytes = saved.untyped_storage().nbytes()
+        return nbytes > 0 and nbytes >= self._min_bytes and storage_of(saved) not in self._held
+
+    def compressed(self, saved: Tensor, store: Callable[[Tensor], Any]) -> Compressed | None:
+        """Return what stands for a tensor in float8, or None if it is not stored so. `store` stores its bytes."""
+        features = compressible(saved)
+        if not features:
+            return None
+        made = self._compression.known(saved)
+        if made is None:
+            made = Compressed(store(compressed_bytes(saved, features)), saved, features)
+            self._compression.remember(saved, made)
+        return made
 
 
 class Saving:
@@ -50,7 +85,7 @@ class Saving:
         self._sites, self._generators = sites, generators
         self._pass: SavedPass | None = None
         self._part: PartSites | None = None
-        self._action: Action = "keep"
+        self._action: Action = "keep"  # how to store what is saved now
         self._label = ""
         self._pattern = -1  # the number of the pattern that decides about what runs now
         self._first: Run | None = None  # the run that goes on now, for the first time
@@ -86,7 +121,7 @@ class Saving:
         if not recomputes(sites.action) or self._pass is None or not _can_hook():
             return function(value)
         flatten_once(value, name)
-        self._action = "offload" if sites.action == "recompute+offload" else "keep"
+        self._action = stored_as(sites.action)
         return self._dropping(self._run_of(name, function, buffers), (value,), {})
 
     def enter(self, label: str) -> None:
@@ -133,7 +168,7 @@ class Saving:
             if before[2] is not None:
                 return original(*arguments, **named)  # it is recomputed with what is around it
             self._label = site.label
-            self._action = "offload" if site.action == "recompute+offload" else self._action
+            self._action = self._action if site.action == "recompute" else stored_as(site.action)
             run = self._run_of(site.name, original, buffers)
             out = self._dropping(run, arguments, named)
             self._record_outputs(run, (arguments, named), out)
@@ -202,13 +237,20 @@ class Saving:
             if not reference.is_gone and _kind(saved) == kind and lane == self._lane:
                 self._note("recompute", saved, run)
                 return run.handle_of_output(number, saved)
-        if self._action == "offload" and self._pass.away is not None:
-            view = self._pass.away.view(saved)
-            if view is not None:
-                self._note("offload", saved)
-                return view
+        if self._action != "keep" and self._pass.may_change(saved):
+            compressed = self._pass.compressed(saved, self._store) if self._action.startswith("fp8") else None
+            return self._store(saved) if compressed is None else compressed
         self._note("keep", saved)
         return Kept(saved)
+
+    def _store(self, tensor: Tensor) -> Kept | View:
+        """Let a tensor leave or stay, as it is."""
+        assert self._pass is not None
+        if self._action.endswith("offload") and self._pass.away is not None and self._pass.may_change(tensor):
+            self._note("offload", tensor)
+            return self._pass.away.view(tensor)
+        self._note("keep", tensor)
+        return Kept(tensor)
 
     _pack.is_ours = True  # type: ignore[attr-defined]
 

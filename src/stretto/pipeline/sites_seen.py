@@ -27,7 +27,7 @@ class SitesSeen:
 
     def told(self, policy: Memory, sites: Mapping[Part, PartSites]) -> dict[str, str]:
         """Return an empty text for each pattern that decided, and for others where their modules run, if they do."""
-        patterns = list(policy.sites)
+        patterns = list(policy.patterns)
         found = {patterns[number]: "" for number in self.patterns if number < len(patterns)}
         for part in sites.values():
             for site in part.modules.values():

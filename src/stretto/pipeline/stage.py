@@ -154,7 +154,7 @@ class Stage:
                 self._gradients.adopt(leaf)
         saving = nullcontext() if self._saving is None else self._saving.overrides
         self._microbatches = []
-        if self.leaving:
+        if self.leaving or self._memory.compresses:
             self._held = {storage_of(getattr(tensor, "_local_tensor", tensor)) for tensor in self._own_tensors()}
         with self._generators.kept(), self.deferral.overrides, saving, connected:
             try:
@@ -179,13 +179,11 @@ class Stage:
         if part == 0:
             self._microbatches.append(microbatch)
             deferred: list[list[WeightGradient]] = [[] for _ in self._weight_of]
-            leaves = microbatch in self.leaving
-            away = Away(self._device, self._memory.min_bytes, self._held) if leaves else None
-            self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, SavedPass(away), {}, {})
+            saved = SavedPass(self._device, self._memory.min_bytes, self._held, leaves=microbatch in self.leaving)
+            self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, saved, {}, {})
         state = self._passes[microbatch]
-        if state.saved.away is not None and held:
-            given = (tensor for tensor in tensors_of(inputs.leaves) if tensor.layout is torch.strided)
-            state.saved.away.hold(map(storage_of, given))
+        if held and (state.saved.away is not None or self._memory.compresses):
+            state.saved.hold(tensors_of(inputs.leaves))
         if self._exchanges is not None:
             self._exchanges.take_turn(Op.F, part)
         if part not in self._forward_of:
@@ -204,7 +202,7 @@ class Stage:
         if self._searching or microbatch == self._searched_microbatch:
             self._find_others(segment.leaves(), self._last_layers[part], loss)
         if part == len(self._functions) - 1:
-            state.saved.outputs.clear()
+            state.saved.end_forward()
         return self._own(out)
 
     def evaluate(
