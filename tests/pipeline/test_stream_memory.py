@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from ranks import Ranks
-from stream_jobs import watched
+from stream_jobs import Averaging, watched
 from stretto import Memory
+from stretto.pipeline.storages import storages_of
 
 POLICIES: dict[str, Any] = {
     "none": "none",
@@ -40,6 +41,24 @@ def test_no_policy_gives_memory_away_too_early(ranks: Ranks, split: bool) -> Non
 
 def test_joined_weight_gradients_neither(ranks: Ranks) -> None:
     assert ranks.run(watched, 1, True, POLICIES["offload"], "nobody", 2)[0][0] == []
+
+
+def test_what_a_phase_of_communication_sets_neither(ranks: Ranks) -> None:
+    """The module drops it when the next microbatch comes, and only a graph of the compute lane still holds it."""
+    assert ranks.run(watched, 1, False, "none", "nobody", 1, Averaging)[0][0] == []
+
+
+def test_all_memory_of_a_tensor_is_found() -> None:
+    dense = torch.eye(4)
+    for tensor, count in (
+        (dense[1:], 1),
+        (dense.to_sparse(), 2),
+        (dense.to_sparse_csr(), 3),
+        (dense.to_sparse_csc(), 3),
+        (dense.to_sparse_bsr((2, 2)), 3),
+        (dense.to_sparse_bsc((2, 2)), 3),
+    ):
+        assert len({storage._cdata for storage in storages_of(tensor)}) == count, tensor.layout
 
 
 @pytest.mark.parametrize("forgetful", ["backwards", "weights"])

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import stretto
@@ -24,19 +24,47 @@ def _plan(microbatches: int, warm_up: int, *, split: bool) -> stretto.Plan:
     return stretto.parse_plan(",".join(cells))
 
 
+class Averaging(nn.Module):
+    """A phase of communication replaces a buffer, which the next phase multiplies by: memory of another stream."""
+
+    load: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (nn.Linear(CONFIG.hidden_size, CONFIG.hidden_size) for _ in range(2))
+        self.register_buffer("load", torch.ones(CONFIG.hidden_size))
+
+    def phases(self) -> list[tuple[stretto.Phase, Any]]:
+        return [
+            (stretto.Phase("attn"), lambda x: torch.tanh(self.before(x))),
+            (stretto.Phase("dispatch", "comm"), self._average),
+            (stretto.Phase("mlp"), lambda x: self.after(x * self.load)),
+            (stretto.Phase("combine", "comm"), lambda x: x * 2),
+        ]
+
+    def _average(self, x: Tensor) -> Tensor:
+        self.load = 0.9 * self.load + 0.1 * x.detach().mean((0, 1))
+        return x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _, run in self.phases():
+            x = run(x)
+        return x
+
+
 def _distance(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
 def watched(
-    mesh: DeviceMesh, split: bool, policy: Any, forgetful: str = "nobody", wgrad_microbatches: int = 1
+    mesh: DeviceMesh, split: bool, policy: Any, forgetful: str = "nobody", wgrad_microbatches: int = 1, kind: Any = None
 ) -> tuple[list[str], int, int, list[Tensor]]:
     """Memory that a step gives away too early, the most bytes that its tasks hold, how many passes leave, and the
-    gradients. Tasks that are `forgetful` keep nothing for other streams.
+    gradients. Tasks that are `forgetful` keep nothing for other streams. `kind` is the class of layers.
     """
     member = Member(mesh, {"pp": 1})
     torch.manual_seed(1)
-    layers = [TensorBlock(CONFIG).to(torch.float32) for _ in range(2)]
+    layers = [TensorBlock(CONFIG).to(torch.float32) if kind is None else kind() for _ in range(2)]
     plan = _plan(8, 5, split=split)
     pipe = stretto.Pipeline(
         layers,

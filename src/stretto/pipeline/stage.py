@@ -19,6 +19,7 @@ from stretto.pipeline.exchanges import Exchanges
 from stretto.pipeline.forward_only import Passage, pass_on
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.host_pool import HostPool
+from stretto.pipeline.layer_state import LayerState
 from stretto.pipeline.losses import OneLoss
 from stretto.pipeline.memory_sites import Part, PartSites
 from stretto.pipeline.module_buffers import ModuleBuffers
@@ -101,6 +102,7 @@ class Stage:
         self._weight_steps = anatomy.weight_steps[index]
         self._weight_of = {step: k for k, step in enumerate(self._weight_steps)}
         self._lanes = [part.phase.lane for part in anatomy.forward[index]]
+        self._layer_state = LayerState(self.layers, anatomy.forward[index])
         self._forward_of = anatomy.forward_steps[index]
         self._joint = [anatomy.is_joint(index, part) for part in anatomy.forward[index]]
         self._exchanges = exchanges
@@ -186,20 +188,27 @@ class Stage:
             state.saved.hold(tensors_of(inputs.leaves))
         if self._exchanges is not None:
             self._exchanges.take_turn(Op.F, part)
+        looks = self._searching or microbatch == self._searched_microbatch
+        watching: Any = _NOTHING
+        if self.used is not None and self._lanes[part] == "compute":
+            self.used += self._layer_state.replaced(part)
+        elif self.used is not None and looks:
+            watching = self._layer_state.watching(part)
         if part not in self._forward_of:
             run = self._function(part, microbatch, None)
-            out, state.passages[part] = pass_on(run, inputs, self._last_layers[part])
+            with watching:
+                out, state.passages[part] = pass_on(run, inputs, self._last_layers[part])
             return out
-        with self._replacing(state):
+        with watching, self._replacing(state):
             out, segment = run_segment(
                 self._function(part, microbatch, loss), inputs, self.anchor, self._last_layers[part]
             )
         state.segments[part] = segment
         if self.used is not None:
-            state.entered[part] = weak_storages(tensors_of(inputs.leaves))
+            state.entered[part] = weak_storages((*tensors_of(inputs.leaves), *self._layer_state.replaced(part)))
         if self._joint[part]:  # other ranks wait for this one in the backward
             segment.zeros = [_zeros_like(leaf) for leaf in out.leaves]
-        if self._searching or microbatch == self._searched_microbatch:
+        if looks:
             self._find_others(segment.leaves(), self._last_layers[part], loss)
         if part == len(self._functions) - 1:
             state.saved.end_forward()

@@ -33,6 +33,10 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
             yield from storages_of(getattr(tensor, name))
     elif tensor.layout is torch.sparse_coo:
         yield from (part.untyped_storage() for part in (tensor._indices(), tensor._values()))
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (part.untyped_storage() for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()))
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (part.untyped_storage() for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()))
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
 
