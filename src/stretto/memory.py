@@ -36,8 +36,9 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sites: dict[str, Action] = {}
     """What becomes of the tensors of each site, by patterns of names: the first pattern that matches decides. Sites
     that none matches do as the module or phase around them, and in the end keep their tensors."""
-    fraction: float = 1.0
-    """How much of what may be offloaded is, in bytes: what the backward needs last goes first."""
+    fraction: float | tuple[float, ...] | Literal["auto"] = 1.0
+    """How much of what may be offloaded is, in bytes: what the backward needs last goes first. One number, or a list
+    with one for each stage. With "auto", a pipeline chooses by its costs, as `choose_memory` does."""
     min_bytes: int = 1 << 20
     """Tensors that are smaller stay on the device: a copy of them takes longer than it is worth."""
     max_in_flight: int | None = None
@@ -51,6 +52,8 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     again before it could have left and come back stays on the device."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.fraction, list):
+            msgspec.structs.force_setattr(self, "fraction", tuple(self.fraction))
         wrong = _wrong(self)
         if wrong is not None:
             raise PlanError(wrong)
@@ -58,12 +61,28 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def offloads(self) -> bool:
         """Whether any site may offload."""
-        return self.fraction > 0 and self.names_offload
+        fractions = self.fraction if isinstance(self.fraction, tuple) else (self.fraction,)
+        return self.names_offload and any(fractions)
 
     @property
     def names_offload(self) -> bool:
         """Whether a pattern says "offload", even if `fraction` leaves nothing of that."""
         return any(action.endswith("offload") for action in self.sites.values())
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether costs are to choose `fraction`."""
+        return self.fraction == "auto"
+
+    def fraction_of(self, stage: int) -> float:
+        """Return how much a stage offloads of what it may."""
+        assert self.fraction != "auto", "costs have not chosen yet"
+        return self.fraction[stage] if isinstance(self.fraction, tuple) else self.fraction
+
+    def validate_stages(self, stages: int) -> None:
+        """Raise PlanError if `fraction` is a list for another number of stages."""
+        if isinstance(self.fraction, tuple) and len(self.fraction) != stages:
+            raise PlanError(f"fraction has {len(self.fraction)} entries, but there are {stages} stages")
 
     def action(self, *names: str) -> Action | None:
         """Return what becomes of the tensors of a site with these names; None if no pattern matches."""
@@ -104,15 +123,20 @@ def load_memory(path: str | Path) -> Memory:
 
 
 def memory_of(value: Any) -> Memory:
-    """Return a policy: a `Memory` as it is, a mapping as its sites, and "none" as one that keeps everything."""
+    """Return a policy: a `Memory` as it is, a mapping as its sites, "none" as one that keeps everything, and "auto" as
+    one that offloads as much as costs say.
+    """
     if isinstance(value, Memory):
         return value
     if isinstance(value, Mapping):
         return Memory(sites=dict(value))
     if value is None or value == "none":
         return Memory()
+    if value == "auto":
+        return Memory(sites={"*": "offload"}, fraction="auto")
     raise PlanError(
-        f'memory is a stretto.Memory, a dict {_EXAMPLE}, or "none"; load_memory(path) reads a file (got {value!r:.60})'
+        f'memory is a stretto.Memory, a dict {_EXAMPLE}, "auto" or "none"; load_memory(path) reads a file '
+        f"(got {value!r:.60})"
     )
 
 
@@ -152,8 +176,12 @@ def _wrong(policy: Memory) -> str | None:
             return f'names with dots are quoted in a file: "{_dotted(pattern, action)}" (got a table {pattern!r:.40})'
         if action not in ACTIONS:
             return f"what becomes of {pattern!r:.40} is one of {', '.join(ACTIONS)} (got {action!r:.40})"
-    if type(policy.fraction) not in (int, float) or not 0 <= policy.fraction <= 1:
-        return f"fraction is a number from 0 to 1 (got {policy.fraction!r:.40})"
+    fractions: Any = policy.fraction if isinstance(policy.fraction, tuple) else (policy.fraction,)
+    if not fractions:
+        return "fraction is an empty list; give one number, or one for each stage"
+    for fraction in () if policy.is_auto else fractions:
+        if type(fraction) not in (int, float) or not 0 <= fraction <= 1:
+            return f'fraction is a number from 0 to 1, a list of them for all stages, or "auto" (got {fraction!r:.40})'
     for name in _SIZES:
         value = getattr(policy, name)
         if value is not None and (type(value) is not int or value < 0):

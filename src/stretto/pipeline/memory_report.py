@@ -1,8 +1,8 @@
 """What a dry run reports: what the forwards of each stage save, and how much memory a step takes on each device."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stretto.ir.tables import table_text
 from stretto.ir.units import bytes_text
 from stretto.memory import Memory
 
@@ -98,7 +98,7 @@ class MemoryReport:
             sizes = _texts(rank.weights, rank.gradients, rank.activations, rank.buffers, rank.total, rank.host)
             held.append([str(rank.rank), *sizes])
         without = "" if self.has_loss else ", without the loss, since there were no targets"
-        first, second = _table(saved, left=2), _table(held, left=1)
+        first, second = table_text(saved, left=2), table_text(held, left=1)
         if self.memory.names_offload and not any(stage.offloaded for stage in self.stages):
             first += f"\n\nNothing is offloaded: {_why_all_stays(self.memory)}."
         return f"What one microbatch saves{without}:\n{first}\n\nWhat a step takes at its peak:\n{second}"
@@ -106,13 +106,13 @@ class MemoryReport:
 
 def _why_all_stays(memory: Memory) -> str:
     """Return the reasons for which a policy may offload nothing."""
-    if not memory.fraction:
+    if not memory.offloads:
         return "fraction is 0"
     reasons = ["is held by others anyway (inputs of the step, received messages, parameters)"]
     if memory.min_bytes:
         least = bytes_text(memory.min_bytes)
         reasons.append(f"is smaller than min_bytes ({least}; set min_bytes=0 to try a policy on a small model)")
-    if memory.max_in_flight is not None or memory.fraction < 1:
+    if memory.max_in_flight is not None or memory.fraction != 1:
         reasons.append("is more than max_in_flight or fraction allows")
     if memory.keep_layers:
         reasons.append("is in one of the layers that keep_layers names")
@@ -122,16 +122,3 @@ def _why_all_stays(memory: Memory) -> str:
 
 def _texts(*sizes: int) -> list[str]:
     return [bytes_text(nbytes) if nbytes else "0" for nbytes in sizes]
-
-
-def _table(rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Return rows as aligned columns, the first ones to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            cell.ljust(width) if number < left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
