@@ -79,11 +79,6 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         assert self.fraction != "auto", "costs have not chosen yet"
         return self.fraction[stage] if isinstance(self.fraction, tuple) else self.fraction
 
-    def validate_stages(self, stages: int) -> None:
-        """Raise PlanError if `fraction` is a list for another number of stages."""
-        if isinstance(self.fraction, tuple) and len(self.fraction) != stages:
-            raise PlanError(f"fraction has {len(self.fraction)} entries, but there are {stages} stages")
-
     def action(self, *names: str) -> Action | None:
         """Return what becomes of the tensors of a site with these names; None if no pattern matches."""
         return next((self.sites[pattern] for pattern in self.sites if self.matches(pattern, *names)), None)

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
+from stretto.costs import Costs, Link
+from stretto.ir.errors import PipelineError
 from stretto.ir.tables import table_text
 from stretto.ir.units import bytes_text
 from stretto.memory import Memory
@@ -39,6 +43,9 @@ class StageMemory:
     """The stage's input."""
     input_gradients: int
     """The gradient of that input."""
+    may_leave: int
+    """What would leave if all were offloaded that the policy names, or all sites if there is no policy, in a program
+    that lets passes of this stage leave."""
 
     @property
     def offloaded(self) -> int:
@@ -68,6 +75,8 @@ class RankMemory:
     """Receive buffers."""
     host: int
     """Host memory for what is offloaded; not on the device."""
+    stages: tuple[int, ...]
+    """The stages that the rank runs."""
 
     @property
     def total(self) -> int:
@@ -86,6 +95,35 @@ class MemoryReport:
     """Whether there were targets, so that the loss is counted."""
     memory: Memory
     """The policy."""
+
+    def costs(self, costs: Costs, *, host: Link | None = None) -> Costs:
+        """Return these costs with the bytes that the dry run has counted, for `choose_memory` and `simulate`.
+
+        They are those of passes under the report's policy. `offload_bytes` is all that may leave: all that the policy
+        offloads with a `fraction` of 1, or without a policy, what {"*": "offload"} would. `parameter_bytes` is the rest
+        of what a device holds: weights, gradients, receive buffers, and what one recomputed site brings back. `host` is
+        the link to host memory, if the costs do not have it.
+        """
+        if not self.has_loss:
+            raise PipelineError("the dry run had no targets, so its bytes leave out the loss; run it with targets")
+        return msgspec.structs.replace(
+            costs,
+            activation_bytes=tuple(float(stage.activations) for stage in self.stages),
+            offload_bytes=tuple(float(stage.may_leave) for stage in self.stages),
+            recompute_bytes=None,
+            pending_bytes=tuple(float(stage.pending) for stage in self.stages),
+            parameter_bytes=tuple(self._fixed(stage.stage) for stage in self.stages),
+            host=costs.host if host is None else host,
+        )
+
+    def _fixed(self, stage: int) -> float:
+        """Return a stage's share of what its devices hold throughout; of several devices, the largest share."""
+        shares = []
+        for rank in self.ranks:
+            if stage in rank.stages:
+                brought_back = max(self.stages[number].brought_back for number in rank.stages)
+                shares.append((rank.total - rank.activations + brought_back) / len(rank.stages))
+        return max(shares)
 
     def __str__(self) -> str:
         saved = [["stage", "site", "kept", "recomputed", "offloaded"]]
