@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from stretto.choose.choice import DeviceChoice, MemoryChoice, StageChoice
-from stretto.costs import Costs, costs_or_default
+from stretto.costs import Costs, Link, costs_or_default
 from stretto.ir.errors import CostError, PlanError, TextError
 from stretto.ir.plan import Plan
 from stretto.ir.units import bytes_text, parse_bytes
@@ -131,22 +131,29 @@ class _Search:
 
     def run(self, fractions: Floats) -> _Run:
         """Simulate a step in which these fractions leave."""
-        leaving = tuple((fractions * self.may_leave).tolist())
-        if not any(leaving):
+        if not fractions.any():
             return self.without
-        if leaving not in self._runs:
-            self._runs[leaving] = _run(self.program, msgspec.structs.replace(self.costs, offload_bytes=leaving))
-        return self._runs[leaving]
+        key = tuple(fractions.tolist())
+        if key not in self._runs:
+            self._runs[key] = self._run_of(self.costs, fractions)
+        return self._runs[key]
+
+    def _run_of(self, costs: Costs, fractions: Floats) -> _Run:
+        leaving = tuple((fractions * self.may_leave).tolist())
+        return _run(self.program, msgspec.structs.replace(costs, offload_bytes=leaving))
 
     def result(self) -> tuple[Floats, list[str]]:
         """Return the fraction of each stage, and why it is that."""
         if self.limit is not None and self._is_within(self.without):
             return np.zeros(self.stages), ["every device is within the limit without offload"] * self.stages
         can = self.passes.any(0) & (self.may_leave > 0)
-        falls = self.run(can.astype(np.float64)).peaks < self.without.peaks * (1 - _ROUNDING)
-        gains = can & self._on(falls)
+        at_once = self._run_of(msgspec.structs.replace(self.costs, host=Link()), can.astype(np.float64))
+        gains = can & self._on(self._falls(at_once))  # at best, with copies that take no time
         wanted = gains if self.limit is None else gains & self._on(self.without.peaks > self.limit)
         hiding = self._hiding(wanted)
+        useless = (hiding > 0) & ~self._on(self._falls(self.run(hiding)))
+        if self._hides(self.run(fewer := np.where(useless, 0.0, hiding))):
+            hiding, gains = fewer, gains & ~useless
         fractions = hiding if self.limit is None else self._needed(hiding)
 
         def why(stage: int) -> str:
@@ -158,7 +165,7 @@ class _Search:
                 return "limit reached without it: its device holds less"
             if fractions[stage] < hiding[stage]:
                 return "limit reached" if fractions[stage] else "limit reached with stages that are held longer"
-            return "hides behind compute" if hiding[stage] == 1 else "link is full: more would make the step longer"
+            return "hides behind compute" if hiding[stage] == 1 else "more would not hide: the step would take longer"
 
         return fractions, list(map(why, range(self.stages)))
 
@@ -195,6 +202,11 @@ class _Search:
 
     def _hides(self, run: _Run) -> bool:
         return run.time <= self.without.time * (1 + self.slower) * (1 + _ROUNDING)
+
+    def _falls(self, run: _Run) -> Bools:
+        """Return which devices have a lower peak than without offload."""
+        falls: Bools = run.peaks < self.without.peaks * (1 - _ROUNDING)
+        return falls
 
     def _is_within(self, run: _Run) -> bool:
         return self.limit is not None and bool((run.peaks <= self.limit).all())
@@ -263,8 +275,8 @@ def _valid_costs(costs: Costs) -> Costs:
     costs = costs_or_default(costs)
     if costs.activation_bytes is None:
         raise CostError(
-            "the costs have no activation_bytes, the bytes that a pass holds; a dry run counts them: "
-            "report = pipe.dry_run(inputs, targets), then report.costs(costs)"
+            "the costs have no activation_bytes, the bytes that a pass holds; give them, or let a dry run count them: "
+            "pipe.dry_run(inputs, targets).costs(costs)"
         )
     if math.isinf(costs.host.bandwidth):
         raise CostError(

@@ -207,12 +207,15 @@ def _make_program(
 
 
 def _validate_same_costs(team: Team, options: Options) -> None:
-    """Raise unless all ranks were given the same costs, if these choose what to offload (collective)."""
+    """Raise unless costs choose what to offload on all ranks or on none, and are the same then (collective)."""
     text = msgspec.json.encode(options.costs, order="sorted", enc_hook=float) if options.memory.is_auto else b""
     first, *others = team.gather(text.decode(), str)
     for rank, other in enumerate(others, 1):
-        if first and other and other != first:
-            raise peer_failure(f'rank {rank} was given other costs than rank 0, and memory="auto" chooses by them')
+        if bool(other) != bool(first):
+            auto = rank if other else 0
+            raise peer_failure(f"rank {rank} was given another memory than rank 0: only that of rank {auto} is auto")
+        if other != first:
+            raise peer_failure(f"rank {rank} was given other costs than rank 0, and memory is auto, which goes by them")
 
 
 def _validate_same_options(team: Team, placed: Placed, program: Program, together: Together, options: Options) -> None:
