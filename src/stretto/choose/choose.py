@@ -60,7 +60,7 @@ def choose_memory(
     >>> from stretto.schedules import one_f_one_b
     >>> costs = Costs(unit="s", F=0.01, I=0.01, W=0.01, activation_bytes=1e9, host=Link(bandwidth=50e9))
     >>> choose_memory(one_f_one_b(devices=4, microbatches=16), costs).memory.fraction
-    (0.5, 0.5, 0.0, 0.0)
+    (0.52, 0.0, 0.0, 0.0)
     """
     costs, memory, limit = _valid_costs(costs), memory_of(memory), _bytes_of(limit)
     _validate(memory, slower)
