@@ -15,6 +15,7 @@ ROOMS = [
     "timeline",
     "check",
     "simulate",
+    "choose",
     "draw",
     "cuda",
     "wire",

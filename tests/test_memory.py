@@ -27,14 +27,25 @@ def test_only_policies_with_something_to_offload_offload() -> None:
     assert Memory(sites={"*": "recompute+offload"}).offloads
     assert not Memory(sites={"*": "recompute"}).offloads
     assert not Memory(sites={"*": "offload"}, fraction=0).offloads
+    assert Memory(sites={"*": "offload"}, fraction=(0, 0.5)).offloads
+    assert not Memory(sites={"*": "offload"}, fraction=(0, 0.0)).offloads
+    assert not Memory(sites={"*": "keep"}, fraction="auto").offloads
+
+
+def test_a_fraction_is_of_all_stages_or_of_each() -> None:
+    assert [Memory(fraction=0.5).fraction_of(stage) for stage in (0, 3)] == [0.5, 0.5]
+    listed = Memory(fraction=[0.25, 1])  # type: ignore[arg-type]
+    assert [listed.fraction_of(stage) for stage in (0, 1)] == [0.25, 1]
+    assert listed == Memory(fraction=(0.25, 1))
 
 
 def test_what_a_pipeline_takes_for_a_policy() -> None:
     assert memory_of("none") == memory_of(None) == memory_of({}) == Memory()
     assert memory_of({"*": "offload"}) == Memory(sites={"*": "offload"})
+    assert memory_of("auto") == Memory(sites={"*": "offload"}, fraction="auto")
     for wrong in ("k3", 3, ["*"], True):
         with pytest.raises(
-            PlanError, match=r'memory is a stretto.Memory, a dict such as .* one of "none", "k2"; load_memory'
+            PlanError, match=r'memory is a stretto.Memory, a dict such as .* one of "none", "k2", "auto"; load_memory'
         ):
             memory_of(wrong)
 
@@ -52,7 +63,7 @@ policies = st.builds(
     sites=st.dictionaries(
         st.text(min_size=1, max_size=8).filter(lambda it: it.isprintable()), st.sampled_from(ACTIONS)
     ),
-    fraction=st.floats(0, 1),
+    fraction=st.floats(0, 1) | st.lists(st.floats(0, 1), min_size=1, max_size=4).map(tuple) | st.just("auto"),
     min_bytes=sizes,
     max_in_flight=st.none() | sizes,
     keep_layers=st.integers(0, 9),
@@ -89,9 +100,12 @@ def test_a_file_may_give_sizes_with_units(tmp_path: Path) -> None:
         ({"sites": {3: "keep"}}, r"a site is named by a pattern, such as '\*.norm' \(got 3\)"),
         ({"sites": ["*"]}, r"sites is a table of patterns, such as"),
         ({"sites": {"fraction": 0.5}}, r"fraction is a limit and no site: it goes beside sites, and in a file above"),
-        ({"fraction": 1.5}, r"fraction is a number from 0 to 1 \(got 1.5\)"),
-        ({"fraction": True}, r"fraction is a number from 0 to 1 \(got True\)"),
-        ({"fraction": float("nan")}, r"fraction is a number from 0 to 1 \(got nan\)"),
+        ({"fraction": 1.5}, r"fraction is a number from 0 to 1, a list .* or \"auto\" \(got 1.5\)"),
+        ({"fraction": True}, r"fraction is a number from 0 to 1, a list .* or \"auto\" \(got True\)"),
+        ({"fraction": float("nan")}, r"fraction is a number from 0 to 1, a list .* or \"auto\" \(got nan\)"),
+        ({"fraction": [0.5, 2]}, r"fraction is a number from 0 to 1, a list .* \(got 2\)"),
+        ({"fraction": []}, r"fraction is an empty list; give one number, or one for each stage"),
+        ({"fraction": "all"}, r"fraction is a number from 0 to 1, a list .* \(got 'all'\)"),
         ({"min_bytes": -1}, r"min_bytes is a whole number of bytes \(got -1\)"),
         ({"min_bytes": None}, r"min_bytes is a whole number of bytes \(got None\)"),
         ({"host_bytes": 1.5}, r"host_bytes is a whole number of bytes \(got 1.5\)"),

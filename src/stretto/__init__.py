@@ -5,7 +5,7 @@ The main path, in order:
     plan      schedules (a module), Plan, load_plan, parse_plan; layers (a module), Phase
     program   lower, weight_update, program_of, Call, Program, parse_program
     check     check, Violation
-    run       simulate, costs (a module): Costs, load_costs; execute; Pipeline; Memory, load_memory
+    run       simulate, costs (a module): Costs, load_costs; execute; Pipeline; Memory, load_memory, choose_memory
     models    model (a module), cut; weights (a module): push them
     look      Timeline, load_timeline, fit, draw_text, draw_comparison
     errors    StrettoError, and those derived from it
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import costs, layers, schedules
 from stretto.check import Violation, check
+from stretto.choose import choose_memory
 from stretto.costs import Costs, load_costs
 from stretto.draw import draw_comparison, draw_text
 from stretto.execute import execute
@@ -68,6 +69,7 @@ __all__ = [
     "Violation",
     "WeightsError",
     "check",
+    "choose_memory",
     "costs",
     "cut",
     "draw_comparison",

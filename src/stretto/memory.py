@@ -64,8 +64,9 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     that none matches do as the module or phase around them, and in the end keep their tensors."""
     preset: Preset = "none"
     """Patterns that come after those of `sites`: "k2" has Kimi K2's. Those that match nothing in a model do nothing."""
-    fraction: float = 1.0
-    """How much of what may be offloaded is, in bytes: what the backward needs last goes first."""
+    fraction: float | tuple[float, ...] | Literal["auto"] = 1.0
+    """How much of what may be offloaded is, in bytes: what the backward needs last goes first. One number, or a list
+    with one for each stage. With "auto", a pipeline chooses by its costs, as `choose_memory` does."""
     min_bytes: int = 1 << 20
     """Tensors that are smaller stay on the device as they are: a copy of them takes longer than it is worth."""
     max_in_flight: int | None = None
@@ -79,6 +80,8 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     again before it could have left and come back stays on the device."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.fraction, list):
+            msgspec.structs.force_setattr(self, "fraction", tuple(self.fraction))
         wrong = _wrong(self)
         if wrong is not None:
             raise PlanError(wrong)
@@ -86,7 +89,8 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def offloads(self) -> bool:
         """Whether any site may offload."""
-        return self.fraction > 0 and self.names_offload
+        fractions = self.fraction if isinstance(self.fraction, tuple) else (self.fraction,)
+        return self.names_offload and any(fractions)
 
     @property
     def names_offload(self) -> bool:
@@ -102,6 +106,16 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def patterns(self) -> dict[str, Action]:
         """All patterns in order: those of `sites`, and then those of the preset."""
         return {**self.sites, **{name: act for name, act in PRESETS[self.preset].items() if name not in self.sites}}
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether costs are to choose `fraction`."""
+        return self.fraction == "auto"
+
+    def fraction_of(self, stage: int) -> float:
+        """Return how much a stage offloads of what it may."""
+        assert self.fraction != "auto", "costs have not chosen yet"
+        return self.fraction[stage] if isinstance(self.fraction, tuple) else self.fraction
 
     def action(self, *names: str) -> Action | None:
         """Return what becomes of the tensors of a site with these names; None if no pattern matches."""
@@ -142,7 +156,9 @@ def load_memory(path: str | Path) -> Memory:
 
 
 def memory_of(value: Any) -> Memory:
-    """Return a policy: a `Memory` as it is, a mapping as its sites, and the name of a preset as that preset."""
+    """Return a policy: a `Memory` as it is, a mapping as its sites, the name of a preset as that preset, and "auto" as
+    one that offloads as much as costs say.
+    """
     if isinstance(value, Memory):
         return value
     if isinstance(value, Mapping):
@@ -151,9 +167,11 @@ def memory_of(value: Any) -> Memory:
         return Memory()
     if isinstance(value, str) and value in PRESETS:
         return Memory(preset=value)
+    if value == "auto":
+        return Memory(sites={"*": "offload"}, fraction="auto")
     raise PlanError(
-        f"memory is a stretto.Memory, a dict {_EXAMPLE}, or one of {_names(PRESETS)}; load_memory(path) reads a file "
-        f"(got {value!r:.60})"
+        f"memory is a stretto.Memory, a dict {_EXAMPLE}, or one of {_names((*PRESETS, 'auto'))}; load_memory(path) "
+        f"reads a file (got {value!r:.60})"
     )
 
 
@@ -214,8 +232,12 @@ def _wrong(policy: Memory) -> str | None:
             return f"what becomes of {pattern!r:.40} is one of {', '.join(ACTIONS)} (got {action!r:.40})"
     if not isinstance(policy.preset, str) or policy.preset not in PRESETS:
         return f"preset is one of {_names(PRESETS)} (got {policy.preset!r:.40})"
-    if type(policy.fraction) not in (int, float) or not 0 <= policy.fraction <= 1:
-        return f"fraction is a number from 0 to 1 (got {policy.fraction!r:.40})"
+    fractions: Any = policy.fraction if isinstance(policy.fraction, tuple) else (policy.fraction,)
+    if not fractions:
+        return "fraction is an empty list; give one number, or one for each stage"
+    for fraction in () if policy.is_auto else fractions:
+        if type(fraction) not in (int, float) or not 0 <= fraction <= 1:
+            return f'fraction is a number from 0 to 1, a list of them for all stages, or "auto" (got {fraction!r:.40})'
     for name in _SIZES:
         value = getattr(policy, name)
         if value is not None and (type(value) is not int or value < 0):

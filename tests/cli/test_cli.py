@@ -277,6 +277,12 @@ BAD = {
         ["simulate", "gpipe", "--costs", "speed.toml"],
         "bandwidth must be a number, or with unit = \"s\" a speed such as 50GB/s (got '50GB/s')",
     ),
+    "a choice without bytes": (["simulate", "gpipe", "--offload", "auto"], "the costs have no activation_bytes"),
+    "a choice of a drawing": (["show", "gpipe", "--offload", "auto"], "--offload auto goes with stretto simulate"),
+    "a compared choice": (["compare", "gpipe", "--offload", "auto"], "--offload auto goes with stretto simulate"),
+    "a choice of a trace": (["simulate", "plan.trace.json", "--offload", "auto"], "plan.trace.json is a timeline"),
+    "a choice of a program": (["simulate", "moved.csv", "--offload", "auto"], "moved.csv: --offload auto goes with a"),
+    "a limit of no choice": (["simulate", "gpipe", "--memory-limit", "1GB"], "--memory-limit goes with --offload auto"),
     "negative offload": (["simulate", "gpipe", "--offload", "-1"], "offload is a number of actions of at least 0"),
     "recompute of unknown size": (
         ["simulate", "gpipe", "--recompute", "--costs", "activation_bytes=1"],
@@ -481,6 +487,28 @@ def test_offload_and_recompute_from_the_command_line() -> None:
     assert kept["makespan"] == moved["makespan"] < both["makespan"]
     assert [found["devices"][0]["peak_bytes"] for found in (kept, moved, both)] == [120, 30, 27]
     assert moved["devices"][0]["exposed_copy"] == 0
+
+
+def test_costs_choose_what_to_offload_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "host.toml").write_text("F = 1\nactivation_bytes = 1e9\n[host]\nbandwidth = 0.7e9\n")
+    command = ("simulate", "gpipe", "-d", "2", "-m", "8", "--costs", "host.toml")
+    auto, limited, kept = (
+        json.loads(run(*command, *more, "--json", cwd=tmp_path).stdout)
+        for more in (("--offload", "auto"), ("--offload", "auto", "--memory-limit", "7GB"), ())
+    )
+    assert "memory_choice" not in kept
+    assert kept["makespan"] <= auto["makespan"] <= 1.01 * kept["makespan"]
+    peaks = [[device["peak_bytes"] for device in found["devices"]] for found in (auto, limited, kept)]
+    assert max(peaks[0]) < max(peaks[1]) <= 7e9 < max(peaks[2]) == 8e9
+    for found, peak in zip((auto, limited), peaks, strict=False):
+        choice = found["memory_choice"]
+        assert [device["peak_after"] for device in choice["devices"]] == peak
+        assert choice["step_after"] == found["makespan"]
+        assert choice["memory"]["fraction"] == [stage["fraction"] for stage in choice["stages"]]
+    text = run(*command, "--offload", "auto", cwd=tmp_path).stdout
+    assert text.startswith("Offload what makes the step at most 1 % longer. A simulated step takes ")
+    assert "more would not hide: the step would take longer" in text
+    assert f"makespan {auto['makespan']:g}" in text
 
 
 def test_weight_gradients_together_from_the_command_line() -> None:

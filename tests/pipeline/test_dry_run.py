@@ -225,9 +225,9 @@ def test_a_dry_run_refuses_what_the_first_step_would(ranks: Ranks, how: str) -> 
 
 def test_a_report_prints_two_tables() -> None:
     sites = SiteMemory("attn", 3_000_000, 0, 21_000_000), SiteMemory("mlp.experts", 512, 1_540_000, 0)
-    stages = (StageMemory(0, sites, 1, 2, 3, 4, 5), StageMemory(1, sites[:1], 1, 2, 3, 4, 5))
+    stages = (StageMemory(0, sites, 1, 2, 3, 4, 5, 6), StageMemory(1, sites[:1], 1, 2, 3, 4, 5, 6))
     report = MemoryReport(
-        stages, (RankMemory(0, 10**9, 2 * 10**9, 3 * 10**7, 0, 5 * 10**10),), has_loss=True, memory=Memory()
+        stages, (RankMemory(0, 10**9, 2 * 10**9, 3 * 10**7, 0, 5 * 10**10, (0, 1)),), has_loss=True, memory=Memory()
     )
     assert (
         str(report)
@@ -247,7 +247,7 @@ rank  weights  gradients  activations  buffers      sum  host memory
 
 def test_a_report_says_why_nothing_is_offloaded() -> None:
     def said(offloaded: int = 0, **policy: Any) -> str:
-        stage = StageMemory(0, (SiteMemory("attn", 512, 0, offloaded),), 1, 2, 3, 4, 5)
+        stage = StageMemory(0, (SiteMemory("attn", 512, 0, offloaded),), 1, 2, 3, 4, 5, 6)
         return str(MemoryReport((stage,), (), has_loss=True, memory=Memory(**policy)))
 
     sites = {"*": "offload"}

@@ -218,6 +218,24 @@ def measured(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
 
 
 @contextmanager
+def choosing(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
+    """Layers of a model of ours, a plan, a batch and a mesh; afterwards the costs have chosen."""
+    del folder
+    config = ModelConfig.named("tiny")
+    tokens = torch.randint(0, config.vocab_size, (8, 9))
+    names: Names = {"mesh": init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("pp",))}
+    names |= {"layers": CausalLM(config).layers(), "loss": causal_lm_loss}
+    names |= {"plan": stretto.schedules.one_f_one_b(devices=mesh.size(), microbatches=4)}
+    names |= {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    yield names
+    pipe, (costs,) = names["pipe"], names["costs"]
+    assert len(costs.activation_bytes) == pipe.program.placement.stages
+    assert [stage.why for stage in pipe.memory_choice.stages] == ["nothing of it may leave"] * 2  # all is below 1 MiB
+    assert pipe.step(names["tokens"], names["targets"]).loss > 0
+    pipe.close()
+
+
+@contextmanager
 def predicted(mesh: DeviceMesh, folder: Path) -> Iterator[Names]:
     """Costs of the same model."""
     del mesh
@@ -301,6 +319,7 @@ GIVEN: dict[str, Callable[[DeviceMesh, Path], AbstractContextManager[Names]]] = 
         trained_cut_model,
         recorded,
         measured,
+        choosing,
         predicted,
         failing,
         pushing,

@@ -1,6 +1,7 @@
 """What ranks do to find out whether a memory policy changes anything but memory."""
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from mesh_jobs import Member, Sizes
 from models import Case, disturb, gradients, pipeline
 from moe_jobs import CONFIG, DEVICE, batch
 from strategies import SCHEDULES
+from stretto.costs import Link
 from stretto.model import CausalLM, causal_lm_loss
 from stretto.model.blocks import Block
 from stretto.moe import AllToAll
@@ -236,3 +238,30 @@ def compressed(mesh: DeviceMesh, sizes: Sizes, schedule: str, policy: Any) -> Co
     sites = [site for stage in report.stages for site in stage.sites if site.label != "loss"]
     experts = sum(site.kept + site.offloaded for site in sites if "experts" in site.label)
     return CompressedFound(losses, gradients, experts, sum(site.kept for site in sites))
+
+
+def chosen(mesh: DeviceMesh, case: Case, costs: stretto.Costs, policy: Any) -> tuple[Found, Any, list[int], str]:
+    """What steps find with a policy that costs complete, the choice, what each stage offloads, and what is logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("stretto.pipeline.pipeline")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        pipe = pipeline(mesh, case, memory=policy, costs=costs)
+    finally:
+        log.removeHandler(handler)
+    losses = [pipe.step(*case.batch()).loss for _ in range(case.steps)]
+    found = losses, gradients(pipe)
+    report = pipe.dry_run(*case.batch())
+    pipe.close()
+    return found, pipe.memory_choice, [stage.offloaded for stage in report.stages], "\n".join(lines)
+
+
+def counted(mesh: DeviceMesh, case: Case, policy: Any, costs: stretto.Costs) -> tuple[stretto.Costs, list[float]]:
+    """The costs of a dry run, and each rank's bytes by it."""
+    pipe = pipeline(mesh, case, memory=policy)
+    report = pipe.dry_run(*case.batch())
+    pipe.close()
+    return report.costs(costs, host=Link(bandwidth=1e9)), [float(rank.total) for rank in report.ranks]

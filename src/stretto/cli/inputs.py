@@ -2,13 +2,15 @@
 
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
+import msgspec
 import typer
 
 from stretto.check import check
+from stretto.choose import MemoryChoice, choose_memory
 from stretto.cli.console import err
 from stretto.costs import BYTES, Costs, load_costs, parse_costs
 from stretto.ir.errors import CostError, PlanError, ProgramError, TextError
@@ -17,7 +19,7 @@ from stretto.ir.mesh import MeshShape
 from stretto.ir.plan import Plan
 from stretto.ir.text import parse_plan_json
 from stretto.ir.units import parse_bytes
-from stretto.layers import cut_layers, parse_layers
+from stretto.layers import Layer, cut_layers, parse_layers
 from stretto.program.lower import lower
 from stretto.program.program import Program
 from stretto.program.task import COPIES
@@ -66,11 +68,25 @@ Layers = Annotated[
         "times come from [phases.attn] and the like in --costs; without them, phases share their stage's time."
     ),
 ]
+
+
+def _parse_offload(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"a number of actions, or auto (got {text!r:.40})") from None
+
+
 Offload = Annotated[
-    int,
+    Any,
     typer.Option(
+        parser=_parse_offload,
+        metavar="ACTIONS",
         help="Offload saved activations to host memory and load them back, each copy beside this many actions; 1 is "
-        "Kimi K2's rule. Sizes come from activation_bytes or offload_bytes, speed from [host] in --costs."
+        "Kimi K2's rule. Sizes come from activation_bytes or offload_bytes, speed from [host] in --costs. In stretto "
+        "simulate, auto chooses by these costs how much of each stage leaves.",
     ),
 ]
 Recompute = Annotated[
@@ -126,7 +142,7 @@ class LowerOptions:
     """Options of `lower`, from the command line."""
 
     layers: str | None = None
-    offload: int = 0
+    offload: int | Literal["auto"] = 0
     recompute: bool = False
     wgrad_microbatches: int = 1
 
@@ -196,7 +212,7 @@ def read_program(
         return load_timeline(path).program
     text = read_text(path)
     try:
-        order = parse_plan_json(text) if path.suffix.lower() == ".json" else parse_order(text)
+        order = _parse_file(path, text)
         if isinstance(order, Plan):
             return _lowered(order, options, costs or Costs(), slices=slices)
         if options.given():
@@ -207,6 +223,10 @@ def read_program(
         return order
     except (TextError, PlanError, ProgramError) as error:
         raise TextError(f"{path}: {error}") from None
+
+
+def _parse_file(path: Path, text: str) -> Plan | Program:
+    return parse_plan_json(text) if path.suffix.lower() == ".json" else parse_order(text)
 
 
 def make_plan(name: str, sizes: Sizes) -> Plan:
@@ -235,8 +255,7 @@ def make_plan(name: str, sizes: Sizes) -> Plan:
 def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Costs, *, slices: int | None) -> Program:
     """Lower a schedule, or read a file; raise ProgramError if `check` finds violations in it."""
     if is_file(target):
-        if sizes.given():
-            raise PlanError(f"{target} has its own sizes; --devices, --mesh and the like go with a schedule's name")
+        _validate_no_sizes(target, sizes)
         program = read_program(Path(target), options, costs, slices=slices)
     else:
         program = _lowered(make_plan(target, sizes), options, costs, slices=slices)
@@ -247,13 +266,60 @@ def _sound_program(target: str, sizes: Sizes, options: LowerOptions, costs: Cost
     return program
 
 
-def _lowered(plan: Plan, options: LowerOptions, costs: Costs, *, slices: int | None) -> Program:
-    costs = costs_of(costs, plan.stages, slices=slices)
+def _validate_no_sizes(target: str, sizes: Sizes) -> None:
+    if sizes.given():
+        raise PlanError(f"{target} has its own sizes; --devices, --mesh and the like go with a schedule's name")
+
+
+def choice_of(
+    target: str, sizes: Sizes, options: LowerOptions, table: CostTable, *, limit: float | None
+) -> tuple[MemoryChoice, LowerOptions, CostTable]:
+    """Choose by costs what to offload. Return the choice, and options and costs to simulate it with."""
+    plan = _plan_of(target, sizes)
+    costs = costs_of(table.costs, plan.stages)
+    _note_cut(table.costs, costs, plan.stages)
+    choice = choose_memory(
+        plan,
+        costs,
+        layers=_layers_of(plan, options),
+        recompute=options.recompute,
+        wgrad_microbatches=options.wgrad_microbatches,
+        limit=limit,
+    )
+    if not choice.memory.offloads:
+        return choice, replace(options, offload=0), replace(table, costs=costs)
+    costs = msgspec.structs.replace(costs, offload_bytes=choice.offload_bytes)
+    return choice, replace(options, offload=choice.memory.copy_actions), replace(table, costs=costs)
+
+
+def _plan_of(target: str, sizes: Sizes) -> Plan:
+    """Make a schedule's plan, or read one from a file."""
+    if not is_file(target):
+        return make_plan(target, sizes)
+    _validate_no_sizes(target, sizes)
+    if is_trace(target):
+        raise PlanError(f"{target} is a timeline: --offload auto goes with a schedule or a plan")
+    try:
+        plan = _parse_file(Path(target), read_text(target))
+    except (TextError, PlanError, ProgramError) as error:
+        raise TextError(f"{target}: {error}") from None
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{target}: --offload auto goes with a schedule or a plan, and this is a program")
+    return plan
+
+
+def _layers_of(plan: Plan, options: LowerOptions) -> tuple[tuple[Layer, ...], ...] | None:
     ep = 1 if plan.placement.mesh is None else plan.placement.mesh.ep
-    layers = None if options.layers is None else cut_layers(parse_layers(options.layers, ep=ep), stages=plan.stages)
+    return None if options.layers is None else cut_layers(parse_layers(options.layers, ep=ep), stages=plan.stages)
+
+
+def _lowered(plan: Plan, options: LowerOptions, costs: Costs, *, slices: int | None) -> Program:
+    if options.offload == "auto":
+        raise PlanError("--offload auto goes with stretto simulate; give a number of actions here")
+    costs = costs_of(costs, plan.stages, slices=slices)
     return lower(
         plan,
-        layers=layers,
+        layers=_layers_of(plan, options),
         costs=costs,
         offload=options.offload,
         recompute=options.recompute,
@@ -301,9 +367,14 @@ def timeline_of(
         err.print(f"note: {target} ties no weights, so reduce_tied takes no time")
     stages = program.placement.stages
     cut = costs_of(costs, stages, slices=slices)
-    if slices is None and cut is not costs:
-        err.print(f"note: the lists in the costs are not for {stages} stages; the costs of the model are cut anew")
+    if slices is None:
+        _note_cut(costs, cut, stages)
     return simulate(program, cut)
+
+
+def _note_cut(costs: Costs, cut: Costs, stages: int) -> None:
+    if cut is not costs:
+        err.print(f"note: the lists in the costs are not for {stages} stages; the costs of the model are cut anew")
 
 
 def note_free_copies(options: LowerOptions, timelines: Iterable[Timeline]) -> None:

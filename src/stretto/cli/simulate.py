@@ -21,9 +21,11 @@ from stretto.cli.inputs import (
     Sizes,
     StagesPerDevice,
     WgradMicrobatches,
+    choice_of,
     costs_of,
     note_free_copies,
     read_costs,
+    size_of,
     training_of,
     write_figure,
 )
@@ -43,6 +45,10 @@ def simulate(
     costs: CostsOption = None,
     layers: Layers = None,
     offload: Offload = 0,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(help="With --offload auto: offload only what keeps every device within this size, e.g. 60GB."),
+    ] = None,
     recompute: Recompute = False,
     wgrad_microbatches: WgradMicrobatches = 1,
     size: Annotated[str | None, typer.Option(help="weight_update: size of the model. [default: 16GB]")] = None,
@@ -85,6 +91,9 @@ def simulate(
     overlap_all also overlaps copies from the host, and needs a second H2D buffer. The last bucket
     counts as full. --costs gives only shared resources, e.g. a PCIe link.
 
+    --offload auto chooses how much of each stage's activations goes to host memory: as much as makes the step at most
+    1 % longer, and with --memory-limit no more than that takes. It prints what it chose and why.
+
     Examples:
 
       stretto simulate dualpipe --devices 8 --microbatches 20
@@ -95,6 +104,8 @@ def simulate(
 
       stretto simulate dualpipev --mesh pp=4,ep=2 -m 8 --layers 'moe*8' --costs examples/phases.toml
 
+      stretto simulate interleaved --overlap --layers 'moe*8' --costs examples/phases.toml --offload auto
+
       stretto simulate weight_update --devices 8 --size 1000GB --bucket 4GB --h2d 50GB/s --mode overlap_all
     """
     table = read_costs(costs)
@@ -102,7 +113,7 @@ def simulate(
     options = LowerOptions(layers, offload, recompute, wgrad_microbatches)
     update = UpdateOptions(size=size, bucket=bucket, h2d=h2d, broadcast=broadcast, reload=reload, mode=mode)
     if is_weight_update(name):
-        if sizes != Sizes(devices) or options.given():
+        if sizes != Sizes(devices) or options.given() or memory_limit is not None:
             raise PlanError("weight_update takes --devices and sizes of its own; the other options go with a schedule")
         simulate_update(devices, update, table, output=output, json=json)
         return
@@ -110,7 +121,13 @@ def simulate(
         raise PlanError(
             f"--size, --bucket, --h2d, --broadcast, --reload and --mode go with weight_update, not with {name}"
         )
+    if memory_limit is not None and options.offload != "auto":
+        raise PlanError("--memory-limit goes with --offload auto; stretto check --memory-limit checks a program")
+    choice = None
     with working(f"simulating {name}"):
+        if options.offload == "auto":
+            limit = None if memory_limit is None else size_of("--memory-limit", memory_limit)
+            choice, options, table = choice_of(name, sizes, options, table, limit=limit)
         timeline = training_of(name, sizes, options, table)
         cut = costs_of(table.costs, timeline.program.placement.stages)
         summary = timeline.summary(cut)
@@ -119,8 +136,11 @@ def simulate(
         with working(f"writing {output}"):
             write_figure(timeline, output, costs=cut)
     if json:
-        out.print(msgspec.json.format(msgspec.json.encode(summary)).decode())
+        fields = msgspec.to_builtins(summary) | ({} if choice is None else {"memory_choice": choice})
+        out.print(msgspec.json.format(msgspec.json.encode(fields)).decode())
         return
+    if choice is not None:
+        out.print(f"{choice}\n")
     _print(summary, timeline)
     if output is not None:
         out.print(f"wrote {output}")

@@ -6,10 +6,13 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from stretto.choose import MemoryChoice, choose_memory
+from stretto.costs import costs_or_default
 from stretto.execute.members import Members
 from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError, peer_failure
@@ -76,6 +79,9 @@ class Parts:
     """The same, to exchange how each step begins; None with `dynamic_shapes`."""
     binding: StepBinding
     """The training step."""
+    memory: Memory
+    """The memory policy, with what costs have chosen."""
+    memory_choice: MemoryChoice | None
 
 
 def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMesh, options: Options) -> Parts:
@@ -94,7 +100,10 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
         phases = gather_phases(team, placed)
         names, tied = gather_names(team, placed, options.tied)
         together = names.together = gather_ties(team, placed, names, tied)
-        program = _make_program(team, placed, phases, together, experts, options)
+        program, memory_choice = _make_program(team, placed, phases, together, experts, options)
+        _validate_same_costs(team, options)
+        if memory_choice is not None:
+            options = replace(options, memory=memory_choice.memory)
         _validate_same_options(team, placed, program, together, options)
         raise_on_all(team, tied_experts(placed.module, together, names))
         sites = _find_sites(team, placed, options.memory, in_phases=not program.anatomy.is_whole)
@@ -136,6 +145,8 @@ def build(layers: Layers | Callable[[int], nn.Module], loss: Any, mesh: DeviceMe
         agreement=agreement,
         starts=starts,
         binding=binding,
+        memory=options.memory,
+        memory_choice=memory_choice,
     )
 
 
@@ -147,7 +158,7 @@ def _form_team(loss: Any, mesh: DeviceMesh, device: torch.device, shape: MeshSha
         options.costs,
         options.wgrad_microbatches,
         shape,
-        offloads=options.memory.offloads,
+        memory=options.memory,
     )
     wrong = wrong or wrong_option(loss, options)
     members = Members.of_mesh(mesh)
@@ -161,11 +172,26 @@ def _make_program(
     together: Together,
     experts: list[int],
     options: Options,
-) -> Program:
-    """Lower the plan, or validate the program that was passed (collective: if a rank fails, all raise)."""
+) -> tuple[Program, MemoryChoice | None]:
+    """Lower the plan, or validate the program that was passed (collective: if a rank fails, all raise). If costs are to
+    choose what to offload, they do so first.
+    """
     ties = tied_stages(together, placed.shares)
-    return team.all_or_none(
-        lambda: program_for(
+
+    def make() -> tuple[Program, MemoryChoice | None]:
+        memory, choice = options.memory, None
+        if memory.is_auto:
+            choice = choose_memory(
+                options.plan,  # type: ignore[arg-type]
+                costs_or_default(options.costs),
+                layers=phases,
+                ties=ties,
+                experts=experts,
+                wgrad_microbatches=options.wgrad_microbatches,
+                memory=memory,
+            )
+            memory = choice.memory
+        program = program_for(
             options.plan,
             options.program,
             phases,
@@ -173,9 +199,23 @@ def _make_program(
             experts,
             options.costs,
             options.wgrad_microbatches,
-            options.memory.copy_actions if options.memory.offloads else 0,
+            memory.copy_actions if memory.offloads else 0,
         )
-    )
+        return program, choice
+
+    return team.all_or_none(make)
+
+
+def _validate_same_costs(team: Team, options: Options) -> None:
+    """Raise unless costs choose what to offload on all ranks or on none, and are the same then (collective)."""
+    text = msgspec.json.encode(options.costs, order="sorted", enc_hook=float) if options.memory.is_auto else b""
+    first, *others = team.gather(text.decode(), str)
+    for rank, other in enumerate(others, 1):
+        if bool(other) != bool(first):
+            auto = rank if other else 0
+            raise peer_failure(f"rank {rank} was given another memory than rank 0: only that of rank {auto} is auto")
+        if other != first:
+            raise peer_failure(f"rank {rank} was given other costs than rank 0, and memory is auto, which goes by them")
 
 
 def _validate_same_options(team: Team, placed: Placed, program: Program, together: Together, options: Options) -> None:

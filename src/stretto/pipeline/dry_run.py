@@ -142,6 +142,7 @@ class DryRun:
                 for kind, stage, _ in self._binding.recv_buffers
             ),
             host=self._binding.host_pool.foresee({stage.stage: stage.host for stage in stages}),
+            stages=tuple(sorted(self._stages)),
         )
 
 

@@ -1,8 +1,12 @@
 """What a dry run reports: what the forwards of each stage save, and how much memory a step takes on each device."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from stretto.costs import Costs, Link
+from stretto.ir.errors import PipelineError
+from stretto.ir.tables import table_text
 from stretto.ir.units import bytes_text
 from stretto.memory import Memory
 
@@ -39,6 +43,9 @@ class StageMemory:
     """The stage's input."""
     input_gradients: int
     """The gradient of that input."""
+    may_leave: int
+    """What would leave if all were offloaded that the policy names, or all sites if there is no policy, in a program
+    that lets passes of this stage leave."""
 
     @property
     def offloaded(self) -> int:
@@ -68,6 +75,8 @@ class RankMemory:
     """Receive buffers."""
     host: int
     """Host memory for what is offloaded; not on the device."""
+    stages: tuple[int, ...]
+    """The stages that the rank runs."""
 
     @property
     def total(self) -> int:
@@ -87,6 +96,35 @@ class MemoryReport:
     memory: Memory
     """The policy."""
 
+    def costs(self, costs: Costs, *, host: Link | None = None) -> Costs:
+        """Return these costs with the bytes that the dry run has counted, for `choose_memory` and `simulate`.
+
+        They are those of passes under the report's policy. `offload_bytes` is all that may leave: all that the policy
+        offloads with a `fraction` of 1, or without a policy, what {"*": "offload"} would. `parameter_bytes` is the rest
+        of what a device holds: weights, gradients, receive buffers, and what one recomputed site brings back. `host` is
+        the link to host memory, if the costs do not have it.
+        """
+        if not self.has_loss:
+            raise PipelineError("the dry run had no targets, so its bytes leave out the loss; run it with targets")
+        return msgspec.structs.replace(
+            costs,
+            activation_bytes=tuple(float(stage.activations) for stage in self.stages),
+            offload_bytes=tuple(float(stage.may_leave) for stage in self.stages),
+            recompute_bytes=None,
+            pending_bytes=tuple(float(stage.pending) for stage in self.stages),
+            parameter_bytes=tuple(self._fixed(stage.stage) for stage in self.stages),
+            host=costs.host if host is None else host,
+        )
+
+    def _fixed(self, stage: int) -> float:
+        """Return a stage's share of what its devices hold throughout; of several devices, the largest share."""
+        shares = []
+        for rank in self.ranks:
+            if stage in rank.stages:
+                brought_back = max(self.stages[number].brought_back for number in rank.stages)
+                shares.append((rank.total - rank.activations + brought_back) / len(rank.stages))
+        return max(shares)
+
     def __str__(self) -> str:
         saved = [["stage", "site", "kept", "recomputed", "offloaded"]]
         for stage in self.stages:
@@ -98,7 +136,7 @@ class MemoryReport:
             sizes = _texts(rank.weights, rank.gradients, rank.activations, rank.buffers, rank.total, rank.host)
             held.append([str(rank.rank), *sizes])
         without = "" if self.has_loss else ", without the loss, since there were no targets"
-        first, second = _table(saved, left=2), _table(held, left=1)
+        first, second = table_text(saved, left=2), table_text(held, left=1)
         if self.memory.names_offload and not any(stage.offloaded for stage in self.stages):
             first += f"\n\nNothing is offloaded: {_why_all_stays(self.memory)}."
         return f"What one microbatch saves{without}:\n{first}\n\nWhat a step takes at its peak:\n{second}"
@@ -106,13 +144,13 @@ class MemoryReport:
 
 def _why_all_stays(memory: Memory) -> str:
     """Return the reasons for which a policy may offload nothing."""
-    if not memory.fraction:
+    if not memory.offloads:
         return "fraction is 0"
     reasons = ["is held by others anyway (inputs of the step, received messages, parameters)"]
     if memory.min_bytes:
         least = bytes_text(memory.min_bytes)
         reasons.append(f"is smaller than min_bytes ({least}; set min_bytes=0 to try a policy on a small model)")
-    if memory.max_in_flight is not None or memory.fraction < 1:
+    if memory.max_in_flight is not None or memory.fraction != 1:
         reasons.append("is more than max_in_flight or fraction allows")
     if memory.keep_layers:
         reasons.append("is in one of the layers that keep_layers names")
@@ -122,16 +160,3 @@ def _why_all_stays(memory: Memory) -> str:
 
 def _texts(*sizes: int) -> list[str]:
     return [bytes_text(nbytes) if nbytes else "0" for nbytes in sizes]
-
-
-def _table(rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Return rows as aligned columns, the first ones to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            cell.ljust(width) if number < left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.costs import Costs
-from stretto.ir.errors import PipelineError, StrettoError
+from stretto.ir.errors import PipelineError, PlanError, StrettoError
 from stretto.ir.plan import Plan
 from stretto.memory import Memory, memory_of
 from stretto.moe.exchange import Exchange
@@ -54,7 +54,7 @@ def memory_from(memory: Any, checkpoint: Any, recompute: Any) -> tuple[Memory, S
 
 
 def wrong_option(loss: Any, options: Options) -> StrettoError | None:
-    """Return the error in the other arguments of a pipeline, or None."""
+    """Return the error in the other arguments of a pipeline, or None; its plan or program must be right."""
     seed, gradients, dynamic_shapes = options.seed, options.gradients, options.dynamic_shapes
     if not callable(loss):
         return PipelineError(f"loss is a function of output and target (got {loss!r:.60})")
@@ -71,4 +71,8 @@ def wrong_option(loss: Any, options: Options) -> StrettoError | None:
             f"exchange is a function that makes an exchange for experts, such as stretto.moe.AllToAll (got "
             f"{options.exchange!r:.60})"
         )
+    stages = (options.plan if options.program is None else options.program).placement.stages  # type: ignore[union-attr]
+    fraction = options.memory.fraction
+    if isinstance(fraction, tuple) and len(fraction) != stages:
+        return PlanError(f"memory.fraction has {len(fraction)} entries, but there are {stages} stages")
     return options.wrong_memory

@@ -1,11 +1,12 @@
 """Trains a model by a plan: each rank runs its part of the checked program."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ from stretto.pipeline.turns import Turns
 from stretto.program.program import Program
 from stretto.timeline import Timeline
 
+log = logging.getLogger(__name__)
 _TRAINS_NOTHING = "no loss of this step depends on a parameter that requires gradients"
 
 
@@ -67,7 +69,9 @@ class Pipeline:
 
     `memory` says what becomes of the tensors that forwards save: `Memory(sites={"*.norm": "recompute", "*":
     "offload"})`, or just its sites. `checkpoint=True` is short for the sites {"*": "recompute"}, which compute every
-    layer or phase again, and `recompute=["*.norm"]` for {"*.norm": "recompute"}.
+    layer or phase again, and `recompute=["*.norm"]` for {"*.norm": "recompute"}. "auto" offloads as much as hides by
+    the costs, which then need bytes and the bandwidth to host memory (`choose_memory`); the attribute `memory_choice`
+    says what that is, and why.
 
     Layers may pass any values to each other. But if a step begins like an earlier one, with inputs of the same shapes,
     these values must have the same shapes as then, or the step is refused; `dynamic_shapes=True` lifts that.
@@ -97,7 +101,7 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         gradients: Kind = "cast",
         wgrad_microbatches: int = 1,
-        memory: Memory | Mapping[str, Action] | Preset | None = "none",
+        memory: Memory | Mapping[str, Action] | Preset | Literal["auto"] | None = "none",
         checkpoint: bool = False,
         recompute: Sequence[str] = (),
         dynamic_shapes: bool = False,
@@ -133,6 +137,10 @@ class Pipeline:
         self._has_only_end = ends == {self.rank}  # whether only this rank computes losses
         self.program = parts.program
         """The program that runs."""
+        self.memory_choice = parts.memory_choice
+        """With memory="auto", what costs have chosen and why; else None."""
+        if self.memory_choice is not None and self.rank == 0:
+            log.info("%s", self.memory_choice)
         self._layers, self._module, self._names = parts.layers, parts.module, parts.names
         self._replicas, self._gradients = parts.replicas, parts.gradients
         self._stages, self._transfers = parts.stages, parts.transfers
@@ -144,7 +152,7 @@ class Pipeline:
             self.program, self._team, self._stages, self._transfers, parts.starts, self._module, loss
         )
         self._evaluations = 0
-        self._patterns = PatternCheck(policy, self._team)
+        self._patterns = PatternCheck(parts.memory, self._team)
         self._dry_run = DryRun(
             self.program,
             self._team,
@@ -153,7 +161,7 @@ class Pipeline:
             self._gradients,
             self._binding,
             loss,
-            policy,
+            parts.memory,
             self._patterns,
         )
         self._states = States(parts.module, parts.layers, parts.names, mesh, self.rank)

@@ -10,6 +10,7 @@ from stretto.ir.errors import PipelineError, PlanError, ProgramError, StrettoErr
 from stretto.ir.mesh import MeshShape
 from stretto.ir.plan import Plan
 from stretto.layers import Layer
+from stretto.memory import Memory
 from stretto.pipeline.layers import even_costs
 from stretto.program.anatomy import Anatomy
 from stretto.program.forwards import first_forwards, forwards_of
@@ -20,7 +21,7 @@ from stretto.program.task import COPIES
 
 
 def wrong_program(
-    plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, mesh: MeshShape, *, offloads: bool
+    plan: Any, program: Any, costs: Any, wgrad_microbatches: Any, mesh: MeshShape, *, memory: Memory
 ) -> StrettoError | None:
     """Return the error in a pipeline's plan or program arguments, or None."""
     if type(wgrad_microbatches) is not int or wgrad_microbatches < 1:
@@ -42,10 +43,15 @@ def wrong_program(
                 "a pipeline recomputes within its backwards, not in tasks of their own; lower without recompute, and "
                 "say in memory what to recompute"
             )
-        if offloads != bool(program.work.among(COPIES).any()):
+        if memory.is_auto:
+            return PipelineError(
+                "costs choose what to offload before a plan is lowered; give a plan, or the memory that "
+                "stretto.choose_memory returns and the program that is lowered for it"
+            )
+        if memory.offloads != bool(program.work.among(COPIES).any()):
             return ProgramError(
                 "memory offloads, but the program copies nothing to host memory; lower with offload=1"
-                if offloads
+                if memory.offloads
                 else "the program offloads, but memory does not say what; name it there, or lower without offload"
             )
         if costs is not None:

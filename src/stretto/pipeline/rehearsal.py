@@ -1,20 +1,21 @@
 """A stage of a dry run: it runs a forward as in training, and counts what that saves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
+from stretto.memory import memory_of
 from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.losses import OneLoss
 from stretto.pipeline.memory_report import StageMemory
 from stretto.pipeline.memory_sites import Decisions, find_sites
-from stretto.pipeline.offload import packed_bytes
+from stretto.pipeline.offload import Stored, packed_bytes
 from stretto.pipeline.pytree import Tree, Value, storage_of, tensors_of
 from stretto.pipeline.rng import RngKey
 from stretto.pipeline.saved_bytes import SavedBytes
 from stretto.pipeline.saving import Saving
-from stretto.pipeline.stage import KEEP_ALL, Stage
+from stretto.pipeline.stage import Stage
 
 
 class _Unsummed(Gradients):
@@ -32,8 +33,8 @@ class Rehearsal(Stage):
         input.
         """
         sites = stage._sites
-        if sites is None:
-            sites = find_sites(Decisions(KEEP_ALL), stage.layers, in_phases=stage._in_phases)
+        if sites is None:  # without a policy all stays, and what could leave is counted
+            sites = find_sites(Decisions(memory_of("auto")), stage.layers, in_phases=stage._in_phases)
         super().__init__(
             stage.layers,
             stage._anatomy,
@@ -44,8 +45,8 @@ class Rehearsal(Stage):
             memory=stage._memory,
             exchanges=stage._exchanges,
         )
-        self.leaving = frozenset([microbatch] if leaves else [])
-        self._microbatch, self._receives = microbatch, receives
+        self.leaving = frozenset([microbatch])
+        self._microbatch, self._leaves, self._receives = microbatch, leaves, receives
         self._bytes = SavedBytes()
         self.saving.noted = self._bytes.note
         self.deferral.noted = self._bytes.note_deferred
@@ -82,13 +83,20 @@ class Rehearsal(Stage):
 
     def _counted(self) -> StageMemory:
         away = self._passes[self._microbatch].saved.away
-        chosen = [] if away is None else self._chosen(away)
+        assert away is not None
+        chosen = self._chosen(away) if self._leaves else []
+        every = self._bytes.sites(_storages(away.candidates()))
         return StageMemory(
             stage=self.index,
-            sites=self._bytes.sites({storage_of(stored.device) for stored in chosen if stored.device is not None}),
+            sites=self._bytes.sites(_storages(chosen)),
             brought_back=self._bytes.brought_back(),
             pending=self._bytes.pending,
             host=packed_bytes(chosen),
             inputs=self._inputs,
             input_gradients=self._input_gradients,
+            may_leave=sum(site.offloaded for site in every),
         )
+
+
+def _storages(every: Iterable[Stored]) -> set[int]:
+    return {storage_of(stored.device) for stored in every if stored.device is not None}

@@ -321,7 +321,7 @@ class Stage:
     def _chosen(self, away: Away) -> list[Stored]:
         """Return what leaves of all that may."""
         limit = None if self._memory.max_in_flight is None else self._memory.max_in_flight // self._memory.copy_actions
-        return within(away.candidates(), fraction=self._memory.fraction, limit=limit)
+        return within(away.candidates(), fraction=self._memory.fraction_of(self.index), limit=limit)
 
     def sites_seen(self) -> tuple[SitesSeen, Mapping[Part, PartSites]] | None:
         """Return which sites have run, and all sites; None without any, or if they were returned before."""

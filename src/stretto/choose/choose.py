@@ -1,0 +1,306 @@
+"""Chooses by simulation how much of each stage's activations to offload."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from stretto.choose.choice import DeviceChoice, MemoryChoice, StageChoice
+from stretto.costs import Costs, Link, costs_or_default
+from stretto.ir.errors import CostError, PlanError, TextError
+from stretto.ir.plan import Plan
+from stretto.ir.units import bytes_text, parse_bytes
+from stretto.layers import Layer
+from stretto.memory import Memory, memory_of
+from stretto.program.columns import Bools, Ints
+from stretto.program.lower import lower
+from stretto.program.program import Program
+from stretto.program.task import Kind
+from stretto.simulate import simulate
+from stretto.timeline import Timeline
+from stretto.timeline.memory import Floats
+
+_STEPS = 200  # how finely fractions are searched: few enough for a handful of simulations
+_ROUNDING = 1e-9  # times that are equal but for their last bits
+
+
+def choose_memory(
+    plan: Plan,
+    costs: Costs,
+    *,
+    layers: Sequence[Sequence[Layer]] | None = None,
+    ties: Sequence[Sequence[int]] = (),
+    experts: Sequence[int] | None = None,
+    recompute: bool = False,
+    wgrad_microbatches: int = 1,
+    memory: Memory | Literal["auto"] = "auto",
+    limit: float | str | None = None,
+    slower: float = 0.01,
+) -> MemoryChoice:
+    """Choose how much of each stage's activations to offload: as much as hides behind a simulated step.
+
+    A step with the chosen policy takes at most `slower` times longer than one without offload, in simulation. Every
+    copy of a stage's pass gets the same number of bytes, or all that the pass has if that is less. With a `limit`, in
+    bytes for each device ("60GB"), only as much leaves as that takes: activations that wait longest for their backward
+    first. PlanError if what hides is too little for the limit.
+
+    The costs must have `activation_bytes` and the bandwidth of `host`. `offload_bytes` is the most that may leave of a
+    pass; unless given, all that is not recomputed. `MemoryReport.costs` adds what a dry run has counted.
+
+    `memory` is the policy whose `fraction` is chosen; "auto" offloads all sites. The bytes in the costs are those of
+    passes under this policy.
+    `layers`, `ties`, `experts`, `recompute` and `wgrad_microbatches` are as in `lower`.
+
+    >>> from stretto import Costs, choose_memory
+    >>> from stretto.costs import Link
+    >>> from stretto.schedules import one_f_one_b
+    >>> costs = Costs(unit="s", F=0.01, I=0.01, W=0.01, activation_bytes=1e9, host=Link(bandwidth=50e9))
+    >>> choose_memory(one_f_one_b(devices=4, microbatches=16), costs).memory.fraction
+    (0.52, 0.0, 0.0, 0.0)
+    """
+    costs, memory, limit = _valid_costs(costs), memory_of(memory), _bytes_of(limit)
+    _validate(memory, slower)
+
+    def lowered(offload: int) -> Program:
+        return lower(
+            plan,
+            layers=layers,
+            ties=ties,
+            experts=experts,
+            costs=costs,
+            offload=offload,
+            recompute=recompute,
+            wgrad_microbatches=wgrad_microbatches,
+        )
+
+    without = _run(lowered(0), costs)
+    search = _Search(lowered(memory.copy_actions), costs, without, limit, slower)
+    return _choice(search, memory, *search.result())
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A simulated step: its timeline, its time, and each device's peak in bytes."""
+
+    timeline: Timeline
+    time: float
+    peaks: Floats
+
+
+def _run(program: Program, costs: Costs) -> _Run:
+    timeline = simulate(program, costs)
+    peaks = [device.peak_bytes or 0.0 for device in timeline.memory(costs)]
+    return _Run(timeline, timeline.makespan, np.array(peaks))
+
+
+class _Search:
+    """Searches for the fraction of each stage that is to leave."""
+
+    def __init__(self, program: Program, costs: Costs, without: _Run, limit: float | None, slower: float) -> None:
+        """`program` offloads; `without` is a step of the same plan that does not."""
+        self.program, self.costs, self.without, self.limit, self.slower = program, costs, without, limit, slower
+        self.may_leave = costs.leaving_bytes(stages=self.stages, recompute=program.recomputes)
+        self._runs: dict[tuple[float, ...], _Run] = {}
+
+    @property
+    def stages(self) -> int:
+        return self.program.placement.stages
+
+    @cached_property
+    def passes(self) -> Ints:
+        """For each device and stage, the passes that the program offloads."""
+        passes = np.zeros((self.program.devices, self.stages), dtype=np.int64)
+        tasks = np.flatnonzero(self.program.work.kind == Kind.OFFLOAD)
+        np.add.at(passes, (self.program.device[tasks], self.program.work.stage[tasks]), 1)
+        return passes
+
+    @cached_property
+    def held(self) -> Floats:
+        """For each stage, the mean time from the end of a forward to the start of its backward, without offload."""
+        timeline = self.without.timeline
+        tables = timeline.program.tables
+        forward, backward = tables.results[:-1], tables.back_starts[:-1]
+        found = (forward >= 0) & (backward >= 0)
+        time = np.where(found, timeline.start[backward] - timeline.end[forward], 0.0)
+        mean: Floats = time.sum(1) / np.maximum(1, found.sum(1))
+        return mean
+
+    def run(self, fractions: Floats) -> _Run:
+        """Simulate a step in which these fractions leave."""
+        if not fractions.any():
+            return self.without
+        key = tuple(fractions.tolist())
+        if key not in self._runs:
+            self._runs[key] = self._run_of(self.costs, fractions)
+        return self._runs[key]
+
+    def _run_of(self, costs: Costs, fractions: Floats) -> _Run:
+        leaving = tuple((fractions * self.may_leave).tolist())
+        return _run(self.program, msgspec.structs.replace(costs, offload_bytes=leaving))
+
+    def result(self) -> tuple[Floats, list[str]]:
+        """Return the fraction of each stage, and why it is that."""
+        if self.limit is not None and self._is_within(self.without):
+            return np.zeros(self.stages), ["every device is within the limit without offload"] * self.stages
+        can = self.passes.any(0) & (self.may_leave > 0)
+        at_once = self._run_of(msgspec.structs.replace(self.costs, host=Link()), can.astype(np.float64))
+        gains = can & self._on(self._falls(at_once))  # at best, with copies that take no time
+        wanted = gains if self.limit is None else gains & self._on(self.without.peaks > self.limit)
+        hiding = self._hiding(wanted)
+        useless = (hiding > 0) & ~self._on(self._falls(self.run(hiding)))
+        if self._hides(self.run(fewer := np.where(useless, 0.0, hiding))):
+            hiding, gains = fewer, gains & ~useless
+        fractions = hiding if self.limit is None else self._needed(hiding)
+
+        def why(stage: int) -> str:
+            if not can[stage]:
+                return "needed again too soon to leave" if self.may_leave[stage] else "nothing of it may leave"
+            if not gains[stage]:
+                return "nothing to gain: its device's peak would stay"
+            if not wanted[stage]:
+                return "limit reached without it: its device holds less"
+            if fractions[stage] < hiding[stage]:
+                return "limit reached" if fractions[stage] else "limit reached with stages that are held longer"
+            return "hides behind compute" if hiding[stage] == 1 else "more would not hide: the step would take longer"
+
+        return fractions, list(map(why, range(self.stages)))
+
+    def _hiding(self, gains: Bools) -> Floats:
+        """Return the largest fractions of these stages that hide, with the same bytes in every copy."""
+        largest = self.may_leave.max(initial=0.0, where=gains)
+
+        def fractions(step: int) -> Floats:
+            share = np.divide(largest * step / _STEPS, self.may_leave, out=np.zeros(self.stages), where=gains)
+            return _rounded_down(np.minimum(1.0, share))
+
+        most = _largest(_STEPS if gains.any() else 0, lambda step: self._hides(self.run(fractions(step))))
+        return fractions(most)
+
+    def _needed(self, hiding: Floats) -> Floats:
+        """Return the smallest of these fractions with which every device is within the limit. The stages whose
+        activations are held longest leave first, each as far as it hides before the next.
+        """
+        order = sorted(np.flatnonzero(hiding).tolist(), key=lambda stage: (-self.held[stage], stage))
+        places = np.full(self.stages, len(order))
+        places[order] = np.arange(len(order))
+
+        def fractions(spared: int) -> Floats:
+            steps = np.clip(_STEPS * (len(order) - places) - spared, 0, _STEPS)
+            return _rounded_down(hiding * steps / _STEPS)
+
+        def suffices(spared: int) -> bool:
+            run = self.run(fractions(spared))
+            return self._is_within(run) and self._hides(run)
+
+        if not self._is_within(most := self.run(hiding)):
+            raise PlanError(self._too_much(most))
+        return fractions(_largest(_STEPS * len(order), suffices))
+
+    def _hides(self, run: _Run) -> bool:
+        return run.time <= self.without.time * (1 + self.slower) * (1 + _ROUNDING)
+
+    def _falls(self, run: _Run) -> Bools:
+        """Return which devices have a lower peak than without offload."""
+        falls: Bools = run.peaks < self.without.peaks * (1 - _ROUNDING)
+        return falls
+
+    def _is_within(self, run: _Run) -> bool:
+        return self.limit is not None and bool((run.peaks <= self.limit).all())
+
+    def _on(self, devices: Bools) -> Bools:
+        """Return which stages have passes that leave from one of these devices."""
+        leaves: Bools = self.passes[devices].sum(0) > 0
+        return leaves
+
+    def _too_much(self, run: _Run) -> str:
+        assert self.limit is not None
+        device = int(run.peaks.argmax())
+        peak, before = float(run.peaks[device]), float(self.without.peaks[device])
+        name = self.program.placement.device_name(device)
+        return (
+            f"with all offloaded that hides, device {name} holds {bytes_text(peak)} ({bytes_text(before)} without "
+            f"offload), {bytes_text(peak - self.limit)} more than the limit of {bytes_text(self.limit)}; recompute "
+            f"something, or let the step become more than {100 * self.slower:.3g} % longer (slower)"
+        )
+
+
+def _largest(most: int, is_good: Callable[[int], bool]) -> int:
+    """Return the largest number from 0 to `most` that is good, if all below a good one are; 0 counts as good."""
+    if not most or is_good(most):
+        return most
+    good, bad = 0, most
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if is_good(middle) else (good, middle)
+    return good
+
+
+def _rounded_down(fractions: Floats) -> Floats:
+    rounded: Floats = np.floor(fractions * 1000 + _ROUNDING) / 1000
+    return rounded
+
+
+def _choice(search: _Search, memory: Memory, fractions: Floats, why: Sequence[str]) -> MemoryChoice:
+    run, leaves, program = search.run(fractions), fractions * search.may_leave, search.program
+    stages = zip(search.held.tolist(), search.may_leave.tolist(), leaves.tolist(), fractions.tolist(), why, strict=True)
+    host = [sum(leaves[stage] for stage in program.host_buffers(device).values()) for device in range(program.devices)]
+    link = np.full(program.devices, run.time * search.costs.host.bandwidth)
+    columns = (search.without.peaks, run.peaks, search.passes @ leaves, link, np.array(host))
+    devices = zip(*(column.tolist() for column in columns), strict=True)
+    return MemoryChoice(
+        memory=_policy(memory, tuple(fractions.tolist())),
+        step_before=search.without.time,
+        step_after=run.time,
+        unit=search.costs.unit,
+        slower=search.slower,
+        limit=search.limit,
+        stages=tuple(StageChoice(stage, *row) for stage, row in enumerate(stages)),
+        devices=tuple(DeviceChoice(device, *row) for device, row in enumerate(devices)),
+    )
+
+
+def _policy(memory: Memory, fractions: tuple[float, ...]) -> Memory:
+    if any(fractions):
+        return msgspec.structs.replace(memory, fraction=fractions)
+    does_more = any(action not in ("keep", "offload") for action in memory.patterns.values())
+    return msgspec.structs.replace(memory, fraction=0.0) if does_more else Memory()
+
+
+def _valid_costs(costs: Costs) -> Costs:
+    """Raise CostError unless the costs have what a choice needs."""
+    costs = costs_or_default(costs)
+    if costs.activation_bytes is None:
+        raise CostError(
+            "the costs have no activation_bytes, the bytes that a pass holds; give them, or let a dry run count them: "
+            "pipe.dry_run(inputs, targets).costs(costs)"
+        )
+    if math.isinf(costs.host.bandwidth):
+        raise CostError(
+            "the costs have no bandwidth to host memory; give host=stretto.costs.Link(bandwidth=50e9), or [host] with "
+            "bandwidth in a file, in bytes per unit of time in each direction (measure it: fit cannot tell)"
+        )
+    return costs
+
+
+def _validate(memory: Memory, slower: float) -> None:
+    if not memory.names_offload:
+        raise PlanError(f"the policy offloads nothing, so there is nothing to choose (got {memory.patterns!r:.60})")
+    if memory.max_in_flight is not None:
+        raise PlanError("max_in_flight bounds what leaves, and so does a fraction that is chosen; leave it out")
+    if type(slower) not in (int, float) or not 0 <= slower < math.inf:
+        raise PlanError(f"slower is a share of the step, such as 0.01 for 1 % (got {slower!r:.40})")
+
+
+def _bytes_of(limit: float | str | None) -> float | None:
+    if isinstance(limit, str):
+        try:
+            limit = parse_bytes(limit)
+        except TextError as error:
+            raise PlanError(f"limit: {error}") from None
+    if limit is not None and (type(limit) not in (int, float) or not 0 < limit < math.inf):
+        raise PlanError(f"limit is a number of bytes, or a size such as 60GB (got {limit!r:.40})")
+    return limit
