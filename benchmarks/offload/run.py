@@ -1,0 +1,218 @@
+"""What memory policies cost and gain: eight of our MLA + MoE layers on one GPU, in bfloat16.
+
+    python benchmarks/offload/run.py [--microbatches 16] [--tokens 4096] [--only CASE]… [--out FOLDER]
+
+Ours by interleaved 1F1B with pairs woven, a stage for each layer, by several policies; and plain PyTorch, which
+accumulates gradients over the same microbatches: with everything kept, with torch.autograd.graph.save_on_cpu, and with
+torch.utils.checkpoint around every layer. Cases run one after the other, and "none" again at the end. The table has the
+least and the median time of a step, its ratio to "none", and the most bytes that a step takes beyond what was allocated
+before it, with the share of "none". For "auto" it also prints the choice, and what the link allows by the simulation.
+With --out, recorded timelines are saved.
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "moe"))
+from k2_layers import CONFIG, Layer, loss
+
+import stretto
+from stretto.costs import Link
+from stretto.timeline import Timeline
+
+LAYERS, WARM_UP, ROUNDS = CONFIG.num_hidden_layers, 2, 5
+LINK = 48e9
+"""Bytes per second each way, while both directions are busy: what an H200's link to its host gives then."""
+POLICIES: dict[str, Any] = {
+    "none": "none",
+    "all offloaded": {"*": "offload"},
+    "all recomputed": {"*": "recompute"},
+    "experts in float8": {"*.experts": "fp8", "*.shared_experts": "fp8"},
+    "k2": "k2",
+}
+
+
+@dataclass
+class Case:
+    """A way to train, and what its steps took."""
+
+    step: Callable[[], object]
+    parameters: list[nn.Parameter]
+    close: Callable[[], object] = lambda: None
+    record: Callable[[], None] | None = None
+    gradients: int = 0
+    """The bytes of gradients that a step makes beside activations. (Ours are summed in memory that stays.)"""
+    times: list[float] = field(default_factory=list)
+    held: int = 0
+
+    def measure(self) -> None:
+        for weight in self.parameters:
+            weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+        self.step()
+        torch.cuda.synchronize()
+        self.times.append(time.perf_counter() - start)
+        self.held = max(self.held, torch.cuda.max_memory_allocated() - before - self.gradients)
+
+    def row(self, name: str, plain: "Case") -> str:
+        least, held = min(self.times), self.held / 2**30
+        return (
+            f"| {name} | {least * 1e3:.1f} | {statistics.median(self.times) * 1e3:.1f} "
+            f"| {least / min(plain.times):.3f} | {held:.2f} | {self.held / plain.held:.0%} |"
+        )
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("pp",))
+        torch.manual_seed(1)
+        shape = options.microbatches, options.tokens, CONFIG.hidden_size
+        self.x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        self.y = torch.randn_like(self.x)
+        self.plan = stretto.schedules.interleaved(
+            devices=1, microbatches=options.microbatches, stages_per_device=LAYERS, overlap=True
+        )
+        self.costs: stretto.Costs | None = None
+
+    def pipeline(self, memory: Any) -> stretto.Pipeline:
+        return stretto.Pipeline(
+            lambda number: Layer(number, skewed=False),
+            layer_count=LAYERS,
+            plan=self.plan,
+            loss=loss,
+            mesh=self.mesh,
+            memory=memory,
+            costs=self.costs,
+            timeout=60,
+        )
+
+    def ours(self, name: str, memory: Any, out: Path | None) -> Case:
+        pipe = self.pipeline(memory)
+
+        def record() -> None:
+            for _ in range(2):  # the first allocates
+                timeline = pipe.step(self.x, self.y, record=True).timeline
+            assert timeline is not None
+            print(f"{name}: {copies(timeline)}", flush=True)
+            if out is not None:
+                timeline.save(out / f"{name.replace(' ', '-')}.trace.json")
+
+        return Case(lambda: pipe.step(self.x, self.y, check_finite=False), list(pipe.parameters()), pipe.close, record)
+
+    def choose(self) -> stretto.MemoryChoice:
+        """The choice by the costs of a step that keeps everything, by which all pipelines weave from now on."""
+        pipe = self.pipeline("none")
+        report = pipe.dry_run(self.x, self.y)
+        for _ in range(3):
+            timeline = pipe.step(self.x, self.y, record=True).timeline
+        pipe.close()
+        assert timeline is not None
+        self.costs = report.costs(stretto.fit(timeline), host=Link(bandwidth=LINK))
+        return stretto.choose_memory(self.plan, self.costs, layers=pipe.program.anatomy.layers)
+
+    def plain(self, around: Callable[[Layer, Tensor], Tensor]) -> Case:
+        """PyTorch's autograd, which adds the gradients of one microbatch after the other."""
+        layers = [Layer(number, skewed=False) for number in range(LAYERS)]
+
+        def step() -> None:
+            for x, y in zip(self.x[:, None], self.y[:, None], strict=True):
+                value = x
+                for layer in layers:
+                    value = around(layer, value)
+                (loss(value, y) / len(self.x)).backward()
+
+        parameters = [weight for layer in layers for weight in layer.parameters()]
+        return Case(step, parameters, gradients=sum(weight.nbytes for weight in parameters))
+
+
+def on_cpu(layer: Layer, value: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        return layer(value)  # type: ignore[no-any-return]
+
+
+PEERS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
+    "PyTorch, all kept": lambda layer, value: layer(value),
+    "PyTorch, save_on_cpu": on_cpu,
+    "PyTorch, checkpoint": lambda layer, value: checkpoint(layer, value, use_reentrant=False),
+}
+
+
+def copies(timeline: Timeline) -> str:
+    """For how long compute waited for copies."""
+    exposed = timeline.summary().devices[0].exposed_copy
+    return f"compute waited {exposed * 1e3:.1f} ms of {timeline.makespan * 1e3:.1f} for copies"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a microbatch")
+    parser.add_argument("--only", action="append", help="only this case and none; may be given several times")
+    parser.add_argument("--out", type=Path, help="a folder for recorded timelines and figures")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA GPU, and there is none")
+    torch.cuda.set_device(0)
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "29571")
+    dist.init_process_group("nccl", rank=0, world_size=1)
+    bench = Bench(options)
+    choice = bench.choose()
+    policies = {**POLICIES, "auto": choice.memory, "none, again": "none"}
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {options.microbatches} × {options.tokens}\n")
+    print(choice, flush=True)
+    made: dict[str, Case] = {}
+    for name, policy in policies.items():
+        if options.only and name not in (*options.only, "none"):
+            continue
+        made[name] = run(bench.ours(name, policy, options.out))
+    for name, around in PEERS.items():
+        if options.only and name not in options.only:
+            continue
+        made[name] = run(bench.plain(around))
+    print("\n| | least, ms | median, ms | of none | GiB | of none |\n|---|---|---|---|---|---|")
+    for name, case in made.items():
+        print(case.row(name, made["none"]), flush=True)
+    if "auto" in made:
+        (device,) = choice.devices
+        least = device.peak_before - device.peak_after
+        gained = made["none"].held - made["auto"].held
+        print(f"\nauto: {gained / 2**30:.2f} GiB less, of {least / 2**30:.2f} that the link allows by the simulation")
+    dist.destroy_process_group()
+
+
+def run(case: Case) -> Case:
+    """Measure steps, and let go of everything."""
+    for number in range(WARM_UP + ROUNDS):
+        if number == WARM_UP:
+            case.times, case.held = [], 0
+        case.measure()
+    if case.record is not None:
+        case.record()
+    case.close()
+    case.step, case.record, case.close, case.parameters = print, None, print, []
+    gc.collect()
+    torch.cuda.empty_cache()
+    return case
+
+
+if __name__ == "__main__":
+    main()
