@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "moe"))
 from k2_layers import CONFIG, Layer, loss
 
 import stretto
+from stretto.choose import MemoryChoice
 from stretto.costs import Link
 from stretto.timeline import Timeline
 
@@ -115,7 +116,7 @@ class Bench:
 
         return Case(lambda: pipe.step(self.x, self.y, check_finite=False), list(pipe.parameters()), pipe.close, record)
 
-    def choose(self) -> stretto.MemoryChoice:
+    def choose(self) -> MemoryChoice:
         """The choice by the costs of a step that keeps everything, by which all pipelines weave from now on."""
         pipe = self.pipeline("none")
         report = pipe.dry_run(self.x, self.y)
