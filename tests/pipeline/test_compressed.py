@@ -1,6 +1,7 @@
 """Saved tensors in float8: rounded within the bound, stored once, and only where the policy says so."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 def compressed(tensor: Tensor) -> Tensor:
     features = compressible(tensor)
     assert features
-    return Compressed(Kept(compressed_bytes(tensor, features)), tensor, features).tensor()
+    return Compressed(Kept(compressed_bytes(tensor, features), "a"), tensor, features).tensor()
 
 
 def bound(tensor: Tensor) -> Tensor:
@@ -78,14 +79,16 @@ def test_short_rows_are_stored_in_tiles_across_them() -> None:
 
 def test_what_is_saved_twice_is_stored_once_and_comes_back_once() -> None:
     saved, tensor = SavedPass(CPU, 0, (), leaves=False), torch.randn(4, 256).bfloat16()
-    first, again, other = (saved.compressed(it, Kept) for it in (tensor, tensor.detach(), tensor.clone()))
+    first, again, other = (
+        saved.compressed(it, partial(Kept, site="a")) for it in (tensor, tensor.detach(), tensor.clone())
+    )
     assert first is again
     assert first is not other
     assert first is not None
     back = first.tensor()
     assert first.tensor().data_ptr() == back.data_ptr()
     tensor.add_(1)
-    assert saved.compressed(tensor, Kept) is not first
+    assert saved.compressed(tensor, partial(Kept, site="a")) is not first
 
 
 def test_what_others_hold_and_what_is_small_stays() -> None:

@@ -591,7 +591,7 @@ def test_what_leaves_is_no_more_than_was_allowed_and_the_first_go_first(
 ) -> None:
     tensors = [torch.zeros(count, dtype=torch.uint8) for count in counts]
     away = Away()
-    views = [away.view(tensor) for tensor in tensors]
+    views = [away.view(tensor, "a") for tensor in tensors]
     candidates = away.candidates()
     chosen = within(candidates, fraction=fraction, limit=limit)
     total = sum(it.nbytes for it in chosen)
@@ -615,7 +615,7 @@ def test_small_tensors_stay() -> None:
 
 def stored(*counts: int) -> tuple[list[Any], list[Any]]:
     away = Away()
-    views = [away.view(torch.zeros(count, dtype=torch.uint8)) for count in counts]
+    views = [away.view(torch.zeros(count, dtype=torch.uint8), "a") for count in counts]
     return away.candidates(), views
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from stretto.moe.fp8 import pack, unpack
+from stretto.pipeline.pytree import version_of
 from stretto.pipeline.storages import WeakStorage
 
 _DTYPES = (torch.bfloat16, torch.float16)  # where others are saved beside these, they need their precision
@@ -91,4 +92,4 @@ def _memory_order(tensor: Tensor) -> list[int]:
 
 def _key(tensor: Tensor) -> Any:
     storage = tensor.untyped_storage()._cdata
-    return storage, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor._version
+    return storage, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), version_of(tensor)

@@ -1,6 +1,6 @@
 """Restores buffers that forwards change, such as running statistics, for a recomputation or after a dry run."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -12,8 +12,8 @@ from stretto.ir.errors import PipelineError
 from stretto.pipeline.pytree import version_of
 
 _Place: TypeAlias = tuple[nn.Module, str]
-_Parameters: TypeAlias = list[tuple[nn.Parameter, int]]
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_MOST = 16
 
 
 @dataclass(slots=True)
@@ -35,24 +35,26 @@ class Snapshot:
 class ModuleBuffers:
     """The buffers of a module that is recomputed."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self._name, self._modules = name, list(module.modules())
+    def __init__(self, name: str, *roots: nn.Module) -> None:
+        self._name, self._roots = name, roots
+        self._modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+        self._including: dict[tuple[int, ...], ModuleBuffers] = {}
         self._unread = {(part, key) for part in self._modules for key in getattr(part, "unread_buffers", ())}
         self.is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in self._modules)
         self._changing: set[_Place] | None = None  # buffers that forwards change; unknown before the first run
 
-    def parameters(self) -> _Parameters:
-        """Return the parameters and their versions."""
-        return [
-            (parameter, parameter._version)
-            for module in self._modules
-            for parameter in module._parameters.values()
-            if parameter is not None
-        ]
+    @property
+    def modules(self) -> list[nn.Module]:
+        return self._modules
 
-    def validate_parameters(self, before: _Parameters) -> None:
-        if any(parameter._version != version for parameter, version in before):
-            raise PipelineError(f"a parameter of {self._name} was changed in place before its backward")
+    def including(self, others: Sequence[nn.Module]) -> "ModuleBuffers":
+        """Return the buffers of this module and of others that it is given: the same object for the same ones."""
+        key = tuple(map(id, others))
+        if key not in self._including:
+            if len(self._including) > _MOST:  # such as modules that are made anew for each run
+                self._including.clear()
+            self._including[key] = ModuleBuffers(self._name, *self._roots, *others)
+        return self._including[key]
 
     @contextmanager
     def followed(self) -> Iterator[Snapshot]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stretto.ir.errors import PipelineError
+from stretto.pipeline.pytree import version_of
 
 _ALIGNED = 512  # bytes between the beginnings of tensors in host memory
 
@@ -28,11 +29,11 @@ class Stored:
 class View:
     """A saved tensor whose memory may leave the device."""
 
-    __slots__ = ("__weakref__", "_geometry", "_stored", "_tensor", "_version", "is_stale")
+    __slots__ = ("__weakref__", "_geometry", "_site", "_stored", "_tensor", "_version", "is_stale")
 
-    def __init__(self, saved: Tensor, stored: Stored) -> None:
+    def __init__(self, saved: Tensor, stored: Stored, site: str) -> None:
         self._geometry = saved.dtype, saved.storage_offset(), saved.size(), saved.stride()
-        self._stored, self._version = stored, saved._version
+        self._stored, self._version, self._site = stored, version_of(saved), site
         self._tensor: Tensor | None = saved.detach()
         self.is_stale = False
         """Whether it was changed in place before its memory left."""
@@ -48,11 +49,11 @@ class View:
             assert memory is not None, "this activation is still in host memory"
             tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), *geometry)
         if self.is_stale:
-            raise PipelineError("a tensor that the backward needs was changed in place")
+            raise PipelineError(f"a tensor that the backward needs was changed in place (saved by {self._site})")
         return tensor
 
     def validate(self) -> None:
-        self.is_stale = self.is_stale or (self._tensor is not None and self._tensor._version != self._version)
+        self.is_stale = self.is_stale or (self._tensor is not None and version_of(self._tensor) != self._version)
 
     def release(self) -> None:
         self._tensor = None
@@ -69,14 +70,14 @@ class Away:
         self.copied: Any = None
         """On a device, the event at which everything has been copied to host memory."""
 
-    def view(self, saved: Tensor) -> View:
-        """Return a handle to a saved tensor whose memory leaves."""
+    def view(self, saved: Tensor, site: str) -> View:
+        """Return a handle to a tensor that a site saves, and whose memory leaves."""
         key = saved.untyped_storage()._cdata
         stored = self._stored.get(key)
         if stored is None:
             self._stored[key] = stored = Stored(saved)
             self._order.append(weakref.ref(stored))
-        return View(saved, stored)
+        return View(saved, stored, site)
 
     def candidates(self) -> "list[Stored]":
         """Return what may leave, in the order in which it was saved: the backward needs the first of it last."""

@@ -2,40 +2,43 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import is_dataclass
-from enum import Enum
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from stretto.ir.errors import PipelineError
+from stretto.pipeline.arguments import flattened
 from stretto.pipeline.compressed import Compressed
 from stretto.pipeline.module_buffers import ModuleBuffers, Snapshot
 from stretto.pipeline.offload import View
 from stretto.pipeline.pytree import PLAIN, full_name, version_of
 from stretto.pipeline.rng import Generators
+from stretto.pipeline.run_parameters import RunParameters
 
 
 class Kept:
     """A saved tensor that is kept."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_site", "_tensor", "_version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor.detach(), version_of(tensor)
+    def __init__(self, tensor: Tensor, site: str) -> None:
+        self._tensor, self._version, self._site = tensor.detach(), version_of(tensor), site
 
     def tensor(self) -> Tensor:
         if version_of(self._tensor) != self._version:
-            raise PipelineError("a tensor that the backward needs was changed in place")
+            raise PipelineError(f"a tensor that the backward needs was changed in place (saved by {self._site})")
         return self._tensor
 
 
 class Handle:
-    """A saved tensor that can be recomputed. It holds a value from the recomputation until it is unpacked."""
+    """A saved tensor that can be recomputed. It holds a value from the recomputation until the backward frees it.
+
+    A backward that is itself differentiated frees nothing: then it holds the value until it is unpacked.
+    """
 
     __slots__ = ("__weakref__", "_run", "value")
 
@@ -46,9 +49,11 @@ class Handle:
     def tensor(self) -> Tensor:
         if self.value is None:
             self._run.again()
-        value, self.value = self.value, None
+        value = self.value
         if value is None:
-            raise PipelineError(f"{self._run.name} did not save the same tensors when it was recomputed")
+            raise PipelineError(f"{self._run.name} {_OTHERS}")
+        if torch.is_grad_enabled():
+            self.value = None
         return value
 
 
@@ -62,18 +67,22 @@ class _Skipped(NamedTuple):
     states: list[Tensor]
 
 
-class _EnoughError(Exception):
-    """Ends a recomputation that has made all that is needed."""
+class _EnoughError(BaseException):
+    """Ends a recomputation that has made all that is needed. Forwards that catch every Exception do not catch it."""
 
 
 Pack = Callable[[Tensor], Any]
+_OTHERS = (
+    "did not save the same tensors when it was recomputed; something around it may decide what it does, such as "
+    "sdpa_kernel or parametrize.cached: recompute that with it"
+)
 
 
 class Run:
     """One run of a module or layer: everything needed to run it again, and the handles to fill then.
 
     An operation that saves a tensor in the first run saves a handle instead. The first handle that is unpacked runs the
-    function again, once, and fills all handles; each tensor is freed with its handle. Gradients flow through the graph
+    function again, and fills all handles; each tensor is freed with its handle. Gradients flow through the graph
     of the first run, as if nothing were recomputed, including gradients taken inside a forward.
     """
 
@@ -89,10 +98,9 @@ class Run:
         """`label` is the site's name in reports. Within `repeating`, modules that are not recomputed with the rest ask
         `skipped` for what they returned.
         """
-        self.name, self.label = name, label
+        self.name, self.label, self.is_over = name, label, False
         self._function, self._buffers, self._generators = function, buffers, generators
         self._repeating = repeating
-        self._parameters = buffers.parameters()
         self._saved: list[tuple[weakref.ref[Handle], tuple[Any, ...]]] = []
         self._outputs: list[tuple[weakref.ref[Handle], int, tuple[Any, ...]]] = []
         self._skipped: list[_Skipped] = []
@@ -103,16 +111,14 @@ class Run:
         self, arguments: Sequence[Any], named: dict[str, Any], pack: Pack, noted: Callable[[Tensor], None]
     ) -> Any:
         """Run for the first time, saving handles instead of tensors. `noted` is told which tensors are dropped."""
-        leaves, self._spec = pytree.tree_flatten((tuple(arguments), named))
-        for leaf in leaves:
-            if not _stays_as_it_is(leaf):
-                raise PipelineError(
-                    f"{self.name} is given a {full_name(type(leaf))}, which may be another one when {self.name} is "
-                    "recomputed; recompute what is around it, or register the class with torch.utils._pytree"
-                )
+        leaves, self._spec, self._arguments = flattened(self.name, (tuple(arguments), named))
+        if self._arguments.modules:
+            self._buffers = self._buffers.including(self._arguments.modules)
+        self._parameters = RunParameters(self.name, self._buffers.modules)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         device = next((leaf.device.type for leaf in tensors), "cpu")
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        self._default_dtype = torch.get_default_dtype()
         self._needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         packed = {id(leaf): pack(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves}
         self._inputs = [packed[id(leaf)] for leaf in leaves]  # a tensor passed twice is the same object twice
@@ -159,9 +165,21 @@ class Run:
         self._generators.set_states(done.states)
         return pytree.tree_unflatten(_unpacked(done.leaves, done.needs), done.spec)
 
+    def end(self) -> None:
+        """Let go of everything: the backward is over, but a graph that a module has kept may still hold handles."""
+        for reference in (*(saved[0] for saved in self._saved), *(output[0] for output in self._outputs)):
+            if (handle := reference()) is not None:
+                handle.value = None
+        name = self.name
+        vars(self).clear()
+        self.name, self.is_over = name, True
+
     def again(self) -> None:
         """Run again, and fill every handle."""
-        self._buffers.validate_parameters(self._parameters)
+        if self.is_over:
+            raise PipelineError(f"{self.name} cannot be recomputed after its step; detach what it keeps beyond that")
+        self._parameters.validate()
+        self._arguments.validate()
         arguments, named = pytree.tree_unflatten(_unpacked(self._inputs, self._needs), self._spec)
         outputs = [
             (handle, number, geometry) for ref, number, geometry in self._outputs if (handle := ref()) is not None
@@ -191,6 +209,8 @@ class Run:
         with (
             self._generators.kept(),
             self._buffers.restored(self._snapshot),
+            self._parameters.restored(),
+            _default_dtype(self._default_dtype),
             self._repeating(self),
             torch.enable_grad(),
             torch.autocast(device, dtype, enabled=enabled),
@@ -210,20 +230,24 @@ class Run:
         if any(saved._version != version for saved, version in captured):
             raise PipelineError(f"{self.name} changes in place a tensor that its backward needs")
         if [(saved.shape, saved.dtype) for saved, _ in captured][:wanted] != [kind for _, kind in self._saved]:
-            raise PipelineError(f"{self.name} did not save the same tensors when it was recomputed")
+            raise PipelineError(f"{self.name} {_OTHERS}")
         for (reference, _), (saved, _) in zip(self._saved, captured, strict=False):
-            if (handle := reference()) is not None:
+            if (handle := reference()) is not None and handle.value is None:
                 handle.value = saved
         leaves = pytree.tree_leaves(out)
         for handle, number, geometry in outputs:
             handle.value = leaves[number].detach().as_strided(*geometry)
 
 
-def _stays_as_it_is(leaf: Any) -> bool:
-    """Return whether an argument is the same in a recomputation: a tensor, whose changes are noticed, or constant."""
-    if isinstance(leaf, Tensor | Enum | nn.Module | torch.Size | slice | range) or type(leaf) in PLAIN:
-        return True
-    return callable(leaf) or (is_dataclass(leaf) and getattr(type(leaf), "__dataclass_params__").frozen)  # noqa: B009
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set the dtype of new tensors, and afterwards what it was before."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def unpack(saved: Any) -> Any:

@@ -1,5 +1,6 @@
 """What becomes of the tensors that a stage's forwards save for its backwards: they stay, are recomputed, or leave."""
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +33,7 @@ that made it, the output's index, and the lane. While the weak reference lives, 
 class SavedPass:
     """What is known of the tensors that one pass of a stage has saved."""
 
-    __slots__ = ("_compression", "_device", "_held", "_min_bytes", "away", "outputs")
+    __slots__ = ("_compression", "_device", "_held", "_min_bytes", "_runs", "away", "outputs")
 
     def __init__(self, device: torch.device, min_bytes: int, held: Collection[int], *, leaves: bool) -> None:
         """Only tensors on this device leave, or are compressed. Those of fewer bytes stay as they are, and so do these
@@ -40,10 +41,21 @@ class SavedPass:
         """
         self._device, self._min_bytes, self._held = device, min_bytes, set(held)
         self.outputs: Table = {}
-        """Outputs of recomputed modules in the current forward or backward."""
+        """Outputs of recomputed modules in the current forward."""
         self.away = Away() if leaves else None
         """What may leave; None if all of the pass stays."""
         self._compression = Compression()
+        self._runs: list[weakref.ref[Run]] = []
+
+    def add(self, run: Run) -> None:
+        """Note a run that the backward may repeat."""
+        self._runs.append(weakref.ref(run))
+
+    def end(self) -> None:
+        """Let go of all that runs hold: the pass is over, though a graph of it may be kept somewhere."""
+        for reference in self._runs:
+            if (run := reference()) is not None:
+                run.end()
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Leave the memory of more tensors as it is."""
@@ -103,12 +115,14 @@ class Saving:
     @contextmanager
     def into(self, saved: SavedPass) -> Iterator[None]:
         """Replace the tensors that are saved within this context."""
-        before, self._pass, self._action = self._pass, saved, "keep"
+        before = self._pass, self._part
+        # The part is known once a layer runs. Modules that run in a backward (a reentrant checkpoint) belong to none.
+        self._pass, self._part, self._action = saved, None, "keep"
         try:
             with saved_tensors_hooks(self._pack, unpack):
                 yield
         finally:
-            self._pass = before
+            self._pass, self._part = before
 
     def run(
         self, part: Part, name: str, function: Callable[[Value], Value], value: Value, buffers: ModuleBuffers
@@ -201,7 +215,10 @@ class Saving:
             self._first = before
 
     def _run_of(self, name: str, function: Callable[..., Any], buffers: ModuleBuffers) -> Run:
-        return Run(name, self._label, function, buffers, self._generators, partial(self._repeating, self._part))
+        assert self._pass is not None
+        run = Run(name, self._label, function, buffers, self._generators, partial(self._repeating, self._part))
+        self._pass.add(run)
+        return run
 
     @contextmanager
     def _repeating(self, part: PartSites | None, run: Run) -> Iterator[None]:
@@ -228,7 +245,7 @@ class Saving:
     def _pack(self, saved: Tensor) -> Any:
         if self._pass is None or not _has_storage(saved):
             self._note("keep", saved)
-            return Kept(saved)
+            return Kept(saved, self._label)
         entry = self._pass.outputs.get(storage_of(saved)) if self._pass.outputs else None
         if entry is not None:
             reference, kind, run, number, lane = entry
@@ -241,16 +258,16 @@ class Saving:
             compressed = self._pass.compressed(saved, self._store) if self._action.startswith("fp8") else None
             return self._store(saved) if compressed is None else compressed
         self._note("keep", saved)
-        return Kept(saved)
+        return Kept(saved, self._label)
 
     def _store(self, tensor: Tensor) -> Kept | View:
         """Let a tensor leave or stay, as it is."""
         assert self._pass is not None
         if self._action.endswith("offload") and self._pass.away is not None and self._pass.may_change(tensor):
             self._note("offload", tensor)
-            return self._pass.away.view(tensor)
+            return self._pass.away.view(tensor, self._label)
         self._note("keep", tensor)
-        return Kept(tensor)
+        return Kept(tensor, self._label)
 
     _pack.is_ours = True  # type: ignore[attr-defined]
 
@@ -260,7 +277,7 @@ class Saving:
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor._version, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return version_of(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _has_storage(value: Any) -> TypeGuard[Tensor]:

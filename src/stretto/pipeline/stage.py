@@ -165,6 +165,8 @@ class Stage:
                 self._searching = False
                 self._searched_microbatch = self._microbatches[key.step % len(self._microbatches)]
             finally:
+                for state in self._passes.values():
+                    state.saved.end()
                 self._passes.clear()
                 for deferred, entered in zip(self._joining, self._entered, strict=True):
                     deferred.clear()
@@ -271,7 +273,7 @@ class Stage:
         if self.used is not None:
             self._entered[part] += state.entered.pop(self._forward_of[self._weight_steps[part]])
         if part == len(state.deferred) - 1 and all(segment is None for segment in state.segments):
-            del self._passes[microbatch]
+            self._passes.pop(microbatch).saved.end()
         if joins:
             return
         if self.used is not None:
