@@ -388,7 +388,7 @@ KEPT: dict[str, tuple[Any, str]] = {
     ),
     "an attribute that is set": (
         lambda: ReadsWhatWasRemembered(Remembers()),
-        "0.inner sets its 'last' when it runs, which layer 0 may read when it is recomputed; recompute 0.inner with it",
+        "0.inner changes 'last' when it runs, which layer 0 may read when it is recomputed; recompute 0.inner with it",
     ),
     "a box": (
         lambda: Opening(Boxed()),
