@@ -731,6 +731,21 @@ def test_recomputed_modules_are_exact_or_refused(case: str, whole: bool) -> None
     assert_exact_or_refused(makes(), {"*" if whole else "*.inner": "recompute"}, says)
 
 
+class OnlyWithoutGradients(Around):
+    def run(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x + self.inner(x)
+
+
+@pytest.mark.parametrize(("kind", "acts"), [(Around, True), (Checkpointing, False), (OnlyWithoutGradients, False)])
+def test_sites_are_seen_where_a_policy_can_act(kind: type[Around], acts: bool) -> None:
+    for action in ("recompute", "offload"):
+        one = Pass(kind(nn.Tanh()), Memory(sites={"*.inner": action}))  # type: ignore[dict-item]
+        one.forward(torch.randn(3, WIDTH))
+        assert one.saving.seen is not None
+        assert (0 in one.saving.seen.patterns) == acts
+
+
 def test_inference_tensors_may_be_given() -> None:
     module = Around(nn.Tanh())
     with torch.inference_mode():

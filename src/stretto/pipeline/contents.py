@@ -31,11 +31,11 @@ class Contents:
         """Each tensor once, with its name and version."""
         self.others: list[Any] = []
         """Objects that are not looked into, and may change."""
-        waiting = [(name, value) for name, value in named if type(value) not in PLAIN]
+        waiting = list(named)
         seen: set[int] = set()
         while waiting:
             name, value = waiting.pop()
-            if id(value) in seen:
+            if type(value) in PLAIN or id(value) in seen:
                 continue
             seen.add(id(value))
             if isinstance(value, Tensor):
@@ -43,11 +43,11 @@ class Contents:
             elif isinstance(value, torch.Generator):
                 self._generators.append((name, value, value.get_state()))
             elif isinstance(value, tuple | frozenset):
-                waiting += [(name, inner) for inner in value if type(inner) not in PLAIN]
+                waiting += [(name, inner) for inner in value]
             elif isinstance(value, _KINDS):
                 entries = _entries(value)
                 self._containers.append((name, value, entries))
-                waiting += [(name, inner) for inner in entries if type(inner) not in PLAIN]
+                waiting += [(name, inner) for inner in entries]
                 if type(value) not in _KINDS and hasattr(value, "__dict__"):
                     waiting.append((name, vars(value)))
             elif _is_frozen(value):
