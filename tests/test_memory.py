@@ -89,6 +89,19 @@ def test_a_file_may_give_sizes_with_units(tmp_path: Path) -> None:
     )
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "memory.toml"
+    path.write_text('[sites]\n"*" = "keep"\n', encoding="utf-8-sig")
+    assert load_memory(path) == Memory(sites={"*": "keep"})
+
+
+def test_a_policy_stays_as_it_was_checked() -> None:
+    sites: dict[str, Any] = {"*": "keep"}
+    policy = Memory(sites=sites)
+    sites["*.norm"] = "recomptue"
+    assert policy.sites == {"*": "keep"}
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -134,6 +147,7 @@ def test_wrong_policies_are_refused_in_one_line(given: dict[str, Any], says: str
             "[sites]\nmodel.layers.3 = 'keep'\n",
             r'names with dots are quoted in a file: "model.layers.3" \(got a table \'model\'\)',
         ),
+        ('host_bytes = "1.5"\n', r"host_bytes is a whole number of bytes \(got '1.5'\)"),
         ("fraction = 2\n", "fraction is a number from 0 to 1"),
     ],
 )

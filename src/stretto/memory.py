@@ -85,6 +85,7 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         wrong = _wrong(self)
         if wrong is not None:
             raise PlanError(wrong)
+        msgspec.structs.force_setattr(self, "sites", dict(self.sites))  # what is checked is not to change
 
     @property
     def offloads(self) -> bool:
@@ -199,9 +200,12 @@ def _from_table(table: Mapping[str, Any]) -> Memory:
     for name in _SIZES:
         if isinstance(text := sized.get(name), str):
             try:
-                sized[name] = int(parse_bytes(text))
+                size = parse_bytes(text)
             except TextError:
                 raise PlanError(f"{name} is a number of bytes, or a size such as 2GB (got {text!r:.40})") from None
+            if not size.is_integer():
+                raise PlanError(f"{name} is a whole number of bytes (got {text!r:.40})")
+            sized[name] = int(size)
     unknown = [name for name in sized if name not in Memory.__struct_fields__]
     if unknown:
         known = ", ".join(Memory.__struct_fields__)

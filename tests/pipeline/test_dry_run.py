@@ -201,6 +201,7 @@ REFUSED = {
     "machine": "offloading takes 6.29 MB of host memory on rank {rank} (3 buffers of 2.1 MB for passes of stage "
     "{rank}); its machine has 1.05 MB left",
     "lazy": "0 gets its parameters in its first forward; run that before a dry run",
+    "clips": "a forward changes the parameter 'weight' of shape (8, 8) in place, which a dry run cannot undo",
     "some targets": "rank 3 was given no targets, but another rank that runs the last stage was",
     "no gradients": "dry_run() needs gradients, which are off here (torch.no_grad)",
     "no inputs": "rank 0 runs stage 0 and needs inputs",

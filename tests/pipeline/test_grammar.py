@@ -16,7 +16,7 @@ from strategies import SCHEDULES
 REFUSED = [
     "a layer changes in place a tensor that shares memory with another one it was handed",
     "changes what it is given in place, so it cannot be recomputed",
-    "sets its 'num_batches_tracked' when it runs, which layer",
+    "changes 'num_batches_tracked' when it runs, which layer",
     "a tensor was changed in place before the weight gradient that it is needed for",
     "no loss of this step depends on a parameter that requires gradients",
     "keeps running statistics, and its stage lives on 2 devices",

@@ -155,8 +155,8 @@ def test_a_pattern_for_modules_that_do_not_run_is_warned_of_once(ranks: Ranks, d
     assert first == (
         "",
         [
-            "memory names '*.idle', but nothing that it decides about has run: these modules are not "
-            "called, or only for other data, or are part of compiled code"
+            "memory names '*.idle', but nothing that it decides about has run: these modules are not called, or only "
+            "for other data, without gradients, within a checkpoint of your own, or as part of compiled code"
         ],
     )
     assert others == [("", [])] * 3

@@ -2,7 +2,9 @@
 
 import copy
 import gc
+from collections import OrderedDict, defaultdict, deque
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -262,14 +264,15 @@ class Counted(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self._runs = inner, (list[None](),)  # a recomputation leaves attributes as they were, lists too
+        self.inner = inner
+        self._counts = SimpleNamespace(runs=0)  # a recomputation leaves attributes as they were, but not objects
 
     @property
     def runs(self) -> int:
-        return len(self._runs[0])
+        return self._counts.runs  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
-        self._runs[0].append(None)
+        self._counts.runs += 1
         return self.inner(x)  # type: ignore[no-any-return]
 
 
@@ -279,8 +282,8 @@ def test_what_is_kept_within_something_recomputed_is_not_run_again() -> None:
     x, grad = torch.randn(4, WIDTH, requires_grad=True), torch.randn(4, WIDTH)
     expected, expected_grads = plain(module, x, grad)
     for action in ("keep", "offload"):
-        first._runs[0].clear()
-        second._runs[0].clear()
+        first._counts.runs = 0
+        second._counts.runs = 0
         one = Pass(module, Memory(sites={"0.1": action, "*": "recompute"}))  # type: ignore[dict-item]
         out = one.forward(x)
         assert torch.equal(out, expected)
@@ -375,6 +378,86 @@ class Opening(Around):
         return self.inner(x).x  # type: ignore[no-any-return]
 
 
+class Appends(nn.Module):
+    """Appends to a list that it is given, or to one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = [torch.ones(())]
+
+    def forward(self, x: Tensor, log: list[Tensor] | None = None) -> Tensor:
+        (self.log if log is None else log).append(x.detach().mean() + 2)
+        return torch.exp(x)
+
+
+class GivesList(Around):
+    def run(self, x: Tensor) -> Tensor:
+        log: list[Tensor] = []
+        y = self.inner(x, log)
+        return y * (log[0] if log else 1)  # type: ignore[no-any-return]
+
+
+class ReadsList(Around):
+    def run(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.inner.log[-1]
+
+
+class SetsOfParent(nn.Module):
+    parent: tuple["ReadsOwn"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.parent[0].scale = float(x.detach().mean()) + 2
+        return torch.exp(x)
+
+
+class ReadsOwn(Around):
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(SetsOfParent())
+        self.inner.parent = (self,)  # type: ignore[assignment]
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale  # type: ignore[no-any-return]
+
+
+class DrawsToo(Around):
+    """Draws from the generator of the module within it."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.inner(x) * torch.rand(x.shape, generator=self.inner.generator)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Settings:
+    scale: float
+    shape: torch.Size
+    steps: range = range(2)
+
+
+class TakesConstants(nn.Module):
+    def forward(self, x: Tensor, settings: Settings, act: Any) -> Tensor:
+        return act(x) * settings.scale  # type: ignore[no-any-return]
+
+
+class GivesConstants(Around):
+    def run(self, x: Tensor) -> Tensor:
+        return self.inner(x, Settings(2.0, x.shape), act=torch.exp)  # type: ignore[no-any-return]
+
+
+class SetsItsContext(nn.Module):
+    def forward(self, x: Tensor, context: "Context") -> Tensor:
+        context.scale = 3.0
+        return torch.exp(x)
+
+
+class ReadsItsContext(Around):
+    def run(self, x: Tensor) -> Tensor:
+        context = Context()
+        y = self.inner(x, context)
+        return y * context.scale  # type: ignore[no-any-return]
+
+
 KEPT: dict[str, tuple[Any, str]] = {
     "a checkpoint of the user's": (lambda: Checkpointing(nn.Linear(WIDTH, WIDTH)), ""),
     "without gradients first": (lambda: WithoutGradients(nn.Linear(WIDTH, WIDTH)), ""),
@@ -388,12 +471,27 @@ KEPT: dict[str, tuple[Any, str]] = {
     ),
     "an attribute that is set": (
         lambda: ReadsWhatWasRemembered(Remembers()),
-        "0.inner sets its 'last' when it runs, which layer 0 may read when it is recomputed; recompute 0.inner with it",
+        "0.inner changes 'last' when it runs, which layer 0 may read when it is recomputed; recompute 0.inner with it",
     ),
     "a box": (
         lambda: Opening(Boxed()),
         "a module within layer 0 is not recomputed with it, and returns a types.SimpleNamespace, which may have",
     ),
+    "a list that it is given": (
+        lambda: GivesList(Appends()),
+        "0.inner changes what it is given in place, so layer 0 cannot be recomputed without it",
+    ),
+    "a list of its own": (
+        lambda: ReadsList(Appends()),
+        "0.inner changes 'log' when it runs, which layer 0 may read when it is recomputed; recompute 0.inner with it",
+    ),
+    "an attribute of its parent": (ReadsOwn, "0.inner changes 'scale' when it runs, which layer 0 may read"),
+    "a generator": (lambda: DrawsToo(Draws()), "0.inner changes 'generator' when it runs, which layer 0 may read"),
+    "an object that it is given": (
+        lambda: ReadsItsContext(SetsItsContext()),
+        "Context, which it may change, so layer 0 cannot be recomputed without it; recompute both",
+    ),
+    "a frozen object and a function": (lambda: GivesConstants(TakesConstants()), ""),
 }
 
 
@@ -487,6 +585,72 @@ class InContainers(nn.Module):
         return torch.exp(x * self.averages["x"]) * self.scales[-1]
 
 
+class Grows(nn.Module):
+    """Appends to a container, nested or not."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.held = make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.held
+        while isinstance(inner, tuple):
+            inner = inner[0]
+        size = len(inner)
+        if isinstance(inner, dict):
+            inner[size] = size
+        elif isinstance(inner, set):
+            inner.add(size)
+        else:
+            inner.append(size)
+        return torch.exp(x / (1 + size))
+
+
+class Remembering(list[Any]):
+    """A list with an attribute, whose own methods are not to be called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = [0]
+
+    def append(self, value: Any) -> None:
+        super().append(value)
+        self.other.append(value)
+
+    def __len__(self) -> int:
+        return len(self.other)
+
+    def clear(self) -> None:
+        raise NotImplementedError
+
+
+class ChangesHeld(nn.Module):
+    """Changes a tensor in a list, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [{"average": torch.ones(WIDTH)}]
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.held[0]["average"].clone()
+        self.held[0]["average"].mul_(0.5)
+        return torch.exp(x * factor)
+
+
+class DrawsHeld(nn.Module):
+    """Draws from a generator in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"generator": torch.Generator().manual_seed(3)}
+
+    def __deepcopy__(self, memo: Any) -> "DrawsHeld":
+        return DrawsHeld()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(x * torch.rand(x.shape, generator=self.held["generator"]))
+
+
 class Draws(nn.Module):
     """Draws from a generator of its own."""
 
@@ -522,6 +686,16 @@ class Sparse(nn.Module):
         return torch.sparse.mm(torch.eye(WIDTH).to_sparse(), x.T).T
 
 
+def in_a_tuple() -> Any:
+    return ((OrderedDict(),),)
+
+
+def _grows(make: Any) -> nn.Module:
+    return Around(Grows(make))
+
+
+NESTED = (OrderedDict, defaultdict, Remembering, in_a_tuple)
+
 RECOMPUTED: dict[str, tuple[Any, str]] = {
     "an object": (
         lambda: ChangesItsContext(Scaled()),
@@ -534,6 +708,12 @@ RECOMPUTED: dict[str, tuple[Any, str]] = {
     "state that is made late": (lambda: Around(Lazy()), ""),
     "state in containers": (lambda: Around(InContainers()), ""),
     "a generator of its own": (lambda: Around(Draws()), ""),
+    "a generator in a dict": (lambda: Around(DrawsHeld()), ""),
+    "a tensor in a list": (
+        lambda: Around(ChangesHeld()),
+        "the attribute 'held' of 0.inner was changed before it could be recomputed",
+    ),
+    **{f"a container {make.__name__}": (partial(_grows, make), "") for make in (dict, list, set, deque, *NESTED)},
     "state that the parent sets": (lambda: SetByParent(Reads()), ""),
     "a checkpoint of the user's": (lambda: Checkpointing(nn.RMSNorm(WIDTH)), ""),
     "sparse tensors": (lambda: Around(Sparse()), ""),
@@ -549,6 +729,21 @@ def test_recomputed_modules_are_exact_or_refused(case: str, whole: bool) -> None
         whole = False
     says = says.replace("0.inner", "layer 0") if whole else says
     assert_exact_or_refused(makes(), {"*" if whole else "*.inner": "recompute"}, says)
+
+
+class OnlyWithoutGradients(Around):
+    def run(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x + self.inner(x)
+
+
+@pytest.mark.parametrize(("kind", "acts"), [(Around, True), (Checkpointing, False), (OnlyWithoutGradients, False)])
+def test_sites_are_seen_where_a_policy_can_act(kind: type[Around], acts: bool) -> None:
+    for action in ("recompute", "offload"):
+        one = Pass(kind(nn.Tanh()), Memory(sites={"*.inner": action}))  # type: ignore[dict-item]
+        one.forward(torch.randn(3, WIDTH))
+        assert one.saving.seen is not None
+        assert (0 in one.saving.seen.patterns) == acts
 
 
 def test_inference_tensors_may_be_given() -> None:

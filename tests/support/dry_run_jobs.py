@@ -1,9 +1,12 @@
 """What ranks do to find out whether a dry run predicts a step, and leaves nothing behind."""
 
 import dataclasses
+import random
+from collections import deque
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -91,17 +94,23 @@ class Odd(nn.Module):
         self.norm, self.linear, self.side = nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
         self.register_buffer("replaced", torch.zeros(3))
         self.seen, self.total, self.fails = 0, torch.zeros(()), False
+        self.table = nn.Embedding(DIM, DIM, max_norm=0.1)
+        self.held: list[Any] = [torch.zeros(()), {"calls": deque(maxlen=2)}]
+        self.generator = torch.Generator(DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
         self.total += 1
+        self.held[0] += 1
+        self.held[1]["calls"].append(random.random() + np.random.rand())
+        self.held.append(torch.rand((), generator=self.generator, device=x.device))
         self.replaced = self.replaced + 1
         x = F.dropout(self.norm(x), 0.5)
         self.side(x.detach()).sum().backward()  # which leaves gradients
         x.detach().add_(0)
         if self.fails:
             raise RuntimeError("this layer fails")
-        return self.linear(x)  # type: ignore[no-any-return]
+        return self.linear(x + self.table(torch.arange(len(x), device=x.device) % DIM))  # type: ignore[no-any-return]
 
 
 class Greedy(nn.Module):
@@ -117,11 +126,17 @@ def _state(pipe: Any, layers: list[nn.Module], x: Tensor) -> dict[str, Any]:
     odd = [module for layer in layers for module in layer.modules() if isinstance(module, Odd)]
     stages, binding = pipe._stages.values(), pipe._binding
     return {
-        "parameters": [(p.detach().clone(), p._version) for p in pipe.parameters()],
+        "parameters": [p.detach().clone() for p in pipe.parameters()],
         "gradients": [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in pipe.parameters()],
         "hooks": [len(p._backward_hooks or ()) for p in pipe.parameters()],
         "buffers": [(id(b), b.clone()) for layer in layers for b in layer.buffers()],
         "attributes": [(layer.seen, id(layer.total), layer.total.clone()) for layer in odd],
+        "containers": [(list(layer.held), layer.held[0].clone(), list(layer.held[1]["calls"])) for layer in odd],
+        "generators": [layer.generator.get_state() for layer in odd],
+        "other generators": (
+            random.getstate(),
+            [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
+        ),
         "forwards": ["forward" in vars(module) for layer in layers for module in layer.modules()],
         "generator": torch.get_rng_state(),
         "steps": pipe.step_count,
@@ -250,6 +265,15 @@ def on_mesh(
     return wrong, report, sum(storages.values())
 
 
+class Clips(nn.Linear):
+    """Changes its parameter in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
 def refused(mesh: DeviceMesh, how: str, steps: bool = False) -> str:
     """What a dry run that cannot run says on this rank, or a step."""
     sites = {"*": "offload"} if how in ("host_bytes", "machine") else {}
@@ -257,6 +281,8 @@ def refused(mesh: DeviceMesh, how: str, steps: bool = False) -> str:
     layers = mlps(6)
     if how == "lazy":
         layers[0] = nn.LazyLinear(DIM, dtype=torch.float64)
+    if how == "clips":
+        layers[0] = Clips(DIM, DIM, dtype=torch.float64, device=DEVICE)
     if how == "some targets":
         mesh = Member(mesh, {"dp": 2, "pp": 2}).mesh
     pipe = stretto.Pipeline(layers, plan=gpipe(devices=2, microbatches=4), loss=squares, mesh=mesh, memory=memory)

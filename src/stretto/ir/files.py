@@ -8,7 +8,7 @@ LARGEST_FILE = 256 * 2**20  # bytes
 
 
 def read_text(path: str | Path) -> str:
-    """Read a UTF-8 file of at most `LARGEST_FILE` bytes; raise TextError if that fails."""
+    """Read a UTF-8 file of at most `LARGEST_FILE` bytes, without a byte order mark; raise TextError if that fails."""
     try:
         with file_path(path).open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
@@ -17,7 +17,7 @@ def read_text(path: str | Path) -> str:
     if len(data) > LARGEST_FILE:
         raise TextError(f"{path} is larger than {LARGEST_FILE // 2**20} MiB")
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise TextError(f"{path} is not UTF-8 text") from None
 

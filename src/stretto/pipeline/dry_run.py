@@ -22,7 +22,7 @@ from stretto.pipeline.names import modules_of
 from stretto.pipeline.programs import evaluation_of
 from stretto.pipeline.pytree import Value
 from stretto.pipeline.rehearsal import Rehearsal
-from stretto.pipeline.rng import RngKey
+from stretto.pipeline.rng import RngKey, python_generators_kept
 from stretto.pipeline.sites_seen import PatternCheck
 from stretto.pipeline.stage import Stage
 from stretto.pipeline.storages import storages_of
@@ -112,7 +112,11 @@ class DryRun:
         binding = StepBinding(forwards, self._team.supervisor, dict(stages), self._transfers)
         modules = [*self._module.modules(), *(self._loss.modules() if isinstance(self._loss, nn.Module) else ())]
         parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
-        with self._gradients.set_aside(dict.fromkeys(parameters)), unchanged(dict.fromkeys(modules)):
+        with (
+            self._gradients.set_aside(dict.fromkeys(parameters)),
+            unchanged(dict.fromkeys(modules)),
+            python_generators_kept(),
+        ):
             binding.run(_first(batch[0]), _OnlyLoss(losses, numbers, self._team.device), key=key, rows=batch[1])
         return stages
 

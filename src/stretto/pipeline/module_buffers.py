@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from stretto.ir.errors import PipelineError
+from stretto.pipeline.contents import Contents
 from stretto.pipeline.pytree import version_of
 
 _Place: TypeAlias = tuple[nn.Module, str]
@@ -26,10 +27,17 @@ class Snapshot:
     """Buffers that forwards do not change, with their versions."""
     attributes: list[tuple[nn.Module, dict[str, Any]]]
     """What else is set on each module, such as a weight that a hook computes, or a counter."""
-    versions: list[tuple[Tensor, int, str]]
-    """Which of that are tensors, with their versions and names."""
-    generators: list[tuple[torch.Generator, Tensor]]
-    """Which of that are generators of random numbers, with their states."""
+    contents: Contents
+    """What these attributes hold."""
+
+
+class Marks(NamedTuple):
+    """What a run could change and something else read."""
+
+    values: dict[_Place, Any]
+    """Buffers and attributes."""
+    contents: Contents
+    """What they hold."""
 
 
 class ModuleBuffers:
@@ -65,15 +73,13 @@ class ModuleBuffers:
             for key, buffer in module._buffers.items()
             if buffer is not None
         }
-        attributes = [(module, _copied(_attributes(module))) for module in self._modules]
-        entries = [entry for _, table in attributes for entry in table.items()]
-        versions = [(value, version_of(value), key) for key, value in entries if isinstance(value, Tensor)]
-        generators = [(value, value.get_state()) for _, value in entries if isinstance(value, torch.Generator)]
+        attributes = [(module, _attributes(module)) for module in self._modules]
+        contents = Contents(entry for _, table in attributes for entry in table.items())
         first, known = self._changing is None, self._changing or set()
         copied = known | self._unread
         copies = {place: buffer.clone() for place, (buffer, _) in before.items() if first or place in copied}
         others = {place: entry for place, entry in before.items() if place not in copies}
-        snapshot = Snapshot(copies, others, attributes, versions, generators)
+        snapshot = Snapshot(copies, others, attributes, contents)
         yield snapshot
         for place, (buffer, version) in before.items():
             module, key = place
@@ -98,18 +104,16 @@ class ModuleBuffers:
         for (module, key), (buffer, version) in snapshot.others.items():
             if module._buffers.get(key) is not buffer or buffer._version != version:
                 raise PipelineError(f"the buffer {key!r} of {self._name} was changed before it could be recomputed")
-        for attribute, version, key in snapshot.versions:
-            if version_of(attribute) != version:
-                raise PipelineError(f"the attribute {key!r} of {self._name} was changed before it could be recomputed")
+        if (name := snapshot.contents.changed_tensor()) is not None:
+            raise PipelineError(f"the attribute {name!r} of {self._name} was changed before it could be recomputed")
         buffers = {(module, key): module._buffers.get(key) for module, key in snapshot.copies}
         attributes = [(module, _attributes(module)) for module, _ in snapshot.attributes]
+        contents = snapshot.contents.now()
         for (module, key), buffer in snapshot.copies.items():
             module._buffers[key] = buffer.clone()
         for module, table in snapshot.attributes:
-            _set_attributes(module, _copied(table))
-        states = [(generator, generator.get_state()) for generator, _ in snapshot.generators]
-        for generator, state in snapshot.generators:
-            generator.set_state(state)
+            _set_attributes(module, table)
+        snapshot.contents.restore()
         try:
             yield
         finally:
@@ -117,38 +121,40 @@ class ModuleBuffers:
                 module._buffers[key] = current
             for module, table in attributes:
                 _set_attributes(module, table)
-            for generator, state in states:
-                generator.set_state(state)
+            contents.restore()
 
-    def marks(self) -> dict[_Place, tuple[Any, int]]:
-        """Return all that a run could change and something else read: buffers and attributes, with their versions."""
-        found: dict[_Place, tuple[Any, int]] = {}
-        for module in self._modules:
-            for key, value in (*module._buffers.items(), *_attributes(module).items()):
-                if (module, key) not in self._unread:
-                    found[module, key] = value, version_of(value) if isinstance(value, Tensor) else 0
-        return found
+    def marks(self, around: "ModuleBuffers") -> Marks:
+        """Return what a run of this module within another could change and the other read."""
+        values = self._values(around)
+        return Marks(values, Contents((key, value) for (_, key), value in values.items()))
 
-    def validate_marks(self, before: dict[_Place, tuple[Any, int]], where: str) -> None:
-        """Raise PipelineError if a run within `where` has changed something of these modules."""
-        now = self.marks()
-        for place in {**before, **now}:
-            (old, old_version), (new, version) = before.get(place, (None, 0)), now.get(place, (None, 0))
-            if old is not new or old_version != version:
-                raise PipelineError(
-                    f"{self._name} sets its {place[1]!r} when it runs, which {where} may read when it is recomputed; "
-                    f"recompute {self._name} with it"
-                )
+    def validate_marks(self, before: Marks, around: "ModuleBuffers") -> None:
+        """Raise PipelineError if a run of this module within another has changed something since."""
+        old, new = before.values, self._values(around)
+        replaced = (
+            place[1] for place in {**old, **new} if place not in old or place not in new or old[place] is not new[place]
+        )
+        key = next(replaced, None) or before.contents.changed()
+        if key is not None:
+            raise PipelineError(
+                f"{self._name} changes {key!r} when it runs, which {around._name} may read when it is recomputed; "
+                f"recompute {self._name} with it"
+            )
+
+    def _values(self, around: "ModuleBuffers") -> dict[_Place, Any]:
+        """Return the buffers and attributes of this module and of another, besides those that nothing reads."""
+        unread = self._unread | around._unread
+        return {
+            (module, key): value
+            for module in dict.fromkeys((*self._modules, *around._modules))
+            for key, value in (*module._buffers.items(), *_attributes(module).items())
+            if (module, key) not in unread
+        }
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return what is set on a module, besides what every module has."""
     return {key: value for key, value in vars(module).items() if key not in _INTERNAL}
-
-
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Copy the lists, dicts and sets among attributes, but not what they hold."""
-    return {key: value.copy() if type(value) in (list, dict, set) else value for key, value in attributes.items()}
 
 
 def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
@@ -162,16 +168,20 @@ def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Undo all that happens within this context to the attributes, buffers and parameter tables of modules.
 
-    Tensors keep their identity and get back their contents, but for parameters, which forwards do not change.
+    Tensors keep their identity and get back their contents. Of parameters, only weights of embeddings with `max_norm`
+    do, which forwards change; if another was changed, raise PipelineError.
     """
-    tables = [table for module in modules for table in (vars(module), module._buffers, module._parameters)]
+    every = list(modules)
+    tables = [table for module in every for table in (vars(module), module._buffers, module._parameters)]
     before = [dict(table.items()) for table in tables]
-    tensors = {
-        id(value): (value, value.detach().clone())
-        for table in before
-        for value in table.values()
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-    }
+    contents = Contents(entry for table in before for entry in table.items())
+    normed = {id(module.weight) for module in every if _has_max_norm(module)}
+    copies, parameters = [], []
+    for name, tensor, version in contents.tensors:
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in normed:
+            parameters.append((name, tensor, version))
+        else:
+            copies.append((tensor, tensor.detach().clone()))
     try:
         yield
     finally:
@@ -182,7 +192,22 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name, value in entries.items():
                 if name not in now or now[name] is not value:
                     table[name] = value
+        contents.restore()
         with torch.no_grad():
-            for tensor, copy in tensors.values():
-                if type(tensor) is not Tensor or tensor.layout is not torch.strided or not torch.equal(tensor, copy):
+            for tensor, copy in copies:
+                if (
+                    type(tensor) not in (Tensor, nn.Parameter)
+                    or tensor.layout is not torch.strided
+                    or not torch.equal(tensor, copy)
+                ):
                     tensor.copy_(copy)
+    for name, parameter, version in parameters:
+        if version_of(parameter) != version:
+            raise PipelineError(
+                f"a forward changes the parameter {name!r} of shape {tuple(parameter.shape)} in place, which a dry run "
+                "cannot undo: it stays changed; leave out the dry run, or change parameters outside of forwards"
+            )
+
+
+def _has_max_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None

@@ -138,6 +138,11 @@ class Run:
             raise PipelineError(f"{self.name} changes what it is given in place, so it cannot be recomputed")
         return out
 
+    @property
+    def buffers(self) -> ModuleBuffers:
+        """The buffers of what runs."""
+        return self._buffers
+
     def handle_of_output(self, number: int, saved: Tensor) -> Handle:
         handle = Handle(self)
         geometry = saved.size(), saved.stride(), saved.storage_offset()

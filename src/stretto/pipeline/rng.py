@@ -1,10 +1,14 @@
 """Random numbers of layers: they depend on the seed, step, layer, phase and microbatch, never on the plan."""
 
 import hashlib
+import random
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,3 +79,14 @@ class _Kept:
 
     def __exit__(self, *error: Any) -> None:
         self._generators.set_states(self._states)
+
+
+@contextmanager
+def python_generators_kept() -> Iterator[None]:
+    """Restore the states of Python's and NumPy's own generators at the end of this context."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -14,11 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from stretto.ir.errors import PipelineError
 from stretto.memory import Action, recomputes, stored_as
 from stretto.pipeline.compressed import Compressed, Compression, compressed_bytes, compressible
+from stretto.pipeline.contents import Contents
 from stretto.pipeline.memory_sites import ModuleSite, Part, PartSites
 from stretto.pipeline.module_buffers import ModuleBuffers
 from stretto.pipeline.offload import Away, View
 from stretto.pipeline.overrides import Forward, Overrides
-from stretto.pipeline.pytree import Value, flatten_once, storage_of, version_of
+from stretto.pipeline.pytree import Value, flatten_once, full_name, storage_of
 from stretto.pipeline.recompute import Kept, Run, unpack
 from stretto.pipeline.rng import Generators
 from stretto.pipeline.sites_seen import SitesSeen
@@ -106,7 +107,7 @@ class Saving:
         """If set, it is told of each tensor that is saved: what becomes of it, the site, the tensor, and which run
         brings it back if it is recomputed."""
         self.seen: SitesSeen | None = SitesSeen()
-        """If set, it is told of each site that runs."""
+        """If set, it is told of each site that runs where a policy can act."""
         self.overrides = Overrides()
         modules = {key: site for part in sites.values() for key, site in part.modules.items()}
         for site in modules.values():
@@ -130,9 +131,10 @@ class Saving:
         """Run a layer, or one of its phases."""
         self._part = sites = self._sites[part]
         self._action, self._label, self._pattern = sites.action, sites.label, sites.pattern
-        if self.seen is not None:
+        runs = self._pass is not None and _can_hook()
+        if self.seen is not None and runs:
             self.seen.patterns.add(sites.pattern)
-        if not recomputes(sites.action) or self._pass is None or not _can_hook():
+        if not recomputes(sites.action) or not runs:
             return function(value)
         flatten_once(value, name)
         self._action = stored_as(sites.action)
@@ -152,9 +154,9 @@ class Saving:
                 if torch.compiler.is_compiling() or layer is not site.module or self._part is None:
                     return original(*arguments, **named)
                 here = self._part.modules.get(id(layer))
-                if self.seen is not None:
-                    self.seen.note(layer, here, self._part)
                 runs = (self._again is not None or self._pass is not None) and _can_hook() and _sees_what_is_saved()
+                if self.seen is not None and runs:
+                    self.seen.note(layer, here, self._part)
                 if here is None or not runs:
                     return original(*arguments, **named)
                 return self._at(here, original, buffers, arguments, named)
@@ -194,15 +196,21 @@ class Saving:
         self, run: Run, site: ModuleSite, original: Forward, buffers: ModuleBuffers, arguments: Any, named: Any
     ) -> Any:
         """Run a module that is not recomputed with what is around it: the second run only gets what it returns."""
-        tensors = [leaf for leaf in pytree.tree_leaves((arguments, named)) if isinstance(leaf, Tensor)]
-        versions, marks = list(map(version_of, tensors)), buffers.marks()
+        leaves = pytree.tree_leaves((arguments, named))
+        given, marks = Contents(("", value) for value in (arguments, named, *leaves)), buffers.marks(run.buffers)
+        for other in given.others:
+            if not isinstance(other, nn.Module) and not callable(other):
+                raise PipelineError(
+                    f"{site.name} is given a {full_name(type(other))}, which it may change, so {run.name} cannot be "
+                    "recomputed without it; recompute both"
+                )
         with saved_tensors_hooks(self._pack, unpack):
             out = original(*arguments, **named)
-        if versions != list(map(version_of, tensors)):
+        if given.changed() is not None:
             raise PipelineError(
                 f"{site.name} changes what it is given in place, so {run.name} cannot be recomputed without it"
             )
-        buffers.validate_marks(marks, run.name)
+        buffers.validate_marks(marks, run.buffers)
         run.skip(out, self._pack)
         return out
 

@@ -19,7 +19,7 @@ class SitesSeen:
         self._elsewhere: dict[int, str] = {}
 
     def note(self, module: nn.Module, site: ModuleSite | None, part: PartSites) -> None:
-        """Note that a module runs in a part, where it is a site or not."""
+        """Note that a module runs in a part, where it is a site or not, and a policy can act."""
         if site is not None:
             self.patterns.add(site.pattern)
         else:
@@ -67,6 +67,7 @@ class PatternCheck:
             if not texts and self._team.rank == 0:
                 warnings.warn(
                     f"memory names {pattern!r:.60}, but nothing that it decides about has run: these modules are not "
-                    "called, or only for other data, or are part of compiled code",
+                    "called, or only for other data, without gradients, within a checkpoint of your own, or as part "
+                    "of compiled code",
                     stacklevel=2,
                 )
