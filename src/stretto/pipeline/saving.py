@@ -19,7 +19,7 @@ from stretto.pipeline.memory_sites import ModuleSite, Part, PartSites
 from stretto.pipeline.module_buffers import ModuleBuffers
 from stretto.pipeline.offload import Away, View
 from stretto.pipeline.overrides import Forward, Overrides
-from stretto.pipeline.pytree import Value, flatten_once, full_name, storage_of
+from stretto.pipeline.pytree import Value, flatten_once, full_name, storage_of, version_of
 from stretto.pipeline.recompute import Kept, Run, unpack
 from stretto.pipeline.rng import Generators
 from stretto.pipeline.sites_seen import SitesSeen
