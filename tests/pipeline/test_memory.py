@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"memory": Memory(sites={"*": "offload"}, fraction=fraction)} for fraction in (0.5, 1)],
         "rank 1 was given another memory.fraction than rank 0 (1 and 0.5)",
     ),
-    "an action": ([{"memory": {"*": "forget"}}], "what becomes of '*' is one of keep, recompute, offload"),
+    "an action": ([{"memory": {"*": "forget"}}], "what becomes of '*' is one of keep, recompute, fp8, offload"),
     "a preset": ([{"memory": "k3"}], 'memory is a stretto.Memory, a dict such as {"*.norm": "recompute"'),
     "twice": ([{"memory": {"*": "offload"}, "checkpoint": True}], "checkpoint is a short form of memory, so give one"),
     "shadowed": ([{"memory": {"*": "offload", "*.norm": "keep"}}], "'*' decides about all that '*.norm' matches"),
