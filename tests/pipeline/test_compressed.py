@@ -80,7 +80,7 @@ def test_short_rows_are_stored_in_tiles_across_them() -> None:
 def test_what_is_saved_twice_is_stored_once_and_comes_back_once() -> None:
     saved, tensor = SavedPass(CPU, 0, (), leaves=False), torch.randn(4, 256).bfloat16()
     first, again, other = (
-        saved.compressed(it, partial(Kept, site="a")) for it in (tensor, tensor.detach(), tensor.clone())
+        saved.compressed(it, partial(Kept, site="a"), "compute") for it in (tensor, tensor.detach(), tensor.clone())
     )
     assert first is again
     assert first is not other
@@ -88,7 +88,18 @@ def test_what_is_saved_twice_is_stored_once_and_comes_back_once() -> None:
     back = first.tensor()
     assert first.tensor().data_ptr() == back.data_ptr()
     tensor.add_(1)
-    assert saved.compressed(tensor, partial(Kept, site="a")) is not first
+    assert saved.compressed(tensor, partial(Kept, site="a"), "compute") is not first
+
+
+def test_lanes_share_nothing() -> None:
+    saved, tensor = SavedPass(CPU, 0, (), leaves=False), torch.randn(4, 256).bfloat16()
+    here, there = (saved.compressed(tensor, partial(Kept, site="a"), lane) for lane in ("compute", "comm"))
+    assert here is not there
+
+
+def test_very_long_rows_are_stored_in_tiles() -> None:
+    assert compressible(torch.zeros(1 << 21, dtype=torch.bfloat16)) == 128
+    assert not compressible(torch.zeros((1 << 21) + 1, dtype=torch.bfloat16))
 
 
 def test_what_others_hold_and_what_is_small_stays() -> None:
@@ -98,6 +109,15 @@ def test_what_others_hold_and_what_is_small_stays() -> None:
     saved = SavedPass(CPU, 0, (), leaves=False)
     saved.hold([tensor])
     assert not saved.may_change(tensor[1:])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("function", [False, True], ids=["a module", "a function"])
+def test_weights_that_autocast_casts_stay(ranks: Ranks, frozen: bool, function: bool) -> None:
+    if frozen and function:
+        pytest.skip("nobody tells that it is a weight")
+    (shapes,) = ranks.run(memory_jobs.compressed_shapes, 1, frozen, function)
+    assert shapes == {(4, 256)}
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from stretto.pipeline.memory_sites import ModuleSite, PartSites
 from stretto.pipeline.module_buffers import ModuleBuffers
 from stretto.pipeline.pytree import LEAF, Tree
 from stretto.pipeline.rng import Generators
+from stretto.pipeline.run_parameters import RunParameters
 from stretto.pipeline.saving import SavedPass, Saving
 from stretto.pipeline.segments import run_segment
 from stretto.pipeline.split_backward import Deferral
@@ -327,3 +328,8 @@ def test_state_that_a_site_reads_is_that_of_its_first_run() -> None:
     plain, ours = twins(lambda: nn.Sequential(Moving(), nn.Linear(WIDTH, WIDTH)))
     assert_same(ours, plain, {"0": ours[0]})
     assert ours[0].scale == plain[0].scale == 2
+
+
+def test_parameters_that_the_first_forward_makes_are_refused() -> None:
+    with pytest.raises(PipelineError, match="layer 0 makes its 'weight' in its first forward"):
+        RunParameters("layer 0", [nn.LazyLinear(3)])

@@ -5,12 +5,14 @@ import logging
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import stretto
+import stretto.pipeline.saving as saving
 from mesh_jobs import Member, Sizes
 from models import Case, disturb, gradients, pipeline
 from moe_jobs import CONFIG, DEVICE, batch
@@ -19,6 +21,7 @@ from stretto.costs import Link
 from stretto.model import CausalLM, causal_lm_loss
 from stretto.model.blocks import Block
 from stretto.moe import AllToAll
+from stretto.pipeline.compressed import compressed_bytes
 from stretto.program.task import Kind
 
 Found = tuple[list[float], dict[str, Any]]
@@ -208,6 +211,39 @@ def recorded(mesh: DeviceMesh, schedule: str) -> list[tuple[str, str]]:
     pipe.close()
     spans = () if timeline is None else timeline.spans()
     return [(str(it.task), it.task.lane.name) for it in spans if it.task.kind in (Kind.OFFLOAD, Kind.ONLOAD)]
+
+
+class Scaled(nn.Module):
+    """Two products with weights, in modules or not."""
+
+    def __init__(self, frozen: bool, function: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 256), nn.Linear(256, 256, bias=False)
+        self.second.weight.requires_grad_(not frozen)
+        self._function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return nn.functional.linear(y, self.second.weight) if self._function else self.second(y)
+
+
+def compressed_shapes(mesh: DeviceMesh, frozen: bool, function: bool) -> set[tuple[int, ...]]:
+    """The shapes of the tensors that a step under autocast stores in float8."""
+    shapes: set[tuple[int, ...]] = set()
+
+    def noted(saved: Tensor, features: int) -> Tensor:
+        shapes.add(tuple(saved.shape))
+        return compressed_bytes(saved, features)
+
+    plan = SCHEDULES["gpipe"].make(devices=1, microbatches=2)
+    policy = stretto.Memory(sites={"*": "fp8"}, min_bytes=0)
+    layers = [Scaled(frozen, function).to(DEVICE) for _ in range(2)]
+    pipe = stretto.Pipeline(layers, plan=plan, loss=lambda out, _: out.square().mean(), mesh=mesh, memory=policy)
+    x = torch.randn(8, 256, device=DEVICE)
+    with mock.patch.object(saving, "compressed_bytes", noted), torch.autocast(DEVICE.type, torch.bfloat16):
+        pipe.step(x, x)
+    pipe.close()
+    return shapes
 
 
 class CompressedFound(NamedTuple):

@@ -12,6 +12,7 @@ from stretto.pipeline.storages import WeakStorage
 
 _DTYPES = (torch.bfloat16, torch.float16)  # where others are saved beside these, they need their precision
 _TILE = 128
+_LONGEST = 1 << 20  # features of a row; kernels run a program for each 1024
 
 
 class Stored(Protocol):
@@ -52,13 +53,13 @@ class Compression:
     def __init__(self) -> None:
         self._made: dict[Any, tuple[WeakStorage, weakref.ref[Compressed]]] = {}
 
-    def known(self, saved: Tensor) -> Compressed | None:
-        """Return what stands for this tensor already."""
-        storage, made = self._made.get(_key(saved), (None, None))
+    def known(self, saved: Tensor, lane: str) -> Compressed | None:
+        """Return what stands for this tensor already on a lane."""
+        storage, made = self._made.get((_key(saved), lane), (None, None))
         return made() if storage is not None and made is not None and not storage.is_gone else None
 
-    def remember(self, saved: Tensor, made: Compressed) -> None:
-        self._made[_key(saved)] = WeakStorage(saved.untyped_storage()), weakref.ref(made)
+    def remember(self, saved: Tensor, lane: str, made: Compressed) -> None:
+        self._made[_key(saved), lane] = WeakStorage(saved.untyped_storage()), weakref.ref(made)
 
     def clear(self) -> None:
         self._made.clear()
@@ -73,7 +74,7 @@ def compressible(saved: Tensor) -> int:
         return 0  # an expanded tensor would become larger
     order = _memory_order(saved)
     features = saved.shape[order[-1]] if order else 1
-    if features >= _TILE:
+    if _TILE <= features <= _LONGEST:
         return features
     return _TILE if saved.numel() % _TILE == 0 and saved.permute(order).is_contiguous() else 0
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from stretto.ir.errors import PipelineError
 from stretto.pipeline.pytree import version_of
@@ -33,8 +34,17 @@ class RunParameters:
             _Entry(module._parameters, key, it, version_of(it), _memory(it), it.requires_grad)
             for module in modules
             for key, it in module._parameters.items()
-            if it is not None
+            if it is not None and not self._is_lazy(key, it)
         ]
+
+    def _is_lazy(self, key: str, parameter: nn.Parameter) -> bool:
+        """Raise PipelineError if a parameter is made by the first forward, and return False."""
+        if is_lazy(parameter):
+            raise PipelineError(
+                f"{self._name} makes its {key!r} in its first forward, so it cannot be recomputed; run a forward of it "
+                "before the pipeline is made"
+            )
+        return False
 
     def validate(self) -> None:
         """Raise PipelineError if the modules have other parameters now, or changed ones."""

@@ -34,7 +34,7 @@ that made it, the output's index, and the lane. While the weak reference lives, 
 class SavedPass:
     """What is known of the tensors that one pass of a stage has saved."""
 
-    __slots__ = ("_compression", "_device", "_held", "_min_bytes", "_runs", "away", "outputs")
+    __slots__ = ("_compression", "_device", "_held", "_min_bytes", "_references", "_runs", "away", "outputs")
 
     def __init__(self, device: torch.device, min_bytes: int, held: Collection[int], *, leaves: bool) -> None:
         """Only tensors on this device leave, or are compressed. Those of fewer bytes stay as they are, and so do these
@@ -46,6 +46,7 @@ class SavedPass:
         self.away = Away() if leaves else None
         """What may leave; None if all of the pass stays."""
         self._compression = Compression()
+        self._references: list[WeakStorage] = []
         self._runs: list[weakref.ref[Run]] = []
 
     def add(self, run: Run) -> None:
@@ -60,7 +61,10 @@ class SavedPass:
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Leave the memory of more tensors as it is."""
-        self._held.update(storage_of(tensor) for tensor in tensors if _has_storage(tensor))
+        for tensor in tensors:
+            if _has_storage(tensor):
+                self._held.add(storage_of(tensor))
+                self._references.append(WeakStorage(tensor.untyped_storage()))  # no other storage gets its address
 
     def end_forward(self) -> None:
         """Forget what is needed only while the forward runs."""
@@ -74,17 +78,29 @@ class SavedPass:
         if saved.device.type != self._device.type or self._device.index not in (None, saved.device.index):
             return False
         nbytes = saved.untyped_storage().nbytes()
-        return nbytes > 0 and nbytes >= self._min_bytes and storage_of(saved) not in self._held
+        if nbytes == 0 or nbytes < self._min_bytes or storage_of(saved) in self._held:
+            return False
+        return not self._is_a_cast(saved)
 
-    def compressed(self, saved: Tensor, store: Callable[[Tensor], Any]) -> Compressed | None:
-        """Return what stands for a tensor in float8, or None if it is not stored so. `store` stores its bytes."""
+    def _is_a_cast(self, saved: Tensor) -> bool:
+        """Return whether a tensor is a parameter in another dtype, as under autocast."""
+        node = saved.grad_fn
+        while node is not None and node.name() in _CASTS:
+            node = node.next_functions[0][0]
+        variable = getattr(node, "variable", None)
+        return isinstance(variable, nn.Parameter) and storage_of(variable) in self._held
+
+    def compressed(self, saved: Tensor, store: Callable[[Tensor], Any], lane: str) -> Compressed | None:
+        """Return what stands for a tensor in float8, or None if it is not stored so. `store` stores its bytes. What
+        comes back is memory of the lane that it comes back on, so lanes share none.
+        """
         features = compressible(saved)
         if not features:
             return None
-        made = self._compression.known(saved)
+        made = self._compression.known(saved, lane)
         if made is None:
             made = Compressed(store(compressed_bytes(saved, features)), saved, features)
-            self._compression.remember(saved, made)
+            self._compression.remember(saved, lane, made)
         return made
 
 
@@ -263,7 +279,8 @@ class Saving:
                 self._note("recompute", saved, run)
                 return run.handle_of_output(number, saved)
         if self._action != "keep" and self._pass.may_change(saved):
-            compressed = self._pass.compressed(saved, self._store) if self._action.startswith("fp8") else None
+            small = self._action.startswith("fp8")
+            compressed = self._pass.compressed(saved, self._store, self._lane) if small else None
             return self._store(saved) if compressed is None else compressed
         self._note("keep", saved)
         return Kept(saved, self._label)
@@ -282,6 +299,10 @@ class Saving:
     def _note(self, what: str, saved: Tensor, run: Run | None = None) -> None:
         if self.noted is not None:
             self.noted(what, self._label if run is None else run.label, saved, run)
+
+
+_CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"})
+"""Operations of autograd that cast a tensor, or view it."""
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -40,6 +40,8 @@ class Deferral:
         self.overrides = Overrides()
         self.noted: Callable[[Tensor | None, Tensor], None] | None = None
         """If set, it is told of each weight gradient that a backward may defer: the input it needs, and the output."""
+        self.casts: Callable[[Tensor], None] | None = None
+        """If set, it is told of each weight that is cast, as under autocast."""
         self._module = module
         self._known: dict[int, nn.Module] = {}
         inside = _compiled(module)
@@ -114,11 +116,18 @@ class Deferral:
         w: Tensor = weight if rows is None else weight[rows]
         b: Tensor | None = bias if rows is None or bias is None else bias[rows]
         if torch.is_autocast_enabled(x.device.type):
-            x, w, b = autocast(x), autocast(w), None if b is None else autocast(b)
+            x, w, b = autocast(x), self._cast(w), None if b is None else autocast(b)
         if not weight.requires_grad and (bias is None or not bias.requires_grad):
             return F.linear(x, w, b)
         out = deferred_linear(self.anchor, x, w, b, (self, weight, bias, rows))
         return self._noted(x if weight.requires_grad else None, out)
+
+    def _cast(self, weight: Tensor) -> Tensor:
+        """Cast a weight as autocast does."""
+        cast = autocast(weight)
+        if self.casts is not None and cast is not weight:
+            self.casts(cast)
+        return cast
 
     def _noted(self, given: Tensor | None, out: Tensor) -> Tensor:
         if self.noted is not None:
@@ -167,11 +176,11 @@ class Deferral:
 
         def product(x: Tensor, weight: nn.Parameter, counts: Tensor) -> Tensor:
             registered = any(weight is parameter for parameter in layer._parameters.values())
-            if not registered or not _own(weight) or not weight.requires_grad or not self._runs(layer, x):
-                return grouped_linear(x, weight, counts)
             w: Tensor = weight
             if torch.is_autocast_enabled(x.device.type):
-                x, w = autocast(x), autocast(w)
+                x, w = autocast(x), self._cast(w)
+            if not registered or not _own(weight) or not weight.requires_grad or not self._runs(layer, x):
+                return grouped_linear(x, w, counts)
             return self._noted(x, deferred_grouped(self.anchor, x, w, counts, self, weight))
 
         return product

@@ -165,6 +165,7 @@ class Stage:
                 self._searching = False
                 self._searched_microbatch = self._microbatches[key.step % len(self._microbatches)]
             finally:
+                self.deferral.casts = None
                 for state in self._passes.values():
                     state.saved.end()
                 self._passes.clear()
@@ -186,16 +187,14 @@ class Stage:
             saved = SavedPass(self._device, self._memory.min_bytes, self._held, leaves=microbatch in self.leaving)
             self._passes[microbatch] = _Pass([None] * len(self._functions), deferred, saved, {}, {})
         state = self._passes[microbatch]
-        if held and (state.saved.away is not None or self._memory.compresses):
-            state.saved.hold(tensors_of(inputs.leaves))
+        if state.saved.away is not None or self._memory.compresses:
+            if held:
+                state.saved.hold(tensors_of(inputs.leaves))
+            self.deferral.casts = lambda weight: state.saved.hold([weight])
         if self._exchanges is not None:
             self._exchanges.take_turn(Op.F, part)
         looks = self._searching or microbatch == self._searched_microbatch
-        watching: Any = _NOTHING
-        if self.used is not None and self._lanes[part] == "compute":
-            self.used += self._layer_state.replaced(part)
-        elif self.used is not None and looks:
-            watching = self._layer_state.watching(part)
+        watching = self._keeping_state(part, looks=looks)
         if part not in self._forward_of:
             run = self._function(part, microbatch, None)
             with watching:
@@ -207,7 +206,7 @@ class Stage:
             )
         state.segments[part] = segment
         if self.used is not None:
-            state.entered[part] = weak_storages((*tensors_of(inputs.leaves), *self._layer_state.replaced(part)))
+            state.entered[part] = weak_storages((*tensors_of(inputs.leaves), *self._layer_state.replaced()))
         if self._joint[part]:  # other ranks wait for this one in the backward
             segment.zeros = [_zeros_like(leaf) for leaf in out.leaves]
         if looks:
@@ -234,9 +233,22 @@ class Stage:
             self._generators.seed(self._key.seed_of(_LOSS, 0, microbatch))
             return measure(out)
 
-        tree = take_apart(call(measured, inputs), self._last_layers[part], inputs)
+        with self._keeping_state(part, looks=microbatch == self._searched_microbatch):
+            value = call(measured, inputs)
+        tree = take_apart(value, self._last_layers[part], inputs)
         tree.leaves = [settled(leaf) for leaf in tree.leaves]
         return self._own(tree)
+
+    def _keeping_state(self, part: int, *, looks: bool) -> Any:
+        """Keep what phases of other lanes have set in layers, if this part may read it, and else note what this one
+        sets, within the context that is returned.
+        """
+        if self.used is None:
+            return _NOTHING
+        if self._lanes[part] == "compute":
+            self.used += self._layer_state.replaced()
+            return _NOTHING
+        return self._layer_state.watching(part) if looks else _NOTHING
 
     def backward(self, microbatch: int, part: int, grads: Grads) -> list[Tensor | None]:
         """Run a part of the backward, counted from the stage's end. Return the gradients of its inputs' leaves, None
