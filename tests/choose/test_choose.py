@@ -186,7 +186,7 @@ def test_a_limit_out_of_reach_is_refused_in_one_line() -> None:
         choose_memory(PLAN, costs_of(), limit="3GB", slower=0)
     assert str(error.value) == (
         "with all offloaded that hides, device 0 holds 3.5 GB (4 GB without offload), 500 MB more than the limit of "
-        "3 GB; recompute something, or let the step become more than 0 % longer (slower)"
+        "3 GB; recompute something, or let the step become more than 0 % longer (slower of choose_memory)"
     )
 
 

@@ -111,6 +111,12 @@ def test_what_others_hold_and_what_is_small_stays() -> None:
     assert not saved.may_change(tensor[1:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_told_if_nothing_can_be_stored_so(ranks: Ranks, dtype: torch.dtype) -> None:
+    (said,) = ranks.run(memory_jobs.said_of_float8, 1, dtype)
+    assert ["nothing was stored in float8" in text for text in said] == [True] * (dtype == torch.float32)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("function", [False, True], ids=["a module", "a function"])
 def test_weights_that_autocast_casts_stay(ranks: Ranks, frozen: bool, function: bool) -> None:

@@ -246,6 +246,21 @@ def compressed_shapes(mesh: DeviceMesh, frozen: bool, function: bool) -> set[tup
     return shapes
 
 
+def said_of_float8(mesh: DeviceMesh, dtype: torch.dtype) -> list[str]:
+    """What two steps of a model of this dtype warn of."""
+    plan = SCHEDULES["gpipe"].make(devices=1, microbatches=2)
+    layers = [Scaled(frozen=False, function=False).to(DEVICE, dtype)]
+    policy = stretto.Memory(preset="k2", sites={"*": "fp8"}, min_bytes=0)
+    pipe = stretto.Pipeline(layers, plan=plan, loss=lambda out, _: out.square().mean(), mesh=mesh, memory=policy)
+    x = torch.randn(8, 256, device=DEVICE, dtype=dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pipe.step(x, x)
+    pipe.close()
+    return [str(warning.message) for warning in caught]
+
+
 class CompressedFound(NamedTuple):
     """What steps with tensors in float8 give, and the bytes of a microbatch by a dry run."""
 

@@ -224,7 +224,7 @@ class _Search:
         return (
             f"with all offloaded that hides, device {name} holds {bytes_text(peak)} ({bytes_text(before)} without "
             f"offload), {bytes_text(peak - self.limit)} more than the limit of {bytes_text(self.limit)}; recompute "
-            f"something, or let the step become more than {100 * self.slower:.3g} % longer (slower)"
+            f"something, or let the step become more than {100 * self.slower:.3g} % longer (slower of choose_memory)"
         )
 
 

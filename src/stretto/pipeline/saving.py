@@ -281,9 +281,13 @@ class Saving:
         if self._action != "keep" and self._pass.may_change(saved):
             small = self._action.startswith("fp8")
             compressed = self._pass.compressed(saved, self._store, self._lane) if small else None
+            if self.seen is not None:
+                self.seen.compressed |= compressed is not None
             return self._store(saved) if compressed is None else compressed
         self._note("keep", saved)
         return Kept(saved, self._label)
+
+    _pack.is_ours = True  # type: ignore[attr-defined]
 
     def _store(self, tensor: Tensor) -> Kept | View:
         """Let a tensor leave or stay, as it is."""
@@ -293,8 +297,6 @@ class Saving:
             return self._pass.away.view(tensor, self._label)
         self._note("keep", tensor)
         return Kept(tensor, self._label)
-
-    _pack.is_ours = True  # type: ignore[attr-defined]
 
     def _note(self, what: str, saved: Tensor, run: Run | None = None) -> None:
         if self.noted is not None:

@@ -16,6 +16,8 @@ class SitesSeen:
 
     def __init__(self) -> None:
         self.patterns: set[int] = set()
+        self.compressed = False
+        """Whether anything was stored in float8."""
         self._elsewhere: dict[int, str] = {}
 
     def note(self, module: nn.Module, site: ModuleSite | None, part: PartSites) -> None:
@@ -41,10 +43,12 @@ class SitesSeen:
 
 
 class PatternCheck:
-    """Finds the patterns of a policy that decide about nothing that runs, in the first step or dry run."""
+    """Finds what a policy says to no effect, in the first step or dry run: patterns that decide about nothing that
+    runs, and float8 where no tensor can be stored so.
+    """
 
     def __init__(self, policy: Memory, team: Team) -> None:
-        self._policy, self._team, self._done = policy, team, not policy.sites
+        self._policy, self._team, self._done = policy, team, not policy.patterns
 
     def run(self, every_seen: Iterable[tuple[SitesSeen, Mapping[Part, PartSites]] | None]) -> None:
         """Raise PipelineError if what a pattern names runs in other phases only, and warn if it runs nowhere.
@@ -60,6 +64,13 @@ class PatternCheck:
             for pattern, why in seen.told(self._policy, sites).items():
                 told[pattern] = why and told.get(pattern, why)
         every = self._team.gather(told, dict[str, str])
+        compressed = self._team.gather(any(seen.compressed for seen, _ in stages), bool)
+        if self._policy.compresses and not any(compressed) and self._team.rank == 0:
+            warnings.warn(
+                "memory names fp8, but nothing was stored in float8: only bfloat16 and float16 tensors of at least "
+                "min_bytes are",
+                stacklevel=2,
+            )
         for pattern in self._policy.sites:
             texts = [of_rank[pattern] for of_rank in every if pattern in of_rank]
             if texts and all(texts):
