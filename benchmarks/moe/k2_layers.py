@@ -1,4 +1,4 @@
-"""The layers of `run.py`: ours, with ratios of attention, experts and their communication near Kimi K2's."""
+"""The layers of benchmarks: our MLA + MoE blocks, in bfloat16."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +24,21 @@ CONFIG = ModelConfig(
     q_lora_rank=768,
     routed_scaling_factor=2.5,
 )
+"""Small enough for four ranks on a GPU, with ratios of attention, experts and their communication near Kimi K2's."""
+K2 = ModelConfig(
+    vocab_size=1,
+    hidden_size=7168,
+    intermediate_size=1,
+    moe_intermediate_size=2048,
+    num_hidden_layers=8,
+    num_attention_heads=64,
+    n_routed_experts=12,
+    num_experts_per_tok=8,
+    first_k_dense_replace=0,
+    q_lora_rank=1536,
+    routed_scaling_factor=2.827,
+)
+"""Kimi K2's layers, as one of 32 ranks that share its 384 experts has them; there are 8 rows for each token."""
 SKEW = 0.12
 """The standard deviation of the routers' biases when routing is skewed; scores have one of about 0.2."""
 
@@ -33,11 +48,11 @@ class Layer(nn.Module):
 
     layer_name = MoeBlock.layer_name
 
-    def __init__(self, number: int, *, skewed: bool) -> None:
+    def __init__(self, number: int, *, skewed: bool = False, config: ModelConfig = CONFIG) -> None:
         super().__init__()
         torch.manual_seed(number)
         with torch.device("cuda"):
-            self.block = MoeBlock(CONFIG)
+            self.block = MoeBlock(config)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02 if "gate.weight" in name else 0.006)

@@ -3,10 +3,11 @@
     stretto onegpu run --devices 4 --link network benchmarks/moe/run.py pp=2,ep=2 [--routing skewed] [--out FOLDER]
 
 Ours by several schedules, with pairs woven and with the same pairs run one pass after the other; and PyTorch's
-pipelines on the same layers and exchanges. Each step has 16 microbatches of a sequence on every pipeline. The table
-has the least and the median of some steps, all ranks together; and of ours, from a recorded step: the time of expert
-communication in the steady state, from the first backward to the last forward, how much of it compute hides, for how
-long the worst device waited for its host; and the most that a rank held beyond the weights. With --out, recorded
+pipelines on the same layers and exchanges. With --offload also interleaved 1F1B with as much offloaded as hides, by the
+costs and the link to host memory, which all ranks share. Each step has 16 microbatches of a sequence on every pipeline.
+The table has the least and the median of some steps, all ranks together; and of ours, from a recorded step: the time of
+expert communication in the steady state, from the first backward to the last forward, how much of it compute hides, for
+how long the worst device waited for its host; and the most that a rank held beyond the weights. With --out, recorded
 timelines are saved.
 """
 
@@ -32,6 +33,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import stretto
 import stretto.onegpu
+from stretto.costs import Link
 from stretto.execute.members import Members
 from stretto.execute.team import Team
 from stretto.ir.plan import Cell, actions_of
@@ -41,6 +43,8 @@ from stretto.schedules import dualpipe, dualpipev, interleaved, zb_v
 from stretto.timeline import Timeline
 
 LAYERS, WARM_UP, STEPS = CONFIG.num_hidden_layers, 2, 4
+HOST_LINK = 48e9
+"""Bytes per second each way between an H200 and its host, while both directions are busy."""
 PLANS: dict[str, Callable[..., stretto.Plan]] = {
     "interleaved": partial(interleaved, overlap=True),
     "DualPipeV": dualpipev,
@@ -73,7 +77,29 @@ class Place:
     skewed: bool
 
 
-def ours(place: Place, plan: stretto.Plan, costs: stretto.Costs | None) -> Made:
+def ours(place: Place, plan: stretto.Plan, costs: stretto.Costs | None, memory: Any = "none") -> Made:
+    pipe = stretto.Pipeline(
+        lambda number: Layer(number, skewed=place.skewed),
+        layer_count=LAYERS,
+        plan=plan,
+        loss=loss,
+        mesh=place.mesh,
+        costs=costs,
+        memory=memory,
+        timeout=60,
+    )
+    if pipe.memory_choice is not None:
+        say(f"\n{pipe.memory_choice}\n")
+    return Made(
+        lambda: pipe.step(place.x, place.y, check_finite=False),
+        list(pipe.modules()),
+        lambda: pipe.step(place.x, place.y, record=True).timeline,
+        pipe.close,
+    )
+
+
+def offloading(place: Place, plan: stretto.Plan, costs: stretto.Costs) -> Made:
+    """Ours, with as much offloaded as hides."""
     pipe = stretto.Pipeline(
         lambda number: Layer(number, skewed=place.skewed),
         layer_count=LAYERS,
@@ -83,12 +109,10 @@ def ours(place: Place, plan: stretto.Plan, costs: stretto.Costs | None) -> Made:
         costs=costs,
         timeout=60,
     )
-    return Made(
-        lambda: pipe.step(place.x, place.y, check_finite=False),
-        list(pipe.modules()),
-        lambda: pipe.step(place.x, place.y, record=True).timeline,
-        pipe.close,
-    )
+    report = pipe.dry_run(place.x, place.y)
+    pipe.close()
+    link = Link(bandwidth=HOST_LINK / dist.get_world_size())
+    return ours(place, plan, report.costs(costs, host=link), "auto")
 
 
 def torchs(place: Place, schedule: type[Any]) -> Made:
@@ -193,13 +217,16 @@ def measure(make: Callable[[], Made], *, steps: int = STEPS) -> Found:
     )
 
 
-def cases(place: Place, costs: stretto.Costs | None) -> Iterator[tuple[str, Callable[[], Made]]]:
+def cases(place: Place, costs: stretto.Costs, *, offload: bool) -> Iterator[tuple[str, Callable[[], Made]]]:
     for name, make in PLANS.items():
         plan = make(devices=place.mesh["pp"].size(), microbatches=len(place.x))
         alone = unwoven(plan)
         if alone != plan:
             yield f"ours, {name}, not woven", partial(ours, place, alone, costs)
         yield f"ours, {name}", partial(ours, place, plan, costs)
+        if offload and name == "interleaved":
+            yield f"ours, {name}, offloading", partial(offloading, place, plan, costs)
+            yield f"ours, {name}, again", partial(ours, place, plan, costs)
         if name in PEERS:
             yield f"PyTorch, {name}", partial(torchs, place, PEERS[name])
 
@@ -236,6 +263,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16, help="sequences of each pipeline in a step")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--only", action="append", help="only this case; may be given several times")
+    parser.add_argument("--offload", action="store_true", help="also offload what hides")
     parser.add_argument("--out", type=Path, help="a folder for recorded timelines")
     parser.add_argument("--costs", type=Path, help="costs to weave by, a .toml file; else they are measured first")
     options = parser.parse_args()
@@ -256,7 +284,7 @@ def main() -> None:
     costs = stretto.load_costs(options.costs) if options.costs else calibrated(place)
     if dist.get_rank() == 0 and options.out:
         costs.save(options.out / f"{named(options)}.toml")
-    for name, make in cases(place, costs):
+    for name, make in cases(place, costs, offload=options.offload):
         if options.only and name not in options.only:
             continue
         found = measure(make)

@@ -1,13 +1,15 @@
-"""What memory policies cost and gain: eight of our MLA + MoE layers on one GPU, in bfloat16.
+"""What memory policies cost and gain: eight layers of Kimi K2's size on one GPU, in bfloat16.
 
     python benchmarks/offload/run.py [--microbatches 16] [--tokens 4096] [--only CASE]… [--out FOLDER]
 
-Ours by interleaved 1F1B with pairs woven, a stage for each layer, by several policies; and plain PyTorch, which
-accumulates gradients over the same microbatches: with everything kept, with torch.autograd.graph.save_on_cpu, and with
-torch.utils.checkpoint around every layer. Cases run one after the other, and "none" again at the end. The table has the
-least and the median time of a step, its ratio to "none", and the most bytes that a step takes beyond what was allocated
-before it, with the share of "none". For "auto" it also prints the choice, and what the link allows by the simulation.
-With --out, recorded timelines are saved.
+The GPU does what the first of four devices does by interleaved 1F1B with pairs woven, with a layer in each of its eight
+stages, so up to 36 passes are in flight. It does so by several policies. Plain PyTorch accumulates gradients over the
+same microbatches, one pass after the other: with everything kept, with torch.autograd.graph.save_on_cpu, and with
+torch.utils.checkpoint around every layer. Cases run one after the other, and "none" again at the end.
+
+The table has the least and the median time of a step, how much of it the host took to issue it, the ratio to the kept
+case, the most bytes that a step takes beyond what was allocated before it, and their share of the kept case. For "auto"
+it also prints the choice, and what the link allows. With --out, recorded timelines are saved.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "moe"))
-from k2_layers import CONFIG, Layer, loss
+from k2_layers import K2, Layer, loss
 
 import stretto
 from stretto.choose import MemoryChoice
 from stretto.costs import Link
-from stretto.timeline import Timeline
+from stretto.ir.action import Action, Pair
+from stretto.ir.placement import looped
+from stretto.ir.plan import Cell
+from stretto.program.task import Kind
+from stretto.schedules import interleaved
 
-LAYERS, WARM_UP, ROUNDS = CONFIG.num_hidden_layers, 2, 5
+LAYERS, DEVICES, WARM_UP, ROUNDS = K2.num_hidden_layers, 4, 1, 4
 LINK = 48e9
 """Bytes per second each way, while both directions are busy: what an H200's link to its host gives then."""
 POLICIES: dict[str, Any] = {
@@ -58,7 +64,10 @@ class Case:
     gradients: int = 0
     """The bytes of gradients that a step makes beside activations. (Ours are summed in memory that stays.)"""
     times: list[float] = field(default_factory=list)
+    queued: float = 0.0
     held: int = 0
+    first_backward: float = 0.0
+    """When the first backward of a recorded step began."""
 
     def measure(self) -> None:
         for weight in self.parameters:
@@ -67,6 +76,7 @@ class Case:
         torch.cuda.reset_peak_memory_stats()
         before, start = torch.cuda.memory_allocated(), time.perf_counter()
         self.step()
+        self.queued = time.perf_counter() - start
         torch.cuda.synchronize()
         self.times.append(time.perf_counter() - start)
         self.held = max(self.held, torch.cuda.max_memory_allocated() - before - self.gradients)
@@ -74,7 +84,7 @@ class Case:
     def row(self, name: str, plain: "Case") -> str:
         least, held = min(self.times), self.held / 2**30
         return (
-            f"| {name} | {least * 1e3:.1f} | {statistics.median(self.times) * 1e3:.1f} "
+            f"| {name} | {least * 1e3:.0f} | {statistics.median(self.times) * 1e3:.0f} | {self.queued * 1e3:.0f} "
             f"| {least / min(plain.times):.3f} | {held:.2f} | {self.held / plain.held:.0%} |"
         )
 
@@ -83,38 +93,47 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("pp",))
         torch.manual_seed(1)
-        shape = options.microbatches, options.tokens, CONFIG.hidden_size
+        shape = options.microbatches, options.tokens, K2.hidden_size
         self.x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         self.y = torch.randn_like(self.x)
-        self.plan = stretto.schedules.interleaved(
-            devices=1, microbatches=options.microbatches, stages_per_device=LAYERS, overlap=True
-        )
+        self.plan = first_of(DEVICES, options.microbatches)
         self.costs: stretto.Costs | None = None
 
     def pipeline(self, memory: Any) -> stretto.Pipeline:
         return stretto.Pipeline(
-            lambda number: Layer(number, skewed=False),
+            lambda number: Layer(number, config=K2),
             layer_count=LAYERS,
             plan=self.plan,
             loss=loss,
             mesh=self.mesh,
             memory=memory,
+            gradients="float32",
             costs=self.costs,
             timeout=60,
         )
 
     def ours(self, name: str, memory: Any, out: Path | None) -> Case:
         pipe = self.pipeline(memory)
+        case = Case(lambda: pipe.step(self.x, self.y, check_finite=False), list(pipe.parameters()), pipe.close)
 
         def record() -> None:
             for _ in range(2):  # the first allocates
                 timeline = pipe.step(self.x, self.y, record=True).timeline
             assert timeline is not None
-            print(f"{name}: {copies(timeline)}", flush=True)
+            device = timeline.summary().devices[0]
+            backwards = timeline.program.work.kind == Kind.B
+            case.first_backward = float(timeline.start[backwards].min() - timeline.start.min())
+            print(
+                f"{name}: {timeline.makespan * 1e3:.0f} ms recorded; compute waited {device.exposed_copy * 1e3:.0f} "
+                f"for copies and {device.host_late * 1e3:.0f} for its host; the first backward began after "
+                f"{case.first_backward * 1e3:.0f}",
+                flush=True,
+            )
             if out is not None:
                 timeline.save(out / f"{name.replace(' ', '-')}.trace.json")
 
-        return Case(lambda: pipe.step(self.x, self.y, check_finite=False), list(pipe.parameters()), pipe.close, record)
+        case.record = record
+        return case
 
     def choose(self) -> MemoryChoice:
         """The choice by the costs of a step that keeps everything, by which all pipelines weave from now on."""
@@ -122,14 +141,17 @@ class Bench:
         report = pipe.dry_run(self.x, self.y)
         for _ in range(3):
             timeline = pipe.step(self.x, self.y, record=True).timeline
+        layers = pipe.program.anatomy.layers
         pipe.close()
+        del pipe
+        release()
         assert timeline is not None
         self.costs = report.costs(stretto.fit(timeline), host=Link(bandwidth=LINK))
-        return stretto.choose_memory(self.plan, self.costs, layers=pipe.program.anatomy.layers)
+        return stretto.choose_memory(self.plan, self.costs, layers=layers)
 
     def plain(self, around: Callable[[Layer, Tensor], Tensor]) -> Case:
         """PyTorch's autograd, which adds the gradients of one microbatch after the other."""
-        layers = [Layer(number, skewed=False) for number in range(LAYERS)]
+        layers = [Layer(number, config=K2) for number in range(LAYERS)]
 
         def step() -> None:
             for x, y in zip(self.x[:, None], self.y[:, None], strict=True):
@@ -154,10 +176,19 @@ PEERS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
 }
 
 
-def copies(timeline: Timeline) -> str:
-    """For how long compute waited for copies."""
-    exposed = timeline.summary().devices[0].exposed_copy
-    return f"compute waited {exposed * 1e3:.1f} ms of {timeline.makespan * 1e3:.1f} for copies"
+def first_of(devices: int, microbatches: int) -> stretto.Plan:
+    """What the first of so many devices does, alone on one device: it hands on to itself."""
+    row = interleaved(devices=devices, microbatches=microbatches, stages_per_device=LAYERS, overlap=True).rows[0]
+
+    def here(action: Action) -> Action:
+        return replace(action, stage=action.stage // devices)
+
+    def cell(one: Cell) -> Cell:
+        return Pair(here(one.forward), here(one.backward)) if isinstance(one, Pair) else here(one)
+
+    return stretto.Plan(
+        (tuple(map(cell, row)),), looped(devices=1, stages_per_device=LAYERS, microbatches=microbatches)
+    )
 
 
 def main() -> None:
@@ -189,14 +220,17 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         made[name] = run(bench.plain(around))
-    print("\n| | least, ms | median, ms | of none | GiB | of none |\n|---|---|---|---|---|---|")
+    print("\n| | least, ms | median, ms | host, ms | of kept | GiB | of kept |\n|---|---|---|---|---|---|---|")
     for name, case in made.items():
-        print(case.row(name, made["none"]), flush=True)
+        kept = "PyTorch, all kept" if name in PEERS else "none"
+        print(case.row(name, made.get(kept, case)), flush=True)
     if "auto" in made:
-        (device,) = choice.devices
-        least = device.peak_before - device.peak_after
+        most = LINK * made["auto"].first_backward
         gained = made["none"].held - made["auto"].held
-        print(f"\nauto: {gained / 2**30:.2f} GiB less, of {least / 2**30:.2f} that the link allows by the simulation")
+        print(
+            f"\nauto: {gained / 1e9:.1f} GB less. Until the first backward, when most is held, the link can carry "
+            f"{most / 1e9:.1f} GB: {gained / most:.0%} of that"
+        )
     dist.destroy_process_group()
 
 
@@ -210,9 +244,14 @@ def run(case: Case) -> Case:
         case.record()
     case.close()
     case.step, case.record, case.close, case.parameters = print, None, print, []
+    release()
+    return case
+
+
+def release() -> None:
+    """Give back to the device what nobody refers to."""
     gc.collect()
     torch.cuda.empty_cache()
-    return case
 
 
 if __name__ == "__main__":

@@ -211,3 +211,33 @@ def test_rows_may_have_more_elements_than_32_bits_count() -> None:
     assert float(weights_grad[-1]) == pytest.approx(float(x[-1].double().square().sum()))
     assert not rows_grad[:-1].any()
     assert not weights_grad[:-1].any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 1024, 3000])
+def test_numbers_are_copied_to_pinned_memory(count: int) -> None:
+    numbers = torch.arange(3 * count, device=DEVICE).view(3, count).T + 2**40  # not contiguous
+    host = torch.zeros(count, 3, dtype=torch.int64, pin_memory=DEVICE.type == "cuda")
+    row_kernels.copy_to(host, numbers)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(host, numbers.cpu())
+
+
+@needs_cuda
+def test_numbers_do_not_wait_for_large_copies() -> None:
+    """A copy of a second, in another stream, is not over when the numbers have arrived."""
+    large, pinned = torch.empty(4 << 30, dtype=torch.uint8, device=DEVICE), torch.empty(4 << 30, dtype=torch.uint8)
+    pinned, numbers = pinned.pin_memory(), torch.arange(8, device=DEVICE)
+    host = torch.zeros(8, dtype=torch.int64, pin_memory=True)
+    row_kernels.copy_to(host, numbers)  # compiles
+    torch.cuda.synchronize()
+    away, copied = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(away):
+        for _ in range(10):
+            pinned.copy_(large, non_blocking=True)
+        copied.record()
+    row_kernels.copy_to(host, numbers)
+    torch.cuda.current_stream().synchronize()
+    assert not copied.query()
+    assert host.tolist() == list(range(8))
+    torch.cuda.synchronize()

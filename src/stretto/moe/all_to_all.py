@@ -65,6 +65,7 @@ class AllToAll:
 
     def __init__(self, ranks: ExpertRanks, *, fp8: bool = False) -> None:
         self._ranks, self._fp8 = ranks, fp8
+        self._on_the_way: dict[int, Tensor] = {}  # numbers that the device writes to host memory, which must stay
 
     def count(self, indices_TK: Tensor, experts: int) -> Counted:
         size = self._ranks.size
@@ -75,11 +76,12 @@ class AllToAll:
         sent[:, 0].fill_(self._ranks.mark())
         sent[:, 1:].copy_(order.counts_E.view(size, experts // size))
         self._ranks.all_to_all(arriving, sent)
-        return Counted(order.counts_E, Counting(order, arriving[:, 1:], _to_host(both)))
+        return Counted(order.counts_E, Counting(order, arriving[:, 1:], self._to_host(both)))
 
     def sizes(self, counted: Counted) -> Sized:
         self._ranks.wait()
         order, arriving_ne, host = counted.state
+        self._on_the_way.pop(id(host), None)
         sent, arriving = host[:, :, 1:].sum(2).tolist()
         self._ranks.validate(host[1, :, 0].tolist())
         validate_rows(order, sum(sent))
@@ -101,12 +103,18 @@ class AllToAll:
         rows_RD = _exchange(rows_AD, self._ranks, state.sent, state.arriving)
         return combine(rows_RD, weights_TK, state.order, dtype=dtype)
 
+    def _to_host(self, numbers: Tensor) -> Tensor:
+        """Begin to copy numbers to the host; those of a host tensor are there already."""
+        if not numbers.is_cuda:
+            return numbers
+        host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        if has_kernels(numbers):
+            from stretto.moe.row_kernels import copy_to
 
-def _to_host(sizes: Tensor) -> Tensor:
-    """Begin to copy numbers to the host; the numbers of a host tensor are there already."""
-    if not sizes.is_cuda:
-        return sizes
-    return torch.empty_like(sizes, device="cpu", pin_memory=True).copy_(sizes, non_blocking=True)
+            self._on_the_way[id(host)] = host
+            copy_to(host, numbers)
+            return host
+        return host.copy_(numbers, non_blocking=True)
 
 
 def _transposed(counts_ne: Tensor, *, rows: int) -> Permutation:

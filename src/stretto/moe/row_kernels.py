@@ -132,6 +132,23 @@ def transpose(counts_ne: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:
     return source_R, target_R
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy(numbers, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + place, tl.load(numbers + place, mask=place < count), mask=place < count)
+
+
+def copy_to(out: Tensor, numbers: Tensor) -> None:
+    """Copy a few numbers to pinned host memory, without the device's copy engine.
+
+    That engine takes one copy after the other, so behind activations that leave they would wait for as long as those
+    take. The host's memory must stay until the stream has run this.
+    """
+    numbers = numbers.contiguous()
+    with on_device_of(numbers):
+        _copy[(triton.cdiv(numbers.numel(), _ROWS),)](numbers, out, numbers.numel(), _ROWS, **OPTIONS)
+
+
 def _aligned(x: Tensor) -> Tensor:
     """Return a contiguous tensor at a multiple of 16 bytes: elsewhere, threads would add up other features."""
     return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x.contiguous()

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stretto.pipeline.contents import Contents
+from stretto.pipeline.module_buffers import attributes_of
 from stretto.program.anatomy import Part
 
 _Slot = tuple[nn.Module, str]
@@ -39,8 +40,7 @@ class LayerState:
 
 def _slots(layer: nn.Module) -> Iterator[tuple[_Slot, Any]]:
     for module in layer.modules():
-        attributes = (item for item in vars(module).items() if item[0] not in ("_parameters", "_buffers", "_modules"))
-        for name, value in (*module._buffers.items(), *attributes):
+        for name, value in (*module._buffers.items(), *attributes_of(module).items()):
             yield (module, name), value
 
 

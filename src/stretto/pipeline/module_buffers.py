@@ -73,7 +73,7 @@ class ModuleBuffers:
             for key, buffer in module._buffers.items()
             if buffer is not None
         }
-        attributes = [(module, _attributes(module)) for module in self._modules]
+        attributes = [(module, attributes_of(module)) for module in self._modules]
         contents = Contents(entry for _, table in attributes for entry in table.items())
         first, known = self._changing is None, self._changing or set()
         copied = known | self._unread
@@ -107,7 +107,7 @@ class ModuleBuffers:
         if (name := snapshot.contents.changed_tensor()) is not None:
             raise PipelineError(f"the attribute {name!r} of {self._name} was changed before it could be recomputed")
         buffers = {(module, key): module._buffers.get(key) for module, key in snapshot.copies}
-        attributes = [(module, _attributes(module)) for module, _ in snapshot.attributes]
+        attributes = [(module, attributes_of(module)) for module, _ in snapshot.attributes]
         contents = snapshot.contents.now()
         for (module, key), buffer in snapshot.copies.items():
             module._buffers[key] = buffer.clone()
@@ -147,19 +147,19 @@ class ModuleBuffers:
         return {
             (module, key): value
             for module in dict.fromkeys((*self._modules, *around._modules))
-            for key, value in (*module._buffers.items(), *_attributes(module).items())
+            for key, value in (*module._buffers.items(), *attributes_of(module).items())
             if (module, key) not in unread
         }
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def attributes_of(module: nn.Module) -> dict[str, Any]:
     """Return what is set on a module, besides what every module has."""
     return {key: value for key, value in vars(module).items() if key not in _INTERNAL}
 
 
 def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
     table = vars(module)
-    for key in _attributes(module).keys() - attributes.keys():
+    for key in attributes_of(module).keys() - attributes.keys():
         del table[key]
     table.update(attributes)
 

@@ -117,6 +117,12 @@ def last_before(chosen: Bools, device: Ints) -> Ints:
     return np.where((latest >= 0) & (device[latest] == device), latest, -1)
 
 
+def next_after(chosen: Bools, device: Ints) -> Ints:
+    """Return, for each task, the first chosen task on its device from it on; −1 if there is none."""
+    last, end = last_before(chosen[::-1], device[::-1])[::-1], len(device) - 1
+    return np.where(last >= 0, end - last, -1)
+
+
 def queue_edges(queue: Ints) -> tuple[Ints, Ints]:
     """Return the edges between neighbours in each queue; `queue` holds each task's queue, −1 for none."""
     order = stable_order(queue, int(queue.max()) + 1)

@@ -7,7 +7,7 @@ import numpy as np
 from stretto.ir.placement import Placement
 from stretto.program.anatomy import Anatomy
 from stretto.program.buffers import refills
-from stretto.program.columns import Ints, TaskColumns, last_before, queue_edges
+from stretto.program.columns import Ints, TaskColumns, last_before, next_after, queue_edges
 from stretto.program.experts import expert_rings
 from stretto.program.index import TaskIndex
 from stretto.program.program import Program
@@ -95,8 +95,10 @@ def _needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
 def _memory_needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
     """Yield the same for reused buffers, for recomputation, and for copies to host memory and back."""
     work = tables.work
+    emptied = np.full(len(device), -1)
     for fills, _, empties in refills(tables, device):
         yield fills, empties
+        emptied[fills] = empties
     if work.among((Kind.RECOMPUTE,)).any():
         yield tables.recompute, tables.per_part(tables.results)
         yield tables.backward, tables.recompute
@@ -109,8 +111,12 @@ def _memory_needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]
     yield tables.back_starts, onload
     yield tables.first_compute(tables.backward), onload
     yield tables.recompute, tables.per_part(onload)
-    onloads = np.flatnonzero(work.kind == Kind.ONLOAD)
-    yield onloads, last_before(work.among(COMPUTE), device)[onloads]  # no earlier than the action it runs beside
+    onloads, compute = np.flatnonzero(work.kind == Kind.ONLOAD), work.among(COMPUTE)
+    yield onloads, last_before(compute, device)[onloads]  # no earlier than the action it runs beside
+    # If that action waits for a pass to leave, so does the onload: else both would be there beside the one that comes.
+    beside = next_after(compute, device)[onloads]
+    left = np.where(beside >= 0, emptied[beside], -1)
+    yield onloads, np.where((left >= 0) & (left < onloads) & (work.kind[left] == Kind.OFFLOAD), left, -1)
 
 
 def _host_needs(lanes: tuple[Lane, ...], lane: Ints, device: Ints) -> tuple[Ints, Ints]:
