@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import stretto
 from stretto.model import CausalLM, ModelConfig, causal_lm_loss, update_router_biases
 
-VOCABULARY, TOKENS, MICROBATCHES, ROWS = 64, 128, 4, 8
+VOCABULARY, TOKENS, MICROBATCHES, ROWS = 64, 128, 2, 16
 CONFIG = ModelConfig(
     vocab_size=VOCABULARY,
     hidden_size=256,

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from stretto.ir.plan import Cell
 from stretto.program.task import Kind
 from stretto.schedules import interleaved
 
-LAYERS, DEVICES, WARM_UP, ROUNDS = K2.num_hidden_layers, 4, 1, 4
+LAYERS, DEVICES, WARM_UP, ROUNDS, SECONDS = K2.num_hidden_layers, 4, 1, 4, 12
 LINK = 48e9
 """Bytes per second each way, while both directions are busy: what an H200's link to its host gives then."""
 POLICIES: dict[str, Any] = {
@@ -124,10 +125,10 @@ class Bench:
             backwards = timeline.program.work.kind == Kind.B
             case.first_backward = float(timeline.start[backwards].min() - timeline.start.min())
             print(
-                f"{name}: {timeline.makespan * 1e3:.0f} ms recorded; compute waited {device.exposed_copy * 1e3:.0f} "
+                f"({name}: {timeline.makespan * 1e3:.0f} ms recorded; compute waited {device.exposed_copy * 1e3:.0f} "
                 f"for copies and {device.host_late * 1e3:.0f} for its host; the first backward began after "
-                f"{case.first_backward * 1e3:.0f}",
-                flush=True,
+                f"{case.first_backward * 1e3:.0f})",
+                file=sys.stderr,
             )
             if out is not None:
                 timeline.save(out / f"{name.replace(' ', '-')}.trace.json")
@@ -211,18 +212,17 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {options.microbatches} × {options.tokens}\n")
     print(choice, flush=True)
+    cases: dict[str, Callable[[], Case]] = {
+        name: partial(bench.ours, name, policy, options.out) for name, policy in policies.items()
+    }
+    cases |= {name: partial(bench.plain, around) for name, around in PEERS.items()}
     made: dict[str, Case] = {}
-    for name, policy in policies.items():
+    print("\n| | least, ms | median, ms | host, ms | of kept | GiB | of kept |\n|---|---|---|---|---|---|---|")
+    for name, make in cases.items():
+        kept = "PyTorch, all kept" if name in PEERS else "none"
         if options.only and name not in (*options.only, "none"):
             continue
-        made[name] = run(bench.ours(name, policy, options.out))
-    for name, around in PEERS.items():
-        if options.only and name not in options.only:
-            continue
-        made[name] = run(bench.plain(around))
-    print("\n| | least, ms | median, ms | host, ms | of kept | GiB | of kept |\n|---|---|---|---|---|---|---|")
-    for name, case in made.items():
-        kept = "PyTorch, all kept" if name in PEERS else "none"
+        made[name] = case = run(make())
         print(case.row(name, made.get(kept, case)), flush=True)
     if "auto" in made:
         most = LINK * made["auto"].first_backward
@@ -235,11 +235,12 @@ def main() -> None:
 
 
 def run(case: Case) -> Case:
-    """Measure steps, and let go of everything."""
+    """Measure steps, as many as the time allows, and let go of everything."""
     for number in range(WARM_UP + ROUNDS):
         if number == WARM_UP:
             case.times, case.held = [], 0
-        case.measure()
+        if sum(case.times) < SECONDS:
+            case.measure()
     if case.record is not None:
         case.record()
     case.close()

@@ -26,6 +26,7 @@ from stretto.timeline.memory import Floats
 
 _STEPS = 200  # how finely fractions are searched: few enough for a handful of simulations
 _ROUNDING = 1e-9  # times that are equal but for their last bits
+_LEAST = 0.01  # of a device's peak: what copies must gain, since they take some of its memory bandwidth
 
 
 def choose_memory(
@@ -160,7 +161,7 @@ class _Search:
             if not can[stage]:
                 return "needed again too soon to leave" if self.may_leave[stage] else "nothing of it may leave"
             if not gains[stage]:
-                return "nothing to gain: its device's peak would stay"
+                return f"nothing to gain: its device's peak would fall by less than {_LEAST:.0%}"
             if not wanted[stage]:
                 return "limit reached without it: its device holds less"
             if fractions[stage] < hiding[stage]:
@@ -204,8 +205,8 @@ class _Search:
         return run.time <= self.without.time * (1 + self.slower) * (1 + _ROUNDING)
 
     def _falls(self, run: _Run) -> Bools:
-        """Return which devices have a lower peak than without offload."""
-        falls: Bools = run.peaks < self.without.peaks * (1 - _ROUNDING)
+        """Return which devices have a peak that is lower than without offload by at least a little."""
+        falls: Bools = run.peaks <= self.without.peaks * (1 - _LEAST)
         return falls
 
     def _is_within(self, run: _Run) -> bool:

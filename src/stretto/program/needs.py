@@ -7,7 +7,7 @@ import numpy as np
 from stretto.ir.placement import Placement
 from stretto.program.anatomy import Anatomy
 from stretto.program.buffers import refills
-from stretto.program.columns import Ints, TaskColumns, last_before, next_after, queue_edges
+from stretto.program.columns import Bools, Ints, TaskColumns, last_before, next_after, queue_edges
 from stretto.program.experts import expert_rings
 from stretto.program.index import TaskIndex
 from stretto.program.program import Program
@@ -61,7 +61,7 @@ def link(
         (task, np.where(device[task] == device[need], need, -1))  # transfers cover the others
         for task, need in (
             *_needs(tables, device),
-            *_memory_needs(tables, device),
+            *_memory_needs(tables, device, _on("compute", lanes, lane)),
             sum_needs(work, anatomy, lane, device),
             _host_needs(lanes, lane, device),
         )
@@ -92,8 +92,11 @@ def _needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
     yield tables.end(Kind.SEND_B), tables.back_results
 
 
-def _memory_needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the same for reused buffers, for recomputation, and for copies to host memory and back."""
+def _memory_needs(tables: TaskIndex, device: Ints, computes: Bools) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the same for reused buffers, for recomputation, and for copies to host memory and back.
+
+    `computes` says which tasks are on compute lanes.
+    """
     work = tables.work
     emptied = np.full(len(device), -1)
     for fills, _, empties in refills(tables, device):
@@ -111,10 +114,11 @@ def _memory_needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]
     yield tables.back_starts, onload
     yield tables.first_compute(tables.backward), onload
     yield tables.recompute, tables.per_part(onload)
-    onloads, compute = np.flatnonzero(work.kind == Kind.ONLOAD), work.among(COMPUTE)
-    yield onloads, last_before(compute, device)[onloads]  # no earlier than the action it runs beside
-    # If that action waits for a pass to leave, so does the onload: else both would be there beside the one that comes.
-    beside = next_after(compute, device)[onloads]
+    onloads = np.flatnonzero(work.kind == Kind.ONLOAD)
+    yield onloads, last_before(work.among(COMPUTE), device)[onloads]  # no earlier than the action it runs beside
+    # If that action begins with a forward that waits for a pass to leave, so does the onload: else the pass that
+    # comes back would take memory beside the one that leaves, and compute would not start earlier.
+    beside = next_after(computes, device)[onloads]
     left = np.where(beside >= 0, emptied[beside], -1)
     yield onloads, np.where((left >= 0) & (left < onloads) & (work.kind[left] == Kind.OFFLOAD), left, -1)
 
@@ -123,7 +127,7 @@ def _host_needs(lanes: tuple[Lane, ...], lane: Ints, device: Ints) -> tuple[Ints
     """Return what waits because the host does: while it waits for numbers from the device, it issues nothing. Of the
     tasks that it issues afterwards, the first on each lane are enough.
     """
-    waits = np.array([lane.name == "host" for lane in lanes])[lane]
+    waits = _on("host", lanes, lane)
     if not waits.any():
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     before, previous = last_before(waits, device), np.full(len(lane), -1)
@@ -131,6 +135,12 @@ def _host_needs(lanes: tuple[Lane, ...], lane: Ints, device: Ints) -> tuple[Ints
     previous[later] = earlier
     task = np.flatnonzero((before >= 0) & ~waits & (previous < before))
     return task, before[task]
+
+
+def _on(name: str, lanes: tuple[Lane, ...], lane: Ints) -> Bools:
+    """Return which tasks are on lanes of this name."""
+    on: Bools = np.array([lane.name == name for lane in lanes])[lane]
+    return on
 
 
 def _counterparts(lanes: tuple[Lane, ...], lane: Ints, work: TaskColumns) -> Ints:
