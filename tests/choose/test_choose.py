@@ -190,10 +190,19 @@ def test_a_limit_out_of_reach_is_refused_in_one_line() -> None:
     )
 
 
+def test_copies_that_gain_next_to_nothing_are_left_out() -> None:
+    """Copies take some of a device's memory bandwidth, even if they hide. If a limit needs them, they are made."""
+    choice = choose_memory(PLAN, costs_of(1e9))
+    assert not choice.memory.offloads
+    assert "would fall by less than 1%" in choice.stages[0].why
+    assert choose_memory(PLAN, costs_of(4e9)).memory.offloads
+    assert choose_memory(PLAN, costs_of(1e9), limit=3.99e9).devices[0].peak_after <= 3.99e9
+
+
 def test_what_would_not_lower_a_peak_stays() -> None:
     choice = choose_memory(PLAN, costs_of(FAST))
     assert fractions_of(choice) == [1, 1, 0, 0]
-    assert choice.stages[2].why == "nothing to gain: its device's peak would stay"
+    assert choice.stages[2].why == "nothing to gain: its device's peak would fall by less than 1%"
     slow = choose_memory(PLAN, costs_of())
     assert fractions_of(slow) == [0.52, 0, 0, 0]  # of stage 1, a pass has not left when the next one begins
     assert slow.stages[1].why == choice.stages[2].why

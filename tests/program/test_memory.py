@@ -15,7 +15,7 @@ from stretto import Costs, Phase
 from stretto.costs import Link, PhaseTimes
 from stretto.layers import DENSE, MOE, Layer
 from stretto.program.needs import link_tasks
-from stretto.program.task import BACKWARDS, COMPUTE, FORWARDS, Kind
+from stretto.program.task import BACKWARDS, COMPUTE, FORWARDS, Kind, Lane
 from stretto.schedules import gpipe, interleaved, one_f_one_b
 from stretto.timeline import memory_bound
 
@@ -172,6 +172,26 @@ def test_phases_are_recomputed_one_by_one() -> None:
     assert held.bytes.tolist() == [10, 4, 7, 4, 7, 0, 0]
 
 
+def test_a_pass_comes_back_when_the_one_has_left_for_which_its_forward_waits() -> None:
+    """Pairs begin with the forward here. Its compute waits for an offload, so the onload beside it does too."""
+    times = {"attn": PhaseTimes(4, 1, 1), "mlp": PhaseTimes(1, 1, 1)}
+    costs = Costs(phases={**times, "dispatch": PhaseTimes(1, 1), "combine": PhaseTimes(1, 1)})
+    plan = interleaved(devices=2, microbatches=8, overlap=True)
+    program = stretto.lower(plan, layers=[[MOE]] * 4, costs=costs, offload=1)
+    assert stretto.check(program) == []
+    needs = {
+        at: {program.task(need) for need in program.need[program.needing == at].tolist()} for at in range(len(program))
+    }
+    found = 0
+    for at, task in enumerate(program.tasks()):
+        beside = (n for n in range(at, len(program)) if program.task(n).lane == Lane(task.device))
+        if task.kind is Kind.ONLOAD and (first := next(beside, None)) is not None:
+            left = {need for need in needs[first] if need.kind is Kind.OFFLOAD and program.task(first).kind is Kind.F}
+            assert left <= needs[at]
+            found += any((need.stage, need.microbatch) != (task.stage, task.microbatch) for need in left)
+    assert found
+
+
 @given(plans(), st.booleans(), st.data())
 def test_check_finds_every_dropped_wait_of_a_copy(plan: stretto.Plan, phases: bool, data: st.DataObject) -> None:
     """Of all waits between lanes that memory traffic brought, each is missed when it is dropped."""
@@ -181,8 +201,15 @@ def test_check_finds_every_dropped_wait_of_a_copy(plan: stretto.Plan, phases: bo
     needing = program.needing
     copies = np.flatnonzero(program.work.among((Kind.OFFLOAD, Kind.ONLOAD)))
     entries = np.flatnonzero(np.isin(needing, copies) | np.isin(program.need, copies))
-    # An onload also waits for the compute before it: that is the rule's timing, not its soundness.
-    timing = (kind[needing] == Kind.ONLOAD) & program.work.among(COMPUTE)[program.need]
+    # An onload also waits for the compute before it, and for what the forward beside it waits for: that is the rule's
+    # timing, not its soundness.
+    slot, comes_back = program.work.slot, kind[needing] == Kind.ONLOAD
+    filled = slot[program.tables.starts[program.work.stage, program.work.microbatch]]  # by the forward of each pass
+    elsewhere = (kind[program.need] == Kind.OFFLOAD) & (filled[program.need] != slot[needing])
+    same = (program.work.stage[program.need] == program.work.stage[needing]) & (
+        program.work.microbatch[program.need] == program.work.microbatch[needing]
+    )
+    timing = comes_back & (program.work.among(COMPUTE)[program.need] | (elsewhere & ~same))
     entries = entries[~timing[entries]]
     if not len(entries):
         return

@@ -161,7 +161,8 @@ class _Search:
             if not can[stage]:
                 return "needed again too soon to leave" if self.may_leave[stage] else "nothing of it may leave"
             if not gains[stage]:
-                return f"nothing to gain: its device's peak would fall by less than {_LEAST:.0%}"
+                least = "stay" if self.limit is not None else f"fall by less than {_LEAST:.0%}"
+                return f"nothing to gain: its device's peak would {least}"
             if not wanted[stage]:
                 return "limit reached without it: its device holds less"
             if fractions[stage] < hiding[stage]:
@@ -205,8 +206,8 @@ class _Search:
         return run.time <= self.without.time * (1 + self.slower) * (1 + _ROUNDING)
 
     def _falls(self, run: _Run) -> Bools:
-        """Return which devices have a peak that is lower than without offload by at least a little."""
-        falls: Bools = run.peaks <= self.without.peaks * (1 - _LEAST)
+        """Return which devices have a lower peak than without offload: by enough, or with a limit, by anything."""
+        falls: Bools = run.peaks < self.without.peaks * (1 - (_LEAST if self.limit is None else _ROUNDING))
         return falls
 
     def _is_within(self, run: _Run) -> bool:
