@@ -65,7 +65,9 @@ def test_kimi_k2_measured(figures: ModuleType, tmp_path: Path, monkeypatch: pyte
     found = texts(figures, "overlap_measured", tmp_path)
     assert DrawnFigure.cut_off == []
     # Each of three cells is shown twice, as measured and as simulated.
-    assert (found["Computation"], found["Communication"], found["Offload"]) == (2, 2, 0)
+    assert (found["Computation"], found["Communication"]) == (2, 2)
+    assert found["Offload"] >= 2 + 4  # two of them are labels of rows
+    assert found["Onload"] >= 2
     assert min(found[name] for name in ("Attn", "MLP", "EP-D", "EP-C", "WGrad")) >= 4
     assert found["PP"] >= 2
     assert {"Device 0", "Device 1", "VPP + 1 warmup", "Time →"} <= set(found)
