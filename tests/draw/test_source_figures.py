@@ -68,7 +68,7 @@ def test_kimi_k2_measured(figures: ModuleType, tmp_path: Path, monkeypatch: pyte
     assert (found["Computation"], found["Communication"]) == (2, 2)
     assert found["Offload"] >= 2 + 4  # two of them are labels of rows
     assert found["Onload"] >= 2
-    assert min(found[name] for name in ("Attn", "MLP", "EP-D", "EP-C", "WGrad")) >= 4
+    assert min(found[name] for name in ("Attn", "MLP", "EP-D", "EP-C", "WGrad")) >= 3
     assert found["PP"] >= 2
     assert {"Device 0", "Device 1", "VPP + 1 warmup", "Time →"} <= set(found)
     titles = [text for text in found.elements() if re.fullmatch(r"(measured|simulated) \d.*", text)]
