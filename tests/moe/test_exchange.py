@@ -4,7 +4,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,7 +32,8 @@ from ranks import Ranks
 from stretto.ir.errors import PipelineError
 from stretto.layers import EXPERT_PARALLEL_MOE, MOE
 from stretto.model.blocks import MoeBlock
-from stretto.moe import ExpertRanks, Experts, RoutedExperts
+from stretto.moe import AllToAll, ExpertRanks, Experts, RoutedExperts
+from stretto.moe.all_to_all import Counting
 from stretto.moe.exchange import Local, validate_exchange
 
 _NO_EXPERT = (
@@ -116,6 +117,42 @@ def test_forwards_in_bfloat16_are_equal_to_the_bit(ranks: Ranks) -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 def test_only_sizes_make_the_host_wait_and_streams_change_nothing(ranks: Ranks, fp8: bool) -> None:
     assert ranks.run(on_streams, 2, fp8) == [[], []]
+
+
+class _Alone:
+    """One rank by itself, which waits for nothing."""
+
+    rank, size = 0, 1
+
+    def mark(self) -> int:
+        return 7
+
+    def all_to_all(self, taken: torch.Tensor, sent: torch.Tensor) -> None:
+        taken.copy_(sent)
+
+    def wait(self) -> None: ...
+
+    def validate(self, marks: list[int]) -> None: ...
+
+
+def test_memory_that_the_device_writes_numbers_to_is_kept_until_the_host_has_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Phases hand on detached tensors, as `sizes` gets them here."""
+    written: list[torch.Tensor] = []
+    exchange = AllToAll(cast("ExpertRanks", _Alone()))
+
+    def written_by_a_kernel(numbers: torch.Tensor) -> torch.Tensor:
+        written.append(numbers.clone())
+        return exchange._kept(written[-1])
+
+    monkeypatch.setattr(exchange, "_to_host", written_by_a_kernel)
+    counted, other = (exchange.count(torch.tensor([[0, 1], [1, 2]]), 4) for _ in range(2))
+    del written[:]
+    assert len(exchange._on_the_way) == 2
+    order, arriving_ne, host = counted.state
+    assert exchange.sizes(counted._replace(state=Counting(order, arriving_ne, host.detach()))).sent == [4]
+    assert list(exchange._on_the_way) == [other.state.host.data_ptr()]
 
 
 def test_only_tokens_travel_in_fp8(ranks: Ranks) -> None:

@@ -65,7 +65,9 @@ class AllToAll:
 
     def __init__(self, ranks: ExpertRanks, *, fp8: bool = False) -> None:
         self._ranks, self._fp8 = ranks, fp8
-        self._on_the_way: dict[int, Tensor] = {}  # numbers that the device writes to host memory, which must stay
+        # Numbers that the device writes to host memory, which must stay until the host has waited, by their addresses:
+        # phases hand on other tensors of the same memory.
+        self._on_the_way: dict[int, Tensor] = {}
 
     def count(self, indices_TK: Tensor, experts: int) -> Counted:
         size = self._ranks.size
@@ -81,7 +83,7 @@ class AllToAll:
     def sizes(self, counted: Counted) -> Sized:
         self._ranks.wait()
         order, arriving_ne, host = counted.state
-        self._on_the_way.pop(id(host), None)
+        self._on_the_way.pop(host.data_ptr(), None)
         sent, arriving = host[:, :, 1:].sum(2).tolist()
         self._ranks.validate(host[1, :, 0].tolist())
         validate_rows(order, sum(sent))
@@ -111,10 +113,14 @@ class AllToAll:
         if has_kernels(numbers):
             from stretto.moe.row_kernels import copy_to
 
-            self._on_the_way[id(host)] = host
-            copy_to(host, numbers)
+            copy_to(self._kept(host), numbers)
             return host
         return host.copy_(numbers, non_blocking=True)
+
+    def _kept(self, host: Tensor) -> Tensor:
+        """Keep host memory that the device writes to until `sizes` has waited."""
+        self._on_the_way[host.data_ptr()] = host
+        return host
 
 
 def _transposed(counts_ne: Tensor, *, rows: int) -> Permutation:
