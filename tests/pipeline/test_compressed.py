@@ -15,8 +15,9 @@ import memory_jobs
 from devices import device_ranks
 from memory_jobs import CompressedFound
 from ranks import Ranks
-from stretto import Memory
+from stretto import Memory, PipelineError
 from stretto.pipeline.compressed import Compressed, compressed_bytes, compressible
+from stretto.pipeline.pytree import storage_of
 from stretto.pipeline.recompute import Kept
 from stretto.pipeline.saving import SavedPass
 
@@ -87,6 +88,9 @@ def test_what_is_saved_twice_is_stored_once_and_comes_back_once() -> None:
     assert first is not None
     back = first.tensor()
     assert first.tensor().data_ptr() == back.data_ptr()
+    back.add_(1)
+    with pytest.raises(PipelineError, match="changed in place by a backward"):
+        first.tensor()
     tensor.add_(1)
     assert saved.compressed(tensor, partial(Kept, site="a"), "compute") is not first
 
@@ -124,6 +128,24 @@ def test_weights_that_autocast_casts_stay(ranks: Ranks, frozen: bool, function: 
         pytest.skip("nobody tells that it is a weight")
     (shapes,) = ranks.run(memory_jobs.compressed_shapes, 1, frozen, function)
     assert shapes == {(4, 256)}
+
+
+PARTS = {
+    "one of several": lambda w: w.unbind(0)[1],
+    "a half": lambda w: w.flatten(0, 1).chunk(2)[0],
+    "expanded": lambda w: w[:1].expand(2, -1, -1),
+    "copied": lambda w: w[0].t().contiguous(),
+    "squeezed": lambda w: w[:1].squeeze(0).unsqueeze(0),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_of_weights_stay(part: str) -> None:
+    weight = torch.nn.Parameter(torch.randn(3, 128, 128))
+    saved = SavedPass(CPU, 0, [storage_of(weight)], leaves=False)
+    assert not saved.may_change(PARTS[part](weight).bfloat16())
+    assert not saved.may_change(PARTS[part](weight.bfloat16()))
+    assert saved.may_change((PARTS[part](weight) * torch.randn(1)).bfloat16())
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from stretto.ir.errors import PipelineError
 from stretto.moe.fp8 import pack, unpack
 from stretto.pipeline.pytree import version_of
 from stretto.pipeline.storages import WeakStorage
@@ -24,24 +25,27 @@ class Stored(Protocol):
 class Compressed:
     """A saved tensor whose numbers are stored in float8."""
 
-    __slots__ = ("__weakref__", "_bytes", "_dtype", "_features", "_last", "_order", "_sizes")
+    __slots__ = ("__weakref__", "_bytes", "_dtype", "_features", "_last", "_order", "_sizes", "_version")
 
     def __init__(self, stored: Stored, saved: Tensor, features: int) -> None:
         """`stored` stands for the bytes of the tensor that was saved, in rows of so many features."""
         self._bytes, self._features, self._dtype = stored, features, saved.dtype
         self._order = _memory_order(saved)
         self._sizes = [saved.shape[dim] for dim in self._order]
-        self._last: WeakStorage | None = None
+        self._last: weakref.ref[Tensor] | None = None
+        self._version = 0
 
     def tensor(self) -> Tensor:
-        """Return the tensor, rounded: the same one while somebody holds it."""
-        if self._last is not None and (storage := self._last.storage()) is not None:
-            rows = torch.empty(0, dtype=self._dtype, device=storage.device)
-            rows.set_(storage, 0, (storage.nbytes() // rows.element_size(),), (1,))
-        else:
+        """Return the tensor, rounded: the same memory while somebody holds a view of it."""
+        rows = None if self._last is None else self._last()
+        if rows is None:
             with torch.no_grad():
                 rows = unpack(self._bytes.tensor(), features=self._features, dtype=self._dtype)
-            self._last = WeakStorage(rows.untyped_storage())
+            self._last, self._version = weakref.ref(rows), version_of(rows)
+        elif version_of(rows) != self._version:
+            raise PipelineError(
+                "a tensor that the backward needs was changed in place by a backward (stored in float8)"
+            )
         order = sorted(range(len(self._order)), key=self._order.__getitem__)
         tensor: Tensor = rows.view(self._sizes).permute(order)
         return tensor

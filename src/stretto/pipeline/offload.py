@@ -16,13 +16,15 @@ _ALIGNED = 512  # bytes between the beginnings of tensors in host memory
 class Stored:
     """The memory of tensors that share a storage: on the device, in host memory, or on the way."""
 
-    __slots__ = ("__weakref__", "device", "host", "nbytes", "views")
+    __slots__ = ("__weakref__", "device", "host", "nbytes", "version", "views")
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self.nbytes = storage.nbytes()
         self.device: Tensor | None = _bytes_of(storage, tensor.device)
         self.host: Tensor | None = None
+        self.version = 0
+        """How often the memory had been changed in place when it was back."""
         self.views: list[weakref.ref[View]] = []
 
 
@@ -44,10 +46,13 @@ class View:
             self.validate()
             tensor = self._tensor
         else:
-            dtype, *geometry = self._geometry
+            dtype, offset, size, stride = self._geometry
             memory = self._stored.device
             assert memory is not None, "this activation is still in host memory"
-            tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), *geometry)
+            self.is_stale = self.is_stale or version_of(memory) != self._stored.version
+            # A view, so that changes in place are counted for all tensors of this memory.
+            whole = memory[: self._stored.nbytes - self._stored.nbytes % dtype.itemsize].view(dtype)
+            tensor = whole.as_strided(size, stride, offset)
         if self.is_stale:
             raise PipelineError(f"a tensor that the backward needs was changed in place (saved by {self._site})")
         return tensor
@@ -116,7 +121,7 @@ class Away:
         for stored, device in zip(left, self._arriving, strict=True):
             assert stored.host is not None
             device.copy_(stored.host, non_blocking=True)
-            stored.device, stored.host = device, None
+            stored.device, stored.host, stored.version = device, None, version_of(device)
 
     def settle(self) -> None:
         """Note that the stream whose memory it is waits for the copies back: from now on it may be freed."""

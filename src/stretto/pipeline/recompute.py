@@ -40,11 +40,14 @@ class Handle:
     A backward that is itself differentiated frees nothing: then it holds the value until it is unpacked.
     """
 
-    __slots__ = ("__weakref__", "_run", "value")
+    __slots__ = ("__weakref__", "_run", "_version", "value")
 
     def __init__(self, run: "Run") -> None:
-        self._run = run
+        self._run, self._version = run, 0
         self.value: Tensor | None = None
+
+    def fill(self, value: Tensor) -> None:
+        self.value, self._version = value, version_of(value)
 
     def tensor(self) -> Tensor:
         if self.value is None:
@@ -52,6 +55,10 @@ class Handle:
         value = self.value
         if value is None:
             raise PipelineError(f"{self._run.name} {_OTHERS}")
+        if version_of(value) != self._version:
+            raise PipelineError(
+                f"a tensor that the backward needs was changed in place by a backward (recomputed by {self._run.name})"
+            )
         if torch.is_grad_enabled():
             self.value = None
         return value
@@ -238,10 +245,10 @@ class Run:
             raise PipelineError(f"{self.name} {_OTHERS}")
         for (reference, _), (saved, _) in zip(self._saved, captured, strict=False):
             if (handle := reference()) is not None and handle.value is None:
-                handle.value = saved
+                handle.fill(saved)
         leaves = pytree.tree_leaves(out)
         for handle, number, geometry in outputs:
-            handle.value = leaves[number].detach().as_strided(*geometry)
+            handle.fill(leaves[number].detach().as_strided(*geometry))
 
 
 @contextmanager

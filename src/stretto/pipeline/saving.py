@@ -83,7 +83,7 @@ class SavedPass:
         return not self._is_a_cast(saved)
 
     def _is_a_cast(self, saved: Tensor) -> bool:
-        """Return whether a tensor is a parameter in another dtype, as under autocast."""
+        """Return whether a tensor is a parameter or a part of one, copied or in another dtype, as under autocast."""
         node = saved.grad_fn
         while node is not None and node.name() in _CASTS:
             node = node.next_functions[0][0]
@@ -290,9 +290,9 @@ class Saving:
     _pack.is_ours = True  # type: ignore[attr-defined]
 
     def _store(self, tensor: Tensor) -> Kept | View:
-        """Let a tensor leave or stay, as it is."""
+        """Let a tensor leave or stay, as it is; it may leave, or stands for one that may."""
         assert self._pass is not None
-        if self._action.endswith("offload") and self._pass.away is not None and self._pass.may_change(tensor):
+        if self._action.endswith("offload") and self._pass.away is not None:
             self._note("offload", tensor)
             return self._pass.away.view(tensor, self._label)
         self._note("keep", tensor)
@@ -303,8 +303,14 @@ class Saving:
             self.noted(what, self._label if run is None else run.label, saved, run)
 
 
-_CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"})
-"""Operations of autograd that cast a tensor, or view it."""
+_CASTS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("ToCopy", "Clone", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided"),
+        *("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "Expand", "Unsqueeze", "Squeeze", "Diagonal"),
+    )
+) | {"SqueezeBackward1", "SqueezeBackward2"}
+"""Operations of autograd that copy a tensor, cast it, or view it or a part of it."""
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -68,7 +68,7 @@ class PatternCheck:
         if self._policy.compresses and not any(compressed) and self._team.rank == 0:
             warnings.warn(
                 "memory names fp8, but nothing was stored in float8: only bfloat16 and float16 tensors of at least "
-                "min_bytes are",
+                "min_bytes are, and no parameters, inputs of the step and received messages",
                 stacklevel=2,
             )
         for pattern in self._policy.sites:
