@@ -235,7 +235,8 @@ def test_what_becomes_small_in_float8_leaves() -> None:
     """`min_bytes` is about the tensor as it is: 768 bytes, and 396 in float8."""
     one = Pass(Scratching(), Memory(sites={"*": "fp8+offload"}))
     one.saved._min_bytes = 600
-    one.forward(torch.randn(3, 128, dtype=torch.bfloat16).requires_grad_())
+    out = one.forward(torch.randn(3, 128, dtype=torch.bfloat16).requires_grad_())
+    assert out.requires_grad  # it keeps what was saved
     assert [stored.nbytes for stored in one.away.candidates()] == [396]
 
 
