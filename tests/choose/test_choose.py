@@ -190,6 +190,20 @@ def test_a_limit_out_of_reach_is_refused_in_one_line() -> None:
     )
 
 
+def test_no_device_offloads_more_than_its_limit_takes() -> None:
+    """Devices 0 and 1 hold 4 and 3 GB. A little less of either stage is too little."""
+    costs, limit = costs_of(FAST), 2.5e9
+    choice = choose_memory(PLAN, costs, limit=limit)
+    assert [stage.fraction > 0 for stage in choice.stages] == [True, True, False, False]
+    assert max(device.peak_after for device in choice.devices) <= limit
+    for stage in (0, 1):
+        less = tuple(size - 1e7 * (k == stage) for k, size in enumerate(choice.offload_bytes))
+        program = lower(PLAN, costs=costs, offload=1)
+        moved = msgspec.structs.replace(costs, offload_bytes=less)
+        peaks = [device.peak_bytes or 0.0 for device in simulate(program, moved).memory(moved)]
+        assert peaks[stage] > limit
+
+
 def test_copies_that_gain_next_to_nothing_are_left_out() -> None:
     """Copies take some of a device's memory bandwidth, even if they hide. If a limit needs them, they are made."""
     choice = choose_memory(PLAN, costs_of(1e9))

@@ -183,24 +183,32 @@ class _Search:
         return fractions(most)
 
     def _needed(self, hiding: Floats) -> Floats:
-        """Return the smallest of these fractions with which every device is within the limit. The stages whose
-        activations are held longest leave first, each as far as it hides before the next.
+        """Return the smallest of these fractions with which every device is within the limit. Of a device's stages,
+        those whose activations are held longest leave first, each as far as it hides before the next.
         """
-        order = sorted(np.flatnonzero(hiding).tolist(), key=lambda stage: (-self.held[stage], stage))
-        places = np.full(self.stages, len(order))
-        places[order] = np.arange(len(order))
-
-        def fractions(spared: int) -> Floats:
-            steps = np.clip(_STEPS * (len(order) - places) - spared, 0, _STEPS)
-            return _rounded_down(hiding * steps / _STEPS)
-
-        def suffices(spared: int) -> bool:
-            run = self.run(fractions(spared))
-            return self._is_within(run) and self._hides(run)
-
         if not self._is_within(most := self.run(hiding)):
             raise PlanError(self._too_much(most))
-        return fractions(_largest(_STEPS * len(order), suffices))
+        limit, leaves = self.limit, (self.passes > 0) & (hiding > 0)
+        assert limit is not None
+        order = np.argsort(-self.held, kind="stable")
+        rank = np.zeros(leaves.shape, dtype=np.int64)  # how many of a device's stages leave before each
+        rank[:, order] = np.cumsum(leaves[:, order], axis=1) - leaves[:, order]
+        counts = leaves.sum(1)
+
+        def fractions(spared: Ints) -> Floats:
+            steps = np.clip(_STEPS * (counts[:, None] - rank) - spared[:, None], 0, _STEPS)
+            return _rounded_down(hiding * np.where(leaves, steps, 0).max(0) / _STEPS)
+
+        # All devices are searched at once, since a device's peak depends on what leaves from it.
+        good, bad = np.zeros_like(counts), _STEPS * counts + 1
+        while (bad - good > 1).any():
+            middle = (good + bad) // 2
+            within = self.run(fractions(middle)).peaks <= limit
+            good, bad = np.where(within, middle, good), np.where(within, bad, middle)
+        # Not quite, though: where one device's copies move another's passes, a bit less is spared everywhere.
+        while good.any() and not (self._is_within(run := self.run(fractions(good))) and self._hides(run)):
+            good = np.maximum(0, good - _STEPS // 20)
+        return fractions(good)
 
     def _hides(self, run: _Run) -> bool:
         return run.time <= self.without.time * (1 + self.slower) * (1 + _ROUNDING)
