@@ -77,8 +77,8 @@ class Place:
     skewed: bool
 
 
-def ours(place: Place, plan: stretto.Plan, costs: stretto.Costs | None, memory: Any = "none") -> Made:
-    pipe = stretto.Pipeline(
+def pipeline(place: Place, plan: stretto.Plan, costs: stretto.Costs | None, memory: Any) -> stretto.Pipeline:
+    return stretto.Pipeline(
         lambda number: Layer(number, skewed=place.skewed),
         layer_count=LAYERS,
         plan=plan,
@@ -88,6 +88,10 @@ def ours(place: Place, plan: stretto.Plan, costs: stretto.Costs | None, memory: 
         memory=memory,
         timeout=60,
     )
+
+
+def ours(place: Place, plan: stretto.Plan, costs: stretto.Costs | None, memory: Any = "none") -> Made:
+    pipe = pipeline(place, plan, costs, memory)
     if pipe.memory_choice is not None:
         say(f"\n{pipe.memory_choice}\n")
     return Made(
@@ -100,15 +104,7 @@ def ours(place: Place, plan: stretto.Plan, costs: stretto.Costs | None, memory: 
 
 def offloading(place: Place, plan: stretto.Plan, costs: stretto.Costs) -> Made:
     """Ours, with as much offloaded as hides."""
-    pipe = stretto.Pipeline(
-        lambda number: Layer(number, skewed=place.skewed),
-        layer_count=LAYERS,
-        plan=plan,
-        loss=loss,
-        mesh=place.mesh,
-        costs=costs,
-        timeout=60,
-    )
+    pipe = pipeline(place, plan, costs, "none")
     report = pipe.dry_run(place.x, place.y)
     pipe.close()
     link = Link(bandwidth=HOST_LINK / dist.get_world_size())

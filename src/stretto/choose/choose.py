@@ -205,10 +205,13 @@ class _Search:
             middle = (good + bad) // 2
             within = self.run(fractions(middle)).peaks <= limit
             good, bad = np.where(within, middle, good), np.where(within, bad, middle)
-        # Not quite, though: where one device's copies move another's passes, a bit less is spared everywhere.
-        while good.any() and not (self._is_within(run := self.run(fractions(good))) and self._hides(run)):
-            good = np.maximum(0, good - _STEPS // 20)
-        return fractions(good)
+
+        def suffices(share: int) -> bool:
+            run = self.run(fractions(good * share // _STEPS))
+            return self._is_within(run) and self._hides(run)
+
+        # Not quite, though: where one device's copies move another's passes, less is spared on all of them.
+        return fractions(good * _largest(_STEPS, suffices) // _STEPS)
 
     def _hides(self, run: _Run) -> bool:
         return run.time <= self.without.time * (1 + self.slower) * (1 + _ROUNDING)
