@@ -80,8 +80,8 @@ def test_slow_copies_are_exposed_by_hand() -> None:
     timeline = stretto.simulate(stretto.lower(plan, offload=1), costs)
     found = {str(span.task): (span.start, span.end) for span in timeline.spans()}
     # Buffers 0 and 1 hold the first two; the third forward waits for buffer 0, the fourth takes buffer 2, and what
-    # the first saved comes back into buffer 1.
-    assert [found[f"0F{k}"] for k in range(4)] == [(0, 1), (1, 2), (3, 4), (4, 5)]
+    # the first saved comes back into buffer 1. The fourth waits for buffer 1, too: its memory is the compute lane's.
+    assert [found[f"0F{k}"] for k in range(4)] == [(0, 1), (1, 2), (3, 4), (5, 6)]
     assert [found[f"0OFFLOAD{k}"] for k in range(4)] == [(1, 3), (3, 5), (5, 7), (7, 9)]
     assert [found[f"0ONLOAD{k}"] for k in range(4)] == [(5, 7), (7, 9), (9, 11), (11, 13)]
     assert [found[f"0B{k}"] for k in range(4)] == [(7, 8), (9, 10), (11, 12), (13, 14)]
@@ -192,6 +192,21 @@ def test_a_pass_comes_back_when_the_one_has_left_for_which_its_forward_waits() -
     assert found
 
 
+@given(plans(), st.integers(1, 3), st.booleans())
+def test_all_lanes_that_compute_wait_for_a_pass_to_leave_when_one_does(
+    plan: stretto.Plan, room: int, phases: bool
+) -> None:
+    """The first task that waits frees the memory of what has left, which any lane may then be given."""
+    program = stretto.lower(plan, layers=[[MOE]] * plan.stages if phases else None, offload=room)
+    for offload in np.flatnonzero(program.work.kind == Kind.OFFLOAD).tolist():
+        device = program.task(offload).device
+        waiting = set(program.needing[program.need == offload].tolist())
+        for name in ("compute", "comm"):
+            lane = (at for at in range(min(waiting), len(program)) if program.task(at).lane == Lane(device, name))
+            after = next(lane, None)
+            assert after is None or after in waiting, (program.task(offload), program.task(after))
+
+
 @given(plans(), st.booleans(), st.data())
 def test_check_finds_every_dropped_wait_of_a_copy(plan: stretto.Plan, phases: bool, data: st.DataObject) -> None:
     """Of all waits between lanes that memory traffic brought, each is missed when it is dropped."""
@@ -201,15 +216,19 @@ def test_check_finds_every_dropped_wait_of_a_copy(plan: stretto.Plan, phases: bo
     needing = program.needing
     copies = np.flatnonzero(program.work.among((Kind.OFFLOAD, Kind.ONLOAD)))
     entries = np.flatnonzero(np.isin(needing, copies) | np.isin(program.need, copies))
-    # An onload also waits for the compute before it, and for what the forward beside it waits for: that is the rule's
-    # timing, not its soundness.
-    slot, comes_back = program.work.slot, kind[needing] == Kind.ONLOAD
-    filled = slot[program.tables.starts[program.work.stage, program.work.microbatch]]  # by the forward of each pass
-    elsewhere = (kind[program.need] == Kind.OFFLOAD) & (filled[program.need] != slot[needing])
-    same = (program.work.stage[program.need] == program.work.stage[needing]) & (
-        program.work.microbatch[program.need] == program.work.microbatch[needing]
-    )
-    timing = comes_back & (program.work.among(COMPUTE)[program.need] | (elsewhere & ~same))
+    # An onload also waits for the compute before it, and for what the forward beside it waits for; and when one task
+    # waits for a pass to leave, other lanes do too. That is the rule's timing, not its soundness: sound is what fills
+    # the buffer of the pass, or brings it back, and is the first on its lane that waits for it.
+    work, need = program.work, program.need
+    fills = np.where(work.among((*FORWARDS, Kind.ONLOAD)), work.slot, -1)[needing]
+    filled = work.slot[program.tables.starts[work.stage, work.microbatch]]  # by the forward of each pass
+    same = (work.stage[need] == work.stage[needing]) & (work.microbatch[need] == work.microbatch[needing])
+    sound = (fills >= 0) & ((fills == filled[need]) | (same & (kind[needing] == Kind.ONLOAD)))
+    first: dict[tuple[int, int], int] = {}
+    for at in range(len(need)):
+        first.setdefault((int(program.lane[needing[at]]), int(need[at])), at)
+    sound &= np.isin(np.arange(len(need)), list(first.values()))
+    timing = np.where(kind[need] == Kind.OFFLOAD, ~sound, (kind[needing] == Kind.ONLOAD) & work.among(COMPUTE)[need])
     entries = entries[~timing[entries]]
     if not len(entries):
         return

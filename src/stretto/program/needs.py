@@ -61,7 +61,7 @@ def link(
         (task, np.where(device[task] == device[need], need, -1))  # transfers cover the others
         for task, need in (
             *_needs(tables, device),
-            *_memory_needs(tables, device, _on("compute", lanes, lane)),
+            *_memory_needs(tables, device, *(_on(name, lanes, lane) for name in ("compute", "comm"))),
             sum_needs(work, anatomy, lane, device),
             _host_needs(lanes, lane, device),
         )
@@ -92,10 +92,12 @@ def _needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
     yield tables.end(Kind.SEND_B), tables.back_results
 
 
-def _memory_needs(tables: TaskIndex, device: Ints, computes: Bools) -> Iterator[tuple[Ints, Ints]]:
+def _memory_needs(
+    tables: TaskIndex, device: Ints, computes: Bools, communicates: Bools
+) -> Iterator[tuple[Ints, Ints]]:
     """Yield the same for reused buffers, for recomputation, and for copies to host memory and back.
 
-    `computes` says which tasks are on compute lanes.
+    `computes` and `communicates` say which tasks are on compute and comm lanes.
     """
     work = tables.work
     emptied = np.full(len(device), -1)
@@ -120,7 +122,16 @@ def _memory_needs(tables: TaskIndex, device: Ints, computes: Bools) -> Iterator[
     # comes back would take memory beside the one that leaves, and compute would not start earlier.
     beside = next_after(computes, device)[onloads]
     left = np.where(beside >= 0, emptied[beside], -1)
-    yield onloads, np.where((left >= 0) & (left < onloads) & (work.kind[left] == Kind.OFFLOAD), left, -1)
+    left = np.where((left >= 0) & (left < onloads) & (work.kind[left] == Kind.OFFLOAD), left, -1)
+    yield onloads, left
+    # The first task that waits for a pass to leave frees its memory, for every lane that computes: all of them wait.
+    first = np.full(len(device), len(device))
+    for task, need in ((np.arange(len(device)), emptied), (onloads, left), (onload.ravel(), offload.ravel())):
+        np.minimum.at(first, need[need >= 0], task[need >= 0])
+    offloads = np.flatnonzero((work.kind == Kind.OFFLOAD) & (first < len(device)))
+    for on_lane in (computes, communicates):
+        waiting = next_after(on_lane, device)[first[offloads]]
+        yield waiting[waiting >= 0], offloads[waiting >= 0]
 
 
 def _host_needs(lanes: tuple[Lane, ...], lane: Ints, device: Ints) -> tuple[Ints, Ints]:
