@@ -228,7 +228,10 @@ def test_a_report_prints_two_tables() -> None:
     sites = SiteMemory("attn", 3_000_000, 0, 21_000_000), SiteMemory("mlp.experts", 512, 1_540_000, 0)
     stages = (StageMemory(0, sites, 1, 2, 3, 4, 5, 6), StageMemory(1, sites[:1], 1, 2, 3, 4, 5, 6))
     report = MemoryReport(
-        stages, (RankMemory(0, 10**9, 2 * 10**9, 3 * 10**7, 0, 5 * 10**10, (0, 1)),), has_loss=True, memory=Memory()
+        stages,
+        (RankMemory(0, 10**9, 2 * 10**9, 3 * 10**7, 10**6, 0, 5 * 10**10, (0, 1)),),
+        has_loss=True,
+        memory=Memory(),
     )
     assert (
         str(report)

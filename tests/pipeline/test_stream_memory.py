@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ranks import Ranks
-from stream_jobs import Averaging, watched
+from stream_jobs import Averaging, foreseen, watched
 from stretto import Memory
 from stretto.pipeline.storages import storages_of
 
@@ -67,3 +67,20 @@ def test_it_would_be_seen_and_keeping_takes_little(ranks: Ranks, forgetful: str)
     assert wrong
     ((_, peak, _, _),) = ranks.run(watched, 1, True, POLICIES["offload"])
     assert peak <= 1.02 * least
+
+
+@pytest.mark.parametrize(
+    ("schedule", "device", "policy"),
+    [
+        ("interleaved", 0, "offload"),
+        ("interleaved", 1, "none"),
+        ("dualpipev", 0, "offload"),
+        ("dualpipev", 1, "norms"),
+        ("zb_v", 0, "norms"),
+        ("zb_v", 1, "none"),
+    ],
+)
+def test_dry_runs_foresee_peaks(ranks: Ranks, schedule: str, device: int, policy: str) -> None:
+    """Also beside backwards that no forward is paired with, where gradients come to whole passes."""
+    ((predicted, held),) = ranks.run(foreseen, 1, schedule, device, POLICIES[policy])
+    assert 0.92 * predicted <= held <= 1.03 * predicted, held / predicted

@@ -109,6 +109,8 @@ class Watching(TorchDispatchMode):
         self.task: Hashable = None
         self.peak = 0
         """The most bytes that were alive at a time."""
+        self.peak_at_ends = 0
+        """The same when a task ends."""
 
     def doing(self, task: Hashable, act: Callable[[], Any]) -> Callable[[], Any]:
         """Return the function of a task, seen."""
@@ -120,6 +122,7 @@ class Watching(TorchDispatchMode):
                 return act()
             finally:
                 self._sweep()
+                self.peak_at_ends = max(self.peak_at_ends, self._alive())
                 self.task = None
 
         return seen
@@ -146,8 +149,11 @@ class Watching(TorchDispatchMode):
             made.users.add((self.task, self._streams.now))
             weak: Any = StorageWeakRef
             self._memory[storage._cdata] = weak(storage), made, storage.nbytes()
-        self.peak = max(self.peak, sum(nbytes for _, _, nbytes in self._memory.values()))
+        self.peak = max(self.peak, self._alive())
         return out
+
+    def _alive(self) -> int:
+        return sum(nbytes for _, _, nbytes in self._memory.values())
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -82,13 +82,14 @@ class DeviceLanes:
         self._main: Any = None
         self._begun: dict[int, Begun] = {}
         self._in_flight: deque[Begun] = deque()
-        self._kept_until = kept_until(tasks, self._needs)
+        self.kept_until = kept_until(tasks, self._needs)
+        """For each task, the number of tasks to issue before what it used and other lanes own is released."""
         self._kept: dict[int, list[object]] = {}  # by the number of tasks to issue before
 
     def compile(self, at: int, act: Act, recorder: Recorder | None = None) -> Issue:
         own, needs, events, begun = self._streams[at], self._needs[at], self._events, self._begun
         event, check = events.get(at), self._supervisor.check
-        used, kept, until = self._used, self._kept, self._kept_until[at]
+        used, kept, until = self._used, self._kept, self.kept_until[at]
         if recorder is not None:
             act = _timed(recorder, at, act)
 

@@ -1,6 +1,6 @@
 """Binds a rank's tasks (forwards, backwards, transfers, sums) to callables that the executor runs."""
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, Protocol
@@ -83,7 +83,8 @@ class StepBinding:
         self.tasks = self._executor.tasks
         self._recv_buffers = RecvBuffers(transfers.device)
         ends = joined_ends(self.tasks, program.anatomy.wgrad_microbatches)
-        self._joins = {self.tasks[at] for at in ends}
+        self.joins = {self.tasks[at] for at in ends}
+        """Weight gradients that are computed together with later ones."""
         taken, after = share_recv_buffers(self.tasks, ends)
         self._buffer_of = {self.tasks[at]: buffer_key for at, buffer_key in taken.items()}
         self._plan_offload(transfers.device, supervisor.rank, host_bytes)
@@ -114,6 +115,17 @@ class StepBinding:
         if self._training:
             for number, stage in self._stages.items():
                 stage.leaving = frozenset(task.microbatch for task in out if task.stage == number)
+
+    @property
+    def needs(self) -> Sequence[Sequence[int]]:
+        """The needs of each task, by index."""
+        return self._executor.needs
+
+    @property
+    def kept_until(self) -> Sequence[int] | None:
+        """Where lanes share memory, how long each task keeps what is another lane's (`DeviceLanes.kept_until`)."""
+        lanes = self._lanes
+        return lanes.kept_until if self._used is not None and isinstance(lanes, DeviceLanes) else None
 
     @property
     def host_pool(self) -> HostPool:
@@ -226,7 +238,7 @@ class StepBinding:
 
                 return both
             case kind if kind in WEIGHTS:
-                owner, joins = self._stages[stage], task in self._joins
+                owner, joins = self._stages[stage], task in self.joins
                 return lambda: owner.weight(microbatch, part, joins=joins)
             case Kind.REDUCE:
                 assert self._reduce is not None

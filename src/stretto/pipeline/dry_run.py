@@ -1,6 +1,6 @@
 """Dry runs: the forwards of one microbatch, and from what they save, how much memory a step takes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -25,6 +25,7 @@ from stretto.pipeline.rehearsal import Rehearsal
 from stretto.pipeline.rng import RngKey, python_generators_kept
 from stretto.pipeline.sites_seen import PatternCheck
 from stretto.pipeline.stage import Stage
+from stretto.pipeline.step_memory import PartMemory, StepMemory
 from stretto.pipeline.storages import storages_of
 from stretto.pipeline.transfers import Transfers
 from stretto.program.program import Program
@@ -63,13 +64,14 @@ class DryRun:
         forwards = evaluation_of(self._program, 1)
         stages = self._rehearse(forwards, batch, targets if has_loss else None, key)
         self._patterns.run(stage.sites_seen() for stage in stages.values())
-        every = self._team.gather([stage.memory for stage in stages.values() if stage.memory is not None], _STAGES)
+        counted = [(stage.memory, stage.parts) for stage in stages.values() if stage.memory is not None]
+        every = self._team.gather(counted, _Counted)
         replica_of = self._program.placement.replica
         mine = replica_of(self._team.rank)
         own = [stage for rank, others in enumerate(every) for stage in others if replica_of(rank) == mine]
-        here = self._team.all_or_none(lambda: self._predict(sorted(own, key=lambda stage: stage.stage)))
+        here = self._team.all_or_none(lambda: self._predict(sorted(own, key=lambda counted: counted[0].stage)))
         largest = {
-            number: max((stage for others in every for stage in others if stage.stage == number), key=_size)
+            number: max((stage for others in every for stage, _ in others if stage.stage == number), key=_size)
             for number in range(self._program.placement.stages)
         }
         return MemoryReport(tuple(largest.values()), tuple(self._team.gather(here, RankMemory)), has_loss, self._memory)
@@ -120,27 +122,35 @@ class DryRun:
             binding.run(_first(batch[0]), _OnlyLoss(losses, numbers, self._team.device), key=key, rows=batch[1])
         return stages
 
-    def _predict(self, stages: Sequence[StageMemory]) -> RankMemory:
+    def _predict(self, counted: "_Counted") -> RankMemory:
         """Return what a step takes on this rank, from what a microbatch of each stage takes in this pipeline.
 
         Raise PipelineError if there is too little host memory.
         """
-        rank = self._team.rank
+        rank, binding, stages = self._team.rank, self._binding, [stage for stage, _ in counted]
+        activations = StepMemory(
+            binding.tasks,
+            binding.needs,
+            self._program.anatomy,
+            [parts for _, parts in counted],
+            joins=binding.joins,
+            kept_until=binding.kept_until,
+        ).peak()
         costs = Costs(
             BW=1.0,  # weight gradients are computed after the input gradient, also in a full backward
             activation_bytes=tuple(float(stage.activations) for stage in stages),
             offload_bytes=tuple(float(stage.offloaded) for stage in stages),
             pending_bytes=tuple(float(stage.pending) for stage in stages),
         )
-        held = memory_bound(self._program, costs)[rank].peak_bytes
-        assert held is not None
-        activations = round(held) + max(stages[number].brought_back for number in self._stages)
+        passes = memory_bound(self._program, costs)[rank].peak_bytes
+        assert passes is not None
         sums, copies = self._gradients.bytes_for({number: it.parameters() for number, it in self._stages.items()})
         return RankMemory(
             rank=rank,
             weights=_bytes_of((*self._module.parameters(), *self._module.buffers())),
             gradients=sums + max(0, copies - activations),
             activations=activations,
+            transient=max(0, activations - round(passes)),
             buffers=sum(
                 stages[stage].inputs if kind is Kind.RECV_F else stages[stage + 1].input_gradients
                 for kind, stage, _ in self._binding.recv_buffers
@@ -150,7 +160,7 @@ class DryRun:
         )
 
 
-_STAGES = list[StageMemory]
+_Counted = list[tuple[StageMemory, list[PartMemory]]]
 
 
 class _OnlyLoss(Measures):
@@ -168,7 +178,7 @@ def _labelled(loss: Loss, stage: Rehearsal) -> Loss:
     """Return a loss whose saved tensors are counted apart from the last layer's."""
 
     def labelled(output: Value, target: Value) -> Any:
-        stage.saving.enter("loss")
+        stage.enter_loss(output)
         return loss(output, target)
 
     return labelled

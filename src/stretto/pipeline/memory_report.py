@@ -69,8 +69,11 @@ class RankMemory:
     """The sums of gradients. Copies of another dtype (`.grad`) are made when no activations are left, and count only as
     far as they are larger than those."""
     activations: int
-    """The most that passes hold at a time, by the order of the program's tasks: what they keep, what a site brings
-    back, and what waits for weight gradients."""
+    """The most that is held for passes at a time, in the order in which tasks are issued: what they keep, what a site
+    brings back, gradients on their way, and what waits for weight gradients."""
+    transient: int
+    """What of that passes do not hold between their forward and their backward: what a site brings back, and gradients
+    on their way."""
     buffers: int
     """Receive buffers."""
     host: int
@@ -101,8 +104,8 @@ class MemoryReport:
 
         They are those of passes under the report's policy. `offload_bytes` is all that may leave: all that the policy
         offloads with a `fraction` of 1, or without a policy, what {"*": "offload"} would. `parameter_bytes` is the rest
-        of what a device holds: weights, gradients, receive buffers, and what one recomputed site brings back. `host` is
-        the link to host memory, if the costs do not have it.
+        of what a device holds: weights, gradients, receive buffers, and `RankMemory.transient`. `host` is the link to
+        host memory, if the costs do not have it.
         """
         if not self.has_loss:
             raise PipelineError("the dry run had no targets, so its bytes leave out the loss; run it with targets")
@@ -121,8 +124,7 @@ class MemoryReport:
         shares = []
         for rank in self.ranks:
             if stage in rank.stages:
-                brought_back = max(self.stages[number].brought_back for number in rank.stages)
-                shares.append((rank.total - rank.activations + brought_back) / len(rank.stages))
+                shares.append((rank.total - rank.activations + rank.transient) / len(rank.stages))
         return max(shares)
 
     def __str__(self) -> str:

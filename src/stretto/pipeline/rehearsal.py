@@ -16,6 +16,7 @@ from stretto.pipeline.rng import RngKey
 from stretto.pipeline.saved_bytes import SavedBytes
 from stretto.pipeline.saving import Saving
 from stretto.pipeline.stage import Stage
+from stretto.pipeline.step_memory import PartMemory
 
 
 class _Unsummed(Gradients):
@@ -50,9 +51,11 @@ class Rehearsal(Stage):
         self._bytes = SavedBytes()
         self.saving.noted = self._bytes.note
         self.deferral.noted = self._bytes.note_deferred
-        self._inputs = self._input_gradients = 0
+        self._inputs, self._gradients_of_inputs, self._loss_gradient = 0, [0] * len(self._functions), 0
         self.memory: StageMemory | None = None
         """What the forward has saved, once it has run."""
+        self.parts: list[PartMemory] = []
+        """The same part by part."""
 
     @property
     def saving(self) -> Saving:
@@ -71,31 +74,46 @@ class Rehearsal(Stage):
         self, microbatch: int, part: int, inputs: Tree, measure: Callable[[Value], Value] | None = None
     ) -> Tree:
         """Run a part of the forward, with gradients. The last part of the last stage computes a loss if it gets one."""
-        if part == 0:
-            tensors = tensors_of(inputs.leaves)
-            needing = [leaf for leaf, needs in zip(inputs.leaves, inputs.needs, strict=True) if needs]
-            self._inputs, self._input_gradients = (
-                sum(tensor.numel() * tensor.element_size() for tensor in every) for every in (tensors, needing)
-            )
+        needing = [leaf for leaf, needs in zip(inputs.leaves, inputs.needs, strict=True) if needs]
+        self._bytes.part, self._gradients_of_inputs[part] = part, _bytes_of(needing)
+        tensors = tensors_of(inputs.leaves)
+        if part:
+            self._bytes.hand(tensors)
+        else:
+            self._inputs = _bytes_of(tensors)
             self._bytes.hold(tensors if self._receives else ())
         loss = measure if isinstance(measure, OneLoss) else None
         return self.forward(microbatch, part, inputs, loss, held=part == 0 and self._receives)
+
+    def enter_loss(self, output: Value) -> None:
+        """Count what is saved from now on to the loss, which is a function of this output."""
+        self.saving.enter("loss")
+        self._loss_gradient = _bytes_of(tensor for tensor in tensors_of(output) if tensor.requires_grad)
 
     def _counted(self) -> StageMemory:
         away = self._passes[self._microbatch].saved.away
         assert away is not None
         chosen = self._chosen(away) if self._leaves else []
         every = self._bytes.sites(_storages(away.candidates()))
+        last, leaving = len(self._functions) - 1, _storages(chosen)
+        self.parts = [
+            self._bytes.part_memory(part, leaving, inputs=inputs, loss=self._loss_gradient if part == last else 0)
+            for part, inputs in enumerate(self._gradients_of_inputs)
+        ]
         return StageMemory(
             stage=self.index,
-            sites=self._bytes.sites(_storages(chosen)),
+            sites=self._bytes.sites(leaving),
             brought_back=self._bytes.brought_back(),
             pending=self._bytes.pending,
             host=packed_bytes(chosen),
             inputs=self._inputs,
-            input_gradients=self._input_gradients,
+            input_gradients=self._gradients_of_inputs[0],
             may_leave=sum(site.offloaded for site in every),
         )
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _storages(every: Iterable[Stored]) -> set[int]:

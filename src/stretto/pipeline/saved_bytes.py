@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stretto.pipeline.memory_report import SiteMemory
 from stretto.pipeline.recompute import Run
+from stretto.pipeline.step_memory import PartMemory
 from stretto.pipeline.storages import WeakStorage, storages_of
 
 
@@ -20,6 +21,17 @@ class _Saved(NamedTuple):
     """By what becomes of it (keep, recompute, offload), the first site that said so."""
     runs: set[int]
     """The ids of the runs that bring it back."""
+    part: int
+    """The first part of the pass that saved it."""
+
+
+class _Deferred(NamedTuple):
+    """What the weight gradients of one part wait with."""
+
+    inputs: dict[int, tuple[WeakStorage, int]]
+    """Inputs of layers: storages and their bytes."""
+    gradients: list[int]
+    """The bytes of the gradients of their outputs."""
 
 
 class SavedBytes:
@@ -29,8 +41,10 @@ class SavedBytes:
         self._held: set[int] = set()
         self._saved: dict[int, _Saved] = {}
         self._labels: dict[str, None] = {}  # in the order in which sites run
-        self._pending: dict[int, tuple[WeakStorage, int]] = {}  # inputs of layers that defer their weight gradients
-        self._output_gradients = 0
+        self._deferred: defaultdict[int, _Deferred] = defaultdict(lambda: _Deferred({}, []))  # by part
+        self._handed: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by part, storages and their bytes
+        self.part = 0
+        """The part of the pass that runs now."""
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Leave out the memory of these tensors, which others hold anyway."""
@@ -44,22 +58,33 @@ class SavedBytes:
                 continue
             saved = self._saved.get(storage._cdata)
             if saved is None:
-                saved = self._saved[storage._cdata] = _Saved(WeakStorage(storage), storage.nbytes(), {}, set())
+                saved = self._saved[storage._cdata] = _Saved(
+                    WeakStorage(storage), storage.nbytes(), {}, set(), self.part
+                )
             saved.labels.setdefault(what, label)
             if run is not None:
                 saved.runs.add(id(run))
 
+    def hand(self, tensors: Iterable[Tensor]) -> None:
+        """Note what the part that runs now was given by the one before it."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                if storage._cdata not in self._held:
+                    self._handed[self.part - 1][storage._cdata] = storage.nbytes()
+
     def note_deferred(self, given: Tensor | None, out: Tensor) -> None:
         """Count what a deferred weight gradient needs."""
-        self._output_gradients += out.numel() * out.element_size()
+        deferred = self._deferred[self.part]
+        deferred.gradients.append(out.numel() * out.element_size())
         for storage in () if given is None else storages_of(given):
             if storage._cdata not in self._held:
-                self._pending[storage._cdata] = WeakStorage(storage), storage.nbytes()
+                deferred.inputs[storage._cdata] = WeakStorage(storage), storage.nbytes()
 
     @property
     def pending(self) -> int:
         """The bytes that deferred weight gradients hold."""
-        return self._output_gradients + sum(nbytes for _, nbytes in self._pending.values())
+        inputs = {key: nbytes for part in self._deferred.values() for key, (_, nbytes) in part.inputs.items()}
+        return sum(inputs.values()) + sum(sum(part.gradients) for part in self._deferred.values())
 
     def sites(self, leaving: Collection[int]) -> tuple[SiteMemory, ...]:
         """Return the bytes of each site, while the pass is alive. `leaving` are the storages that would leave.
@@ -82,6 +107,49 @@ class SavedBytes:
             for run in saved.runs if what is not None and what[0] == "recompute" else ():
                 runs[run] += saved.nbytes
         return max(runs.values(), default=0)
+
+    def part_memory(self, part: int, leaving: Collection[int], *, inputs: int, loss: int) -> PartMemory:
+        """Return what a part takes, while the pass is alive; `inputs` and `loss` are as in `PartMemory`."""
+        kept = left = 0
+        runs: dict[int, int] = defaultdict(int)
+        again: dict[int, set[int]] = {}  # the runs that bring back each storage
+        for key, saved in self._saved.items():
+            what = self._becomes(key, saved, leaving) if saved.part == part else None
+            if what is None:
+                continue
+            if what[0] != "recompute":
+                kept, left = kept + saved.nbytes, left + saved.nbytes * (what[0] == "offload")
+                continue
+            again[key] = saved.runs
+            for run in saved.runs:
+                runs[run] += saved.nbytes
+        deferred = self._deferred[part]
+        gradients = sum(deferred.gradients)
+        # When a site is recomputed, the weight gradients of those after it already wait, some with what these brought
+        # back.
+        waiting = {key: nbytes for key, (_, nbytes) in deferred.inputs.items() if key in again}
+        back = max(
+            (
+                size + sum(nbytes for key, nbytes in waiting.items() if run not in again[key])
+                for run, size in runs.items()
+            ),
+            default=0,
+        )
+        return PartMemory(
+            saved=kept,
+            leaves=left,
+            brought_back=back + gradients if back else 0,
+            pending=gradients + sum(nbytes for _, nbytes in deferred.inputs.values()),
+            inputs=inputs,
+            handed=sum(nbytes for key, nbytes in self._handed[part].items() if not self._is_kept(key, part)),
+            loss=loss,
+        )
+
+    def _is_kept(self, key: int, part: int) -> bool:
+        """Return whether a part, or one before it, keeps a storage or lets it leave."""
+        saved = self._saved.get(key)
+        what = None if saved is None or saved.part > part else self._becomes(key, saved, ())
+        return what is not None and what[0] != "recompute"
 
     def _becomes(self, key: int, saved: _Saved, leaving: Collection[int]) -> tuple[str, str] | None:
         """Return what becomes of a storage and at which site; None if nothing holds it any more."""

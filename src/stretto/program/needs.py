@@ -92,9 +92,7 @@ def _needs(tables: TaskIndex, device: Ints) -> Iterator[tuple[Ints, Ints]]:
     yield tables.end(Kind.SEND_B), tables.back_results
 
 
-def _memory_needs(
-    tables: TaskIndex, device: Ints, computes: Bools, communicates: Bools
-) -> Iterator[tuple[Ints, Ints]]:
+def _memory_needs(tables: TaskIndex, device: Ints, computes: Bools, communicates: Bools) -> Iterator[tuple[Ints, Ints]]:
     """Yield the same for reused buffers, for recomputation, and for copies to host memory and back.
 
     `computes` and `communicates` say which tasks are on compute and comm lanes.
