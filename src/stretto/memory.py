@@ -47,6 +47,7 @@ PRESETS: dict[Preset, dict[str, Action]] = {
 """Policies by name. In `k2`, Kimi K2's, norms, SwiGLU and the up-projections of latent attention are recomputed, the
 inputs of SwiGLU and of the up-projections of experts are stored in float8, and the rest is offloaded."""
 _SIZES = ("min_bytes", "max_in_flight", "host_bytes")
+_MARGIN, _UNIT = 1.125, 1 << 21
 _EXAMPLE = 'such as {"*.norm": "recompute", "attn": "offload"}'
 
 
@@ -150,7 +151,9 @@ def load_memory(path: str | Path) -> Memory:
         try:
             table = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # ValueError also covers numbers with thousands of digits
-            raise PlanError(f"not valid TOML: {error}") from None
+            raise PlanError(
+                f'not valid TOML: {error}; patterns and texts are quoted: "*norm" = "recompute", host_bytes = "64GiB"'
+            ) from None
         return _from_table(table)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
@@ -174,6 +177,13 @@ def memory_of(value: Any) -> Memory:
         f"memory is a stretto.Memory, a dict {_EXAMPLE}, or one of {_names((*PRESETS, 'auto'))}; load_memory(path) "
         f"reads a file (got {value!r:.60})"
     )
+
+
+def host_buffer_bytes(needed: float) -> int:
+    """Return the size of a host buffer for passes that take so much: an eighth more, since microbatches differ, in
+    units of 2 MiB.
+    """
+    return -(-int(needed * _MARGIN) // _UNIT) * _UNIT
 
 
 def recomputes(action: Action) -> bool:

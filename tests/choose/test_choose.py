@@ -258,7 +258,25 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "two bounds": ({"memory": Memory(sites={"*": "offload"}, max_in_flight=5)}, PlanError, "max_in_flight bounds what"),
     "limit": ({"limit": "much"}, PlanError, "limit: a size is a number of bytes such as 80GB"),
     "negative limit": ({"limit": -1}, PlanError, r"limit is a number of bytes, or a size such as 60GB \(got -1\)"),
+    "large limit": ({"limit": 10**400}, PlanError, "limit is a number of bytes, or a size such as 60GB"),
     "slower": ({"slower": -0.1}, PlanError, r"slower is a share of the step, such as 0.01 for 1 % \(got -0.1\)"),
+    "very slow": ({"slower": 10**400}, PlanError, "slower is a share of the step"),
+    "no times": ({"costs": Costs(activation_bytes=1e9, host=Link(bandwidth=1e9))}, CostError, "the costs have no times"),
+    "nothing may leave": (
+        {"costs": costs_of(offload_bytes=0.0), "limit": "2GB"},
+        PlanError,
+        "device 0 holds 4 GB, and nothing may leave, 2 GB more than the limit of 2 GB; recompute something$",
+    ),
+    "all is too little": (
+        {"costs": costs_of(offload_bytes=1e8), "limit": "2GB", "slower": 100},
+        PlanError,
+        "with all offloaded that may leave, a device still holds .* more than the limit of 2 GB; recompute something$",
+    ),
+    "too little hides": (
+        {"limit": "2.5GB"},
+        PlanError,
+        "with all offloaded that hides, device 0 holds .* or let the step become more than 1 % longer",
+    ),
 }
 
 
@@ -291,8 +309,10 @@ stage  held for  may leave          leaves  why
 3          0 µs       1 GB               0  needed again too soon to leave
 
 device  peak before  peak after  copied each way  link could carry  host memory
-0              4 GB     3.75 GB          4.03 GB           28.5 GB       756 MB
+0              4 GB     3.75 GB          4.03 GB           28.5 GB       856 MB
 1              3 GB        3 GB                0           28.5 GB            0
 2              2 GB        2 GB                0           28.5 GB            0
-3              1 GB        1 GB                0           28.5 GB            0"""
+3              1 GB        1 GB                0           28.5 GB            0
+
+Whole tensors leave, so a pass may keep one more than its share; a dry run with this policy counts exactly."""
     )

@@ -22,6 +22,7 @@ from exchange_jobs import (
     noted_outputs,
     on_streams,
     refused,
+    remains,
     routed,
     running_others,
     second_order,
@@ -193,7 +194,7 @@ def test_a_mark_says_what_runs(turn: tuple[int, ...], current: int, gradients: b
 
 
 def test_experts_note_the_outputs_whose_backward_must_run(ranks: Ranks) -> None:
-    assert ranks.run(noted_outputs, 2) == [[True] * 3] * 2
+    assert ranks.run(noted_outputs, 2) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize(
@@ -368,3 +369,11 @@ def test_a_block_of_divided_experts_has_the_phases_of_the_exchange() -> None:
     assert tuple(phase for phase, _ in block.phases()) == MOE.phases
     block.mlp.experts.shard(0, 2)
     assert tuple(phase for phase, _ in block.phases()) == EXPERT_PARALLEL_MOE.phases
+
+
+@pytest.mark.parametrize(("policy", "dry"), [("none", True), ("none", False), ({"*": "recompute"}, False)])
+def test_nothing_is_left_of_a_pipeline_that_is_gone(ranks: Ranks, policy: Any, dry: bool) -> None:
+    """Noted outputs have graphs, and these hold who notes them: a circle that no collector sees."""
+    for gone in ranks.run(remains, 2, policy, dry):
+        assert gone
+        assert all(gone)

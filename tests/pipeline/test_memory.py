@@ -162,6 +162,22 @@ def test_a_pattern_for_modules_that_do_not_run_is_warned_of_once(ranks: Ranks, d
     assert others == [("", [])] * 3
 
 
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20])
+def test_offload_by_which_nothing_leaves_is_warned_of_once(ranks: Ranks, min_bytes: int) -> None:
+    (said,) = ranks.run(memory_jobs.said_of_offload, 1, min_bytes)
+    assert len(said) == bool(min_bytes), said
+    assert not min_bytes or "nothing leaves the device: only tensors of at least min_bytes (1.05 MB)" in said[0]
+
+
+@pytest.mark.parametrize("sites", [{"*": "offload"}, {"*.site": "recompute", "*": "offload"}], ids=["kept", "site"])
+def test_odd_tensors_are_saved_as_they_are(ranks: Ranks, sites: dict[str, Any]) -> None:
+    """Quantized ones, and those that are on no device."""
+    exact, found = (
+        ranks.run(memory_jobs.with_odd_tensors, 1, policy) for policy in ("none", Memory(sites=sites, min_bytes=0))
+    )
+    assert found == exact
+
+
 def test_a_module_in_phases_that_is_not_called_decides_about_those_within(ranks: Ranks) -> None:
     for sites in (
         {"model.layers.1.mlp": "recompute"},

@@ -2,10 +2,12 @@
 
 import copy
 import gc
+import sys
 from collections import OrderedDict, defaultdict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.ir.errors import PipelineError
 from stretto.memory import ACTIONS, Action, Memory
-from stretto.pipeline.host_pool import HostPool
+from stretto.pipeline.host_pool import HostPool, _container_bytes
 from stretto.pipeline.memory_sites import Decisions, PartSites, find_sites, not_found, unknown, unused
 from stretto.pipeline.module_buffers import ModuleBuffers
 from stretto.pipeline.offload import Away, packed_bytes, within
@@ -877,6 +879,51 @@ def test_buffers_grow_and_are_reused() -> None:
     assert pool.nbytes == 0
     assert views
     assert more
+
+
+class Reading:
+    """An event of a device that has not got there yet."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        assert self.passed, "the host waits for a device that may never get there"
+
+
+def test_the_host_waits_for_no_device_that_still_reads_a_buffer_that_is_too_small() -> None:
+    pool, reading = HostPool({0: 0}, CPU, rank=1, limit=None), Reading()
+    (small, views), (large, more), (largest, most) = (stored(size << 20) for size in (3, 5, 9))
+    pool.take(0, small)
+    pool.read(0, reading)
+    pool.take(0, large)
+    assert pool.nbytes == (4 + 6) << 20, "what is read stays"
+    reading.passed = True
+    pool.take(0, largest)
+    assert pool.nbytes == 12 << 20
+    pool.close()
+    assert (pool.nbytes, bool(views and more and most)) == (0, True)
+
+
+def test_what_leaves_nothing_takes_no_host_memory() -> None:
+    pool = HostPool({0: 0}, CPU, rank=1, limit=None)
+    assert pool.take(0, [])[1] == []
+    assert pool.nbytes == 0
+
+
+def test_a_containers_memory_is_what_there_is(tmp_path: Path) -> None:
+    assert _container_bytes(tmp_path) == sys.maxsize
+    for name, text in (
+        ("memory.max", "1000\n"),
+        ("memory.current", "700\n"),
+        ("memory.stat", "anon 1\ninactive_file 50\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    assert _container_bytes(tmp_path) == 350
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _container_bytes(tmp_path) == sys.maxsize
 
 
 def test_what_does_not_fit_a_buffer_that_cannot_grow_stays_on_the_device(caplog: pytest.LogCaptureFixture) -> None:

@@ -40,6 +40,22 @@ def test_refused(ranks: Ranks, name: str) -> None:
     assert ranks.run(recompute_jobs.refused, 1, name, "none") == [""]
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_nothing_is_held_by_an_autocast_that_goes_on(ranks: Ranks, cached: bool) -> None:
+    """Its cache holds the casts of leaves, and so would hold what a site is recomputed from."""
+    assert ranks.run(recompute_jobs.held_by_autocast, 1, cached) == [[(0, False)] * 3]
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
+def test_functions_that_may_read_attributes_of_what_they_save_are_warned_of(ranks: Ranks, policy: str) -> None:
+    """What saved-tensor hooks return has none."""
+    memory = Memory(sites={"*": policy}, min_bytes=0)  # type: ignore[dict-item]
+    said = ranks.run(recompute_jobs.said_of_attributes, 1, "scale", memory)[0]
+    assert any("Scales saves a tensor with attributes (scale) in " in text for text in said), said
+    assert not any("attributes" in text for text in ranks.run(recompute_jobs.said_of_attributes, 1, "_own", memory)[0])
+    assert ranks.run(recompute_jobs.said_of_attributes, 1, "scale", "none") == [set()]
+
+
 def test_a_module_that_keeps_its_graph_keeps_one_run_at_most(ranks: Ranks) -> None:
     ((alive, said),) = ranks.run(recompute_jobs.kept, 1)
     assert max(alive) <= 1, alive

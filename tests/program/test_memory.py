@@ -100,6 +100,14 @@ def test_memory_over_time_with_copies() -> None:
     assert held.peak_activations == 3
 
 
+def test_a_pass_of_which_nothing_leaves_counts_as_held() -> None:
+    costs = Costs(activation_bytes=10, offload_bytes=(5, 0), host=Link(bandwidth=100))
+    timeline = stretto.simulate(stretto.lower(gpipe(devices=2, microbatches=8), offload=1), costs)
+    first, second = timeline.summary(costs).devices
+    assert first.peak_activations < second.peak_activations == 8
+    assert second.peak_bytes == 80
+
+
 COMM_FIRST = Layer("odd", (Phase("early", "comm"), Phase("mlp")))
 
 

@@ -1,5 +1,6 @@
 """What ranks do to find out whether experts that are divided among them are the whole experts."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import stretto
@@ -23,6 +24,7 @@ from stretto.pipeline.gradients import Gradients
 from stretto.pipeline.pytree import Tree, entering, take_apart
 from stretto.pipeline.segments import Segment, run_segment
 from stretto.pipeline.split_backward import Deferral
+from stretto.pipeline.storages import WeakStorage
 from stretto.pipeline.weight_gradients import WeightGradient, add_grouped, add_together
 from token_exchange import TokenExchange
 
@@ -396,13 +398,13 @@ def running_others(mesh: DeviceMesh, what: str, name: str) -> str:
         experts = RoutedExperts(2 * mesh.size(), WIDTH, HIDDEN)
         experts.shard(rank, mesh.size())
         experts.exchange, experts.members, experts.number = exchanges(name)(ranks), ranks, 3
-        ranks.turn = (5, 2)
+        ranks.begin((5, 2), notes=True)
         if rank == 1:
             match what:
                 case "experts":
                     experts.number = 4
                 case "turn":
-                    ranks.turn = (5, 3)
+                    ranks.begin((5, 3), notes=True)
         inputs = torch.randn(2, WIDTH), torch.tensor([[0], [1]]), torch.ones(2, 1)
         try:
             with torch.set_grad_enabled(what != "gradients" or rank == 1):
@@ -420,18 +422,22 @@ def noted_outputs(mesh: DeviceMesh) -> list[bool]:
         experts.shard(rank, mesh.size())
         experts.exchange, experts.members = AllToAll(ranks), ranks
         x, indices, weights = torch.randn(2, WIDTH), torch.tensor([[0], [1]]), torch.ones(2, 1)
+        ranks.begin((0,), notes=True)
         out = experts(x, indices, weights)
-        noted.append([id(one) for one in ranks.outputs] == [id(out)])
+        noted.append([id(one) for one in ranks.outputs()] == [id(out)])
         block = MoeBlock(CONFIG)
         block.mlp.experts.shard(rank, mesh.size())
         block.mlp.experts.exchange, block.mlp.experts.members = experts.exchange, ranks
-        ranks.outputs.clear()
+        ranks.begin((1,), notes=True)
         block(Activations(torch.randn(1, 3, CONFIG.hidden_size)))
-        noted.append([tuple(one.shape) for one in ranks.outputs] == [(3, CONFIG.hidden_size)])
-        ranks.outputs.clear()
+        noted.append([tuple(one.shape) for one in ranks.outputs()] == [(3, CONFIG.hidden_size)])
+        ranks.begin((2,), notes=True)
         with torch.no_grad():
             experts(x, indices, weights)
-        noted.append(not ranks.outputs)
+        noted.append(not ranks.outputs())
+        ranks.begin((3,), notes=False)
+        experts(x, indices, weights)
+        noted.append(not ranks.outputs())
     return noted
 
 
@@ -468,3 +474,34 @@ def alike(one: Tensor | None, other: Tensor | None) -> bool:
 def _grad(tensor: Tensor | nn.Parameter) -> Tensor:
     assert tensor.grad is not None
     return tensor.grad
+
+
+class Whole(nn.Module):
+    """Runs experts without phases, and something after them that a recomputation needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts, self.shared = nn.Linear(WIDTH, 4), RoutedExperts(4, WIDTH, HIDDEN), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, indices = self.gate(x).softmax(-1).topk(2)
+        return x + self.experts(x, indices, weights) + torch.tanh(self.shared(x)).sum()
+
+
+def remains(mesh: DeviceMesh, policy: Any, dry: bool) -> list[bool]:
+    """Whether parameters are still there when a pipeline with shared experts is closed and gone."""
+    torch.manual_seed(1)
+    plan = stretto.schedules.one_f_one_b(devices=1, microbatches=2)
+    whole = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("pp", "ep"))
+    pipe = stretto.Pipeline([Whole(), Whole()], plan=plan, loss=_squares, mesh=whole, memory=policy)
+    x = torch.randn(8, WIDTH)
+    (pipe.dry_run if dry else pipe.step)(x, x)
+    parameters = [WeakStorage(parameter.untyped_storage()) for parameter in pipe.parameters()]
+    pipe.close()
+    del pipe
+    gc.collect()
+    return [parameter.is_gone for parameter in parameters]
+
+
+def _squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()

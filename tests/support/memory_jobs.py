@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -316,3 +317,84 @@ def counted(mesh: DeviceMesh, case: Case, policy: Any, costs: stretto.Costs) -> 
     report = pipe.dry_run(*case.batch())
     pipe.close()
     return report.costs(costs, host=Link(bandwidth=1e9)), [float(rank.total) for rank in report.ranks]
+
+
+class Tanh(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def compressed_linears(mesh: DeviceMesh, schedule: str, action: Any = "fp8") -> dict[str, list[float]]:
+    """The gradients of four stages on two ranks, on every rank all of them."""
+    torch.manual_seed(1)
+    layers = [Tanh().to(DEVICE, torch.bfloat16) for _ in range(4)]
+    plan = SCHEDULES[schedule].make(devices=2, microbatches=4)
+    policy = stretto.Memory(sites={"*": action}, min_bytes=0)
+    pipe = stretto.Pipeline(layers, plan=plan, loss=lambda y, _: y.float().square().mean(), mesh=mesh, memory=policy)
+    x = torch.randn(16, 128, device=DEVICE).bfloat16()
+    pipe.step(x, x)
+    every: list[Any] = [None] * 2
+    dist.all_gather_object(every, {name: grad.flatten().tolist() for name, grad in _grads(pipe)})
+    pipe.close()
+    return dict(sorted((every[0] | every[1]).items()))
+
+
+class Quantizes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        quantized = torch.quantize_per_tensor(x, 0.05, 10, torch.quint8)
+        ctx.save_for_backward(quantized)
+        return quantized.dequantize()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].dequantize()  # type: ignore[no-any-return]
+
+
+class Odd(nn.Module):
+    """Saves a quantized tensor, and has a site whose first tensor is on no device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.site = nn.Linear(8, 8), OddSite()
+
+    def forward(self, x: Tensor) -> Tensor:
+        quantized = Quantizes.apply(self.linear(x))  # type: ignore[no-untyped-call]
+        return self.site(torch.empty(2, device="meta"), quantized)  # type: ignore[no-any-return]
+
+
+class OddSite(nn.Module):
+    def forward(self, _: Tensor, x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+
+def with_odd_tensors(mesh: DeviceMesh, policy: Any) -> list[Any]:
+    """The loss and gradients of a step."""
+    torch.manual_seed(1)
+    plan = SCHEDULES["interleaved"].make(devices=1, microbatches=4)
+    pipe = stretto.Pipeline([Odd(), Odd()], plan=plan, loss=lambda y, _: y.square().mean(), mesh=mesh, memory=policy)
+    x = torch.randn(4, 8)
+    found = [pipe.step(x, x).loss, *(grad.tolist() for _, grad in _grads(pipe))]
+    pipe.close()
+    return found
+
+
+def said_of_offload(mesh: DeviceMesh, min_bytes: int) -> list[str]:
+    """What two steps with offload warn of."""
+    plan = SCHEDULES["gpipe"].make(devices=1, microbatches=4)
+    policy = stretto.Memory(sites={"*": "offload"}, min_bytes=min_bytes)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(DEVICE)]
+    pipe = stretto.Pipeline(layers, plan=plan, loss=lambda y, _: y.square().mean(), mesh=mesh, memory=policy)
+    x = torch.randn(8, 8, device=DEVICE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pipe.step(x, x)
+    host = pipe.dry_run(x, x).ranks[0].host
+    pipe.close()
+    assert bool(host) == (min_bytes == 0)
+    return [str(warning.message) for warning in caught]

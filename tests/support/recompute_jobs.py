@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import stretto
+from devices import DEVICE
+from strategies import SCHEDULES
 from stretto.pipeline.recompute import Run
+from stretto.pipeline.storages import WeakStorage
 
 WIDTH = 8
 RUNS = [0]
@@ -372,3 +376,72 @@ def kept(mesh: DeviceMesh) -> tuple[list[int], str]:
 def _runs_alive() -> int:
     gc.collect()
     return sum(isinstance(it, Run) for it in gc.get_objects())
+
+
+class Attends(nn.Module):
+    """Autocast casts its input, a float32 tensor that requires gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.made = nn.Linear(16, 16, device=DEVICE), list[WeakStorage]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + torch.matmul(torch.softmax(self.linear(x) @ x.transpose(-1, -2), -1), x).float()
+        self.made.append(WeakStorage(y.untyped_storage()))
+        return y
+
+
+def held_by_autocast(mesh: DeviceMesh, cached: bool) -> list[tuple[int, bool]]:
+    """How many outputs of layers are alive after each of some steps within one autocast, and whether the batch is."""
+    layers, found = [Attends() for _ in range(3)], []
+    plan = SCHEDULES["gpipe"].make(devices=1, microbatches=4)
+    pipe = stretto.Pipeline(layers, plan=plan, loss=_squares, mesh=mesh, memory={"*": "recompute"})
+    with torch.autocast(DEVICE.type, torch.bfloat16, cache_enabled=cached):
+        for _ in range(3):
+            x = torch.randn(4, 8, 16, device=DEVICE)
+            batch = WeakStorage(x.untyped_storage())
+            pipe.step(x, x)
+            del x
+            found.append((sum(not made.is_gone for layer in layers for made in layer.made), not batch.is_gone))
+    pipe.close()
+    return found
+
+
+def _squares(output: Tensor, _: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+class Scales(torch.autograd.Function):
+    """Reads an attribute of a saved parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, getattr(weight, "scale", 1.0) * (x.T @ grad)
+
+
+class Scaled(nn.Module):
+    def __init__(self, attribute: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, device=DEVICE))
+        setattr(self.weight, attribute, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scales.apply(torch.tanh(x), self.weight) @ self.weight  # type: ignore[no-untyped-call]
+
+
+def said_of_attributes(mesh: DeviceMesh, attribute: str, policy: Any) -> set[str]:
+    """What a step warns of."""
+    plan = SCHEDULES["gpipe"].make(devices=1, microbatches=2)
+    pipe = stretto.Pipeline([Scaled(attribute)], plan=plan, loss=_squares, mesh=mesh, memory=policy)
+    x = torch.randn(4, 4, device=DEVICE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe.step(x, x)
+    pipe.close()
+    return {str(warning.message) for warning in caught}

@@ -69,7 +69,13 @@ class MemoryChoice(msgspec.Struct, frozen=True, kw_only=True):
         for one in self.devices:
             sizes = (one.peak_before, one.peak_after, one.copied, one.link, one.host)
             devices.append([str(one.device), *map(_size, sizes)])
-        return "\n\n".join([self._headline, _table_with_text(stages), table_text(devices, left=1)])
+        parts = [self._headline, _table_with_text(stages), table_text(devices, left=1)]
+        if self.memory.offloads:
+            parts.append(
+                "Whole tensors leave, so a pass may keep one more than its share; a dry run with this policy counts "
+                "exactly."
+            )
+        return "\n\n".join(parts)
 
     @property
     def _headline(self) -> str:

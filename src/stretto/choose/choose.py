@@ -1,6 +1,7 @@
 """Chooses by simulation how much of each stage's activations to offload."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,11 +12,12 @@ import numpy as np
 
 from stretto.choose.choice import DeviceChoice, MemoryChoice, StageChoice
 from stretto.costs import Costs, Link, costs_or_default
+from stretto.costs.parts import PASSES
 from stretto.ir.errors import CostError, PlanError, TextError
 from stretto.ir.plan import Plan
 from stretto.ir.units import bytes_text, parse_bytes
 from stretto.layers import Layer
-from stretto.memory import Memory, memory_of
+from stretto.memory import Memory, host_buffer_bytes, memory_of
 from stretto.program.columns import Bools, Ints
 from stretto.program.lower import lower
 from stretto.program.program import Program
@@ -26,6 +28,7 @@ from stretto.timeline.memory import Floats
 
 _STEPS = 200  # how finely fractions are searched: few enough for a handful of simulations
 _ROUNDING = 1e-9  # times that are equal but for their last bits
+_NOTHING = "nothing of it may leave (tensors under min_bytes stay)"
 _LEAST = 0.01  # of a device's peak: what copies must gain, since they take some of its memory bandwidth
 
 
@@ -119,6 +122,17 @@ class _Search:
         np.add.at(passes, (self.program.device[tasks], self.program.work.stage[tasks]), 1)
         return passes
 
+    @property
+    def _can_leave(self) -> Bools:
+        """Which stages have passes that may leave."""
+        can: Bools = self.passes.any(0) & (self.may_leave > 0)
+        return can
+
+    @cached_property
+    def _at_once(self) -> _Run:
+        """The best that can be: all that may leave does, and copies take no time."""
+        return self._run_of(msgspec.structs.replace(self.costs, host=Link()), self._can_leave.astype(np.float64))
+
     @cached_property
     def held(self) -> Floats:
         """For each stage, the mean time from the end of a forward to the start of its backward, without offload."""
@@ -147,9 +161,8 @@ class _Search:
         """Return the fraction of each stage, and why it is that."""
         if self.limit is not None and self._is_within(self.without):
             return np.zeros(self.stages), ["every device is within the limit without offload"] * self.stages
-        can = self.passes.any(0) & (self.may_leave > 0)
-        at_once = self._run_of(msgspec.structs.replace(self.costs, host=Link()), can.astype(np.float64))
-        gains = can & self._on(self._falls(at_once))  # at best, with copies that take no time
+        can = self._can_leave
+        gains = can & self._on(self._falls(self._at_once))
         wanted = gains if self.limit is None else gains & self._on(self.without.peaks > self.limit)
         hiding = self._hiding(wanted)
         useless = (hiding > 0) & ~self._on(self._falls(self.run(hiding)))
@@ -159,7 +172,7 @@ class _Search:
 
         def why(stage: int) -> str:
             if not can[stage]:
-                return "needed again too soon to leave" if self.may_leave[stage] else "nothing of it may leave"
+                return "needed again too soon to leave" if self.may_leave[stage] else _NOTHING
             if not gains[stage]:
                 least = "stay" if self.limit is not None else f"fall by less than {_LEAST:.0%}"
                 return f"nothing to gain: its device's peak would {least}"
@@ -234,11 +247,24 @@ class _Search:
         device = int(run.peaks.argmax())
         peak, before = float(run.peaks[device]), float(self.without.peaks[device])
         name = self.program.placement.device_name(device)
-        return (
-            f"with all offloaded that hides, device {name} holds {bytes_text(peak)} ({bytes_text(before)} without "
-            f"offload), {bytes_text(peak - self.limit)} more than the limit of {bytes_text(self.limit)}; recompute "
-            f"something, or let the step become more than {100 * self.slower:.3g} % longer (slower of choose_memory)"
-        )
+        can = self._can_leave
+        if not can.any():
+            said, way = f"device {name} holds {bytes_text(peak)}, and nothing may leave", "recompute something"
+        elif not self._is_within(self._at_once):
+            most = float(self._at_once.peaks.max())
+            said = f"with all offloaded that may leave, a device still holds {bytes_text(most)}"
+            way = "recompute something"
+            return f"{said}, {bytes_text(most - self.limit)} more than the limit of {bytes_text(self.limit)}; {way}"
+        else:
+            said = (
+                f"with all offloaded that hides, device {name} holds {bytes_text(peak)} ({bytes_text(before)} without "
+                "offload)"
+            )
+            way = (
+                f"recompute something, or let the step become more than {100 * self.slower:g} % longer (slower of "
+                "choose_memory)"
+            )
+        return f"{said}, {bytes_text(peak - self.limit)} more than the limit of {bytes_text(self.limit)}; {way}"
 
 
 def _largest(most: int, is_good: Callable[[int], bool]) -> int:
@@ -260,7 +286,10 @@ def _rounded_down(fractions: Floats) -> Floats:
 def _choice(search: _Search, memory: Memory, fractions: Floats, why: Sequence[str]) -> MemoryChoice:
     run, leaves, program = search.run(fractions), fractions * search.may_leave, search.program
     stages = zip(search.held.tolist(), search.may_leave.tolist(), leaves.tolist(), fractions.tolist(), why, strict=True)
-    host = [sum(leaves[stage] for stage in program.host_buffers(device).values()) for device in range(program.devices)]
+    host = [
+        float(sum(host_buffer_bytes(leaves[stage]) for stage in program.host_buffers(device).values()))
+        for device in range(program.devices)
+    ]
     link = np.full(program.devices, run.time * search.costs.host.bandwidth)
     columns = (search.without.peaks, run.peaks, search.passes @ leaves, link, np.array(host))
     devices = zip(*(column.tolist() for column in columns), strict=True)
@@ -288,23 +317,32 @@ def _valid_costs(costs: Costs) -> Costs:
     costs = costs_or_default(costs)
     if costs.activation_bytes is None:
         raise CostError(
-            "the costs have no activation_bytes, the bytes that a pass holds; give them, or let a dry run count them: "
-            "pipe.dry_run(inputs, targets).costs(costs)"
+            "the costs have no activation_bytes, the bytes that a pass holds; with a recorded step's timeline, "
+            "pipe.dry_run(inputs, targets).costs(stretto.fit(timeline), host=stretto.costs.Link(bandwidth=50e9)) "
+            "makes costs with all that a choice needs (costs=, on every rank)"
         )
     if math.isinf(costs.host.bandwidth):
         raise CostError(
             "the costs have no bandwidth to host memory; give host=stretto.costs.Link(bandwidth=50e9), or [host] with "
             "bandwidth in a file, in bytes per unit of time in each direction (measure it: fit cannot tell)"
         )
+    if not costs.phases and all(getattr(costs, name) is None for name in (*PASSES, "B", "FB")):
+        raise CostError(
+            "the costs have no times, so nothing says what hides; stretto.fit(timeline) of a recorded step has them, "
+            "or give F, I and W"
+        )
     return costs
 
 
 def _validate(memory: Memory, slower: float) -> None:
     if not memory.names_offload:
-        raise PlanError(f"the policy offloads nothing, so there is nothing to choose (got {memory.patterns!r:.60})")
+        raise PlanError(
+            'the policy offloads nothing, so there is nothing to choose; "auto" offloads all sites (got '
+            f"{memory.patterns!r:.60})"
+        )
     if memory.max_in_flight is not None:
         raise PlanError("max_in_flight bounds what leaves, and so does a fraction that is chosen; leave it out")
-    if type(slower) not in (int, float) or not 0 <= slower < math.inf:
+    if type(slower) not in (int, float) or not 0 <= slower <= sys.float_info.max:
         raise PlanError(f"slower is a share of the step, such as 0.01 for 1 % (got {slower!r:.40})")
 
 
@@ -314,6 +352,6 @@ def _bytes_of(limit: float | str | None) -> float | None:
             limit = parse_bytes(limit)
         except TextError as error:
             raise PlanError(f"limit: {error}") from None
-    if limit is not None and (type(limit) not in (int, float) or not 0 < limit < math.inf):
+    if limit is not None and (type(limit) not in (int, float) or not 0 < limit <= sys.float_info.max):
         raise PlanError(f"limit is a number of bytes, or a size such as 60GB (got {limit!r:.40})")
     return limit

@@ -34,8 +34,8 @@ class ExpertRanks:
     - `group`: their `torch.distributed` process group, for kernels that need one. The pipeline makes it, and uses it
       for nothing but this exchange. The functions of `torch.distributed` do not know it: call its methods.
     - `turn`, `current`: what the runtime runs, and the number of the experts that run; `mark` combines them.
-    - `outputs`: what experts have returned in this turn. The runtime runs their backwards, also if a layer does not use
-      them.
+    - `note`: told what experts return. The runtime takes it with `outputs`, and runs its backward also if a layer does
+      not use it. In a backward, what is recomputed is not noted.
     - `anchor`: the dummy scalar of `joining`. It gets no gradient.
     """
 
@@ -45,7 +45,21 @@ class ExpertRanks:
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self.turn: tuple[int, ...] = ()
         self.current = 0
-        self.outputs: list[Tensor] = []
+        self._outputs: list[Tensor] | None = None
+
+    def begin(self, turn: tuple[int, ...], *, notes: bool) -> None:
+        """Begin a turn; with `notes`, what experts return in it is noted."""
+        self.turn, self._outputs = turn, [] if notes else None
+
+    def note(self, out: Tensor) -> None:
+        """Note what experts have returned."""
+        if self._outputs is not None and out.requires_grad:
+            self._outputs.append(out)
+
+    def outputs(self) -> list[Tensor]:
+        """Return what experts have returned in this turn, and forget it: its graph holds this object."""
+        outputs, self._outputs = self._outputs or [], None
+        return outputs
 
     def all_to_all(
         self, taken: Tensor, sent: Tensor, taken_sizes: list[int] | None = None, sent_sizes: list[int] | None = None

@@ -143,8 +143,8 @@ class Experts(nn.Module):
         exchange = self.exchanging()
         out_TD = exchange.combine(rows_RD, state, weights_TK, dtype=dtype)
         validate_combined(exchange, out_TD, shape=(len(weights_TK), self.down_proj.shape[1]), dtype=dtype)
-        if self.members is not None and out_TD.requires_grad:
-            self.members.outputs.append(out_TD)
+        if self.members is not None:
+            self.members.note(out_TD)
         return out_TD
 
     def forward(self, *arguments: Any) -> Tensor:

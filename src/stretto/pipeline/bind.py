@@ -192,6 +192,7 @@ class StepBinding:
                 self._grads.clear()
                 self._outputs.clear()
                 self._differentiated.clear()
+                self._inputs = self._losses = self._measures = None
 
     def has_behind(self, losses: Losses) -> bool:
         """Return whether any inputs or targets require gradients."""

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stretto.ir.errors import PipelineError
 from stretto.moe.fp8 import pack, unpack
 from stretto.pipeline.pytree import version_of
 from stretto.pipeline.storages import WeakStorage
@@ -25,30 +24,46 @@ class Stored(Protocol):
 class Compressed:
     """A saved tensor whose numbers are stored in float8."""
 
-    __slots__ = ("__weakref__", "_bytes", "_dtype", "_features", "_last", "_order", "_sizes", "_version")
+    __slots__ = ("__weakref__", "_bytes", "_dtype", "_features", "_last", "_order", "_sizes")
 
     def __init__(self, stored: Stored, saved: Tensor, features: int) -> None:
         """`stored` stands for the bytes of the tensor that was saved, in rows of so many features."""
         self._bytes, self._features, self._dtype = stored, features, saved.dtype
         self._order = _memory_order(saved)
         self._sizes = [saved.shape[dim] for dim in self._order]
-        self._last: weakref.ref[Tensor] | None = None
-        self._version = 0
+        self._last: _Rows | None = None
 
     def tensor(self) -> Tensor:
-        """Return the tensor, rounded: the same memory while somebody holds a view of it."""
-        rows = None if self._last is None else self._last()
+        """Return the tensor, rounded: the same memory while anything holds it and no backward has changed it."""
+        rows = None if self._last is None else self._last.tensor()
         if rows is None:
             with torch.no_grad():
                 rows = unpack(self._bytes.tensor(), features=self._features, dtype=self._dtype)
-            self._last, self._version = weakref.ref(rows), version_of(rows)
-        elif version_of(rows) != self._version:
-            raise PipelineError(
-                "a tensor that the backward needs was changed in place by a backward (stored in float8)"
-            )
+            self._last = _Rows(rows)
         order = sorted(range(len(self._order)), key=self._order.__getitem__)
         tensor: Tensor = rows.view(self._sizes).permute(order)
         return tensor
+
+
+class _Rows:
+    """A weak reference to the memory of a tensor, which knows whether that was changed in place."""
+
+    __slots__ = ("_changes", "_storage", "_version")
+
+    def __init__(self, rows: Tensor) -> None:
+        self._storage = WeakStorage(rows.untyped_storage())
+        self._changes = rows.detach()
+        self._changes.data = rows.new_empty(0)  # now it shares only the count of changes
+        self._version = version_of(rows)
+
+    def tensor(self) -> Tensor | None:
+        """Return all of the memory, if anything holds it and nothing has changed it."""
+        storage = self._storage.storage()
+        if storage is None or version_of(self._changes) != self._version:
+            return None
+        whole, rows = torch.empty(0, dtype=self._changes.dtype, device=storage.device), self._changes.detach()
+        rows.data = whole.set_(storage, 0, (storage.nbytes() // whole.element_size(),), (1,))
+        return rows
 
 
 class Compression:

@@ -34,6 +34,7 @@ class Exchanges:
         try:
             yield
         finally:
+            self._ranks.outputs()
             for experts in self._experts:
                 experts.exchange = experts.members = None
 
@@ -43,20 +44,20 @@ class Exchanges:
         Ranks run the same passes in the same order, on microbatches of other numbers: turns are counted.
         """
         self._turns += 1
-        self._ranks.turn = self._stage, self._turns, ord(op), part
-        self._ranks.outputs.clear()
+        self._ranks.begin((self._stage, self._turns, ord(op), part), notes=op is Op.F)
 
     def kept_in(self, value: Value) -> Value:
         """Return a part's output such that its backward runs through all that experts returned in the part."""
-        if not self._ranks.outputs or not torch.is_grad_enabled():
+        outputs = self._ranks.outputs()
+        if not outputs or not torch.is_grad_enabled():
             return value
         leaves, spec = pytree.tree_flatten(value)
         real = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if not real:
             raise PipelineError(f"a layer of stage {self._stage} has experts, but returns no tensor of real numbers")
-        leaf = depending(real[0], self._ranks.outputs, tensors_of(value))
+        leaf = depending(real[0], outputs, tensors_of(value))
         return pytree.tree_unflatten([leaf if other is real[0] else other for other in leaves], spec)
 
     def kept_in_loss(self, loss: Tensor, output: Value) -> Tensor:
         """Return a loss whose backward runs through all of the output, and all that experts returned in the part."""
-        return depending(loss, [*tensors_of(output), *self._ranks.outputs])
+        return depending(loss, [*tensors_of(output), *self._ranks.outputs()])

@@ -1,7 +1,9 @@
 """Host memory for offloaded activations: buffers that the program numbers, made once and reused in every step."""
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +12,10 @@ from torch import Tensor
 from stretto.execute.host_memory import Arena, HostMemoryError, machine_bytes
 from stretto.ir.errors import PipelineError
 from stretto.ir.units import bytes_text
+from stretto.memory import host_buffer_bytes
 from stretto.pipeline.offload import Stored, packed_bytes
 
 log = logging.getLogger(__name__)
-_MARGIN = 1.125  # by which a buffer is larger than what it was made for, since microbatches differ
-_UNIT = 1 << 21
 
 
 class HostPool:
@@ -26,18 +27,23 @@ class HostPool:
         self._rank, self._limit = rank, limit
         self._arenas: dict[int, Arena] = {}
         self._read: dict[int, Any] = {}
+        self._replaced: list[tuple[Any, Arena]] = []
+        """Buffers that larger ones have replaced, each with the event at which the device has read it."""
         self._refused: int | None = None  # the size of the smallest buffer for which there was no room
 
     @property
     def nbytes(self) -> int:
         """How much host memory is allocated."""
-        return sum(arena.memory.numel() for arena in self._arenas.values())
+        replaced = (arena for _, arena in self._replaced)
+        return sum(arena.memory.numel() for arena in (*self._arenas.values(), *replaced))
 
     def take(self, number: int, chosen: Sequence[Stored]) -> tuple[Tensor, list[Stored]]:
         """Return a buffer, and as many of the storages, from the first, as fit it.
 
         A buffer that is too small grows. If it cannot, some storages stay on the device.
         """
+        if not chosen:
+            return torch.empty(0, dtype=torch.uint8), []
         needed, arena = packed_bytes(chosen), self._arenas.get(number)
         if arena is None:
             self._arenas[number] = arena = self._first(number, needed)
@@ -54,7 +60,7 @@ class HostPool:
 
     def _first(self, number: int, needed: int) -> Arena:
         """Make a buffer. Raise PipelineError if there is no room for it and all others of its stage."""
-        size = _rounded(needed)
+        size = host_buffer_bytes(needed)
         told = self._validate_room({self._stage_of[number]: size})
         try:
             return Arena(size, pinned=self._pinned)
@@ -66,7 +72,7 @@ class HostPool:
 
         Raise PipelineError, as a step would, if there is no room for it.
         """
-        sizes = {stage: _rounded(needed[stage]) for stage in dict.fromkeys(self._stage_of.values())}
+        sizes = {stage: host_buffer_bytes(needed[stage]) for stage in dict.fromkeys(self._stage_of.values())}
         self._validate_room(sizes)
         return self.nbytes + sum(size * self._missing(stage) for stage, size in sizes.items())
 
@@ -102,7 +108,7 @@ class HostPool:
 
     def _larger(self, number: int, needed: int, arena: Arena) -> Arena:
         """Return a larger buffer, or the same one if there is no room."""
-        size = _rounded(needed)
+        size = host_buffer_bytes(needed)
         if self._refused is not None and size >= self._refused:
             return arena
         room = min(_available_bytes(), self._limit - self.nbytes if self._limit is not None else size)
@@ -116,26 +122,33 @@ class HostPool:
             )
             self._refused = size
             return arena
-        self._await(number)
-        arena.close()
+        self._replaced.append((self._read.pop(number, None), arena))
+        self._close_replaced()
         self._arenas[number] = larger
         return larger
 
-    def _await(self, number: int) -> None:
-        """Wait until the device has read a buffer."""
-        if (event := self._read.pop(number, None)) is not None:
-            event.synchronize()
+    def _close_replaced(self) -> None:
+        """Return the memory of replaced buffers that the device has read. The host does not wait for the others: what
+        the device waits for may have failed.
+        """
+        waiting = []
+        for event, arena in self._replaced:
+            if event is None or event.query():
+                arena.close()
+            else:
+                waiting.append((event, arena))
+        self._replaced = waiting
 
     def close(self) -> None:
         """Return all memory, once the device has read it."""
-        for number, arena in self._arenas.items():
-            self._await(number)
+        used = [(self._read.get(number), arena) for number, arena in self._arenas.items()]
+        for event, arena in (*used, *self._replaced):
+            if event is not None:
+                event.synchronize()
             arena.close()
         self._arenas.clear()
-
-
-def _rounded(needed: int) -> int:
-    return -(-int(needed * _MARGIN) // _UNIT) * _UNIT
+        self._read.clear()
+        self._replaced.clear()
 
 
 def _available_bytes() -> int:
@@ -143,6 +156,17 @@ def _available_bytes() -> int:
     try:
         with open("/proc/meminfo") as file:
             lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
+        available = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
-        return machine_bytes()
+        available = machine_bytes()
+    return min(available, _container_bytes(Path("/sys/fs/cgroup")))
+
+
+def _container_bytes(folder: Path) -> int:
+    """Return how much memory the container that this runs in may still take; more than any machine has without one."""
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return sys.maxsize if limit == "max" else max(0, int(limit) - int(used) + int(counts["inactive_file"]))
+    except (OSError, KeyError, ValueError):
+        return sys.maxsize

@@ -107,6 +107,11 @@ class MemoryReport:
         of what a device holds: weights, gradients, receive buffers, and `RankMemory.transient`. `host` is the link to
         host memory, if the costs do not have it.
         """
+        if not isinstance(costs, Costs):
+            raise PipelineError(
+                "costs() adds bytes to costs with times, such as stretto.fit(timeline) returns (only rank 0 has a "
+                f"timeline); got a {type(costs).__name__}"
+            )
         if not self.has_loss:
             raise PipelineError("the dry run had no targets, so its bytes leave out the loss; run it with targets")
         return msgspec.structs.replace(

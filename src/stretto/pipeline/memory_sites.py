@@ -84,7 +84,10 @@ class Decisions:
     def near(self, pattern: str) -> list[str]:
         """Return what may be meant by a pattern that matches no site."""
         ending = [f"*{pattern}"] if any(self._policy.matches(f"*{pattern}", name) for name in self._names) else []
-        return ending + get_close_matches(pattern, self._names, 3)
+        last = {name.rpartition(".")[2] for name in self._names}
+        word = pattern.strip("*").rpartition(".")[2]
+        wild = [f"*{name}" for name in get_close_matches(word, last, 2)] if pattern.startswith("*") else []
+        return ending + wild + get_close_matches(pattern, self._names, 3)
 
 
 def find_sites(decisions: Decisions, layers: Mapping[int, nn.Module], *, in_phases: bool) -> dict[Part, PartSites]:
@@ -117,7 +120,7 @@ def not_found(pattern: str, near: Iterable[str]) -> str:
     hint = f"; near it are {', '.join(map(repr, ordered))}" if ordered else ""
     return (
         f"memory names {pattern!r:.60}, but no phase or module is called that{hint} (phases have names such as 'attn', "
-        "and pipe.named_modules() of a pipeline without it has those of modules)"
+        "and pipe.named_modules() of a pipeline made without memory= has those of modules)"
     )
 
 

@@ -1,8 +1,8 @@
 """Recomputation: modules and layers that run again in the backward instead of keeping their activations."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from stretto.pipeline.offload import View
 from stretto.pipeline.pytree import PLAIN, full_name, version_of
 from stretto.pipeline.rng import Generators
 from stretto.pipeline.run_parameters import RunParameters
+from stretto.pipeline.saved_attributes import warn_of_attributes
 
 
 class Kept:
@@ -123,8 +124,7 @@ class Run:
             self._buffers = self._buffers.including(self._arguments.modules)
         self._parameters = RunParameters(self.name, self._buffers.modules)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        device = next((leaf.device.type for leaf in tensors), "cpu")
-        self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        self._autocast = _autocast_of(tensors)
         self._default_dtype = torch.get_default_dtype()
         self._needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         packed = {id(leaf): pack(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves}
@@ -132,6 +132,7 @@ class Run:
         versions = list(map(version_of, tensors))
 
         def drop(saved: Tensor) -> Handle:
+            warn_of_attributes(saved, self.name)
             noted(saved)
             handle = Handle(self)
             self._saved.append((weakref.ref(handle), (saved.shape, saved.dtype)))
@@ -216,7 +217,6 @@ class Run:
 
         capture.is_ours = True  # type: ignore[attr-defined]
         assert self._snapshot is not None
-        device, dtype, enabled = self._autocast
         self._next_skipped = iter(self._skipped)
         with (
             self._generators.kept(),
@@ -225,7 +225,7 @@ class Run:
             _default_dtype(self._default_dtype),
             self._repeating(self),
             torch.enable_grad(),
-            torch.autocast(device, dtype, enabled=enabled),
+            _autocast(self._autocast),
             saved_tensors_hooks(capture, differentiated),
         ):
             self._generators.set_states(self._states)
@@ -267,11 +267,45 @@ def unpack(saved: Any) -> Any:
     return saved.tensor() if isinstance(saved, Kept | Handle | View | Compressed) else saved
 
 
+def _as_input(leaf: Tensor, *, needs: bool) -> Tensor:
+    """Return a tensor from which to run again. It is no leaf if it can be a view: autocast's cache would hold its cast,
+    and so the tensor, for as long as the caller's autocast goes on.
+    """
+    own = leaf.detach().requires_grad_(needs)
+    if not needs or leaf.layout is not torch.strided:
+        return own
+    with torch.enable_grad():
+        return own.view_as(own)
+
+
+def _autocast_of(tensors: Iterable[Tensor]) -> list[tuple[str, torch.dtype, bool, bool]]:
+    """Return what autocast does now on the host, on a GPU that is in use, and on the devices of these tensors."""
+    uses_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    kinds = {"cpu", *(tensor.device.type for tensor in tensors)} | ({"cuda"} if uses_cuda else set())
+    return [_autocast_on(kind) for kind in sorted(kinds - {"meta"})]
+
+
+def _autocast_on(kind: str) -> tuple[str, torch.dtype, bool, bool]:
+    """Return what autocast does now on this kind of device: its dtype, whether it is on, and whether casts are kept."""
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+
+
+@contextmanager
+def _autocast(every: Iterable[tuple[str, torch.dtype, bool, bool]]) -> Iterator[None]:
+    """Do within this context what autocast did before."""
+    with ExitStack() as contexts:
+        for then in every:
+            kind, dtype, enabled, cached = then
+            if then != _autocast_on(kind):
+                contexts.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached))
+        yield
+
+
 def _unpacked(packed: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
     """Return the leaves that were packed; the same object stands for the same tensor."""
     unpacked: dict[int, Any] = {}
     for saved, need in zip(packed, needs, strict=True):
         if id(saved) not in unpacked:
             leaf = unpack(saved)
-            unpacked[id(saved)] = leaf.detach().requires_grad_(need) if isinstance(leaf, Tensor) else leaf
+            unpacked[id(saved)] = _as_input(leaf, needs=need) if isinstance(leaf, Tensor) else leaf
     return [unpacked[id(saved)] for saved in packed]

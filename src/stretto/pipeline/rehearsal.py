@@ -96,6 +96,8 @@ class Rehearsal(Stage):
         chosen = self._chosen(away) if self._leaves else []
         every = self._bytes.sites(_storages(away.candidates()))
         last, leaving = len(self._functions) - 1, _storages(chosen)
+        if self.saving.seen is not None:
+            self.saving.seen.left = bool(chosen)
         self.parts = [
             self._bytes.part_memory(part, leaving, inputs=inputs, loss=self._loss_gradient if part == last else 0)
             for part, inputs in enumerate(self._gradients_of_inputs)

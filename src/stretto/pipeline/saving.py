@@ -22,6 +22,7 @@ from stretto.pipeline.overrides import Forward, Overrides
 from stretto.pipeline.pytree import Value, flatten_once, full_name, storage_of, version_of
 from stretto.pipeline.recompute import Kept, Run, unpack
 from stretto.pipeline.rng import Generators
+from stretto.pipeline.saved_attributes import warn_of_attributes
 from stretto.pipeline.sites_seen import SitesSeen
 from stretto.pipeline.storages import WeakStorage
 
@@ -34,13 +35,16 @@ that made it, the output's index, and the lane. While the weak reference lives, 
 class SavedPass:
     """What is known of the tensors that one pass of a stage has saved."""
 
-    __slots__ = ("_compression", "_device", "_held", "_min_bytes", "_references", "_runs", "away", "outputs")
+    __slots__ = ("_compression", "_device", "_exact", "_held", "_min_bytes", "_references", "_runs", "away", "outputs")
 
     def __init__(self, device: torch.device, min_bytes: int, held: Collection[int], *, leaves: bool) -> None:
         """Only tensors on this device leave, or are compressed. Those of fewer bytes stay as they are, and so do these
         storages, which others hold. Only with `leaves` does anything leave.
         """
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device, self._min_bytes, self._held = device, min_bytes, set(held)
+        self._exact: set[int] = set()
         self.outputs: Table = {}
         """Outputs of recomputed modules in the current forward."""
         self.away = Away() if leaves else None
@@ -61,10 +65,17 @@ class SavedPass:
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Leave the memory of more tensors as it is."""
+        self._held.update(self._addresses(tensors))
+
+    def hold_exact(self, tensors: Iterable[Tensor]) -> None:
+        """Store the memory of these tensors as it is, wherever."""
+        self._exact.update(self._addresses(tensors))
+
+    def _addresses(self, tensors: Iterable[Tensor]) -> Iterator[int]:
         for tensor in tensors:
             if _has_storage(tensor):
-                self._held.add(storage_of(tensor))
                 self._references.append(WeakStorage(tensor.untyped_storage()))  # no other storage gets its address
+                yield storage_of(tensor)
 
     def end_forward(self) -> None:
         """Forget what is needed only while the forward runs."""
@@ -73,7 +84,7 @@ class SavedPass:
 
     def may_change(self, saved: Tensor) -> bool:
         """Return whether a saved tensor may leave, or be compressed."""
-        if type(saved) is not Tensor or saved.is_conj() or saved.is_neg():
+        if type(saved) is not Tensor or saved.is_conj() or saved.is_neg() or saved.is_quantized:
             return False
         if saved.device.type != self._device.type or self._device.index not in (None, saved.device.index):
             return False
@@ -94,7 +105,7 @@ class SavedPass:
         """Return what stands for a tensor in float8, or None if it is not stored so. `store` stores its bytes. What
         comes back is memory of the lane that it comes back on, so lanes share none.
         """
-        features = compressible(saved)
+        features = 0 if storage_of(saved) in self._exact else compressible(saved)
         if not features:
             return None
         made = self._compression.known(saved, lane)
@@ -267,6 +278,7 @@ class Saving:
         return "" if self._part is None else self._part.lane
 
     def _pack(self, saved: Tensor) -> Any:
+        warn_of_attributes(saved, self._label)
         if self._pass is None or not _has_storage(saved):
             self._note("keep", saved)
             return Kept(saved, self._label)

@@ -7,6 +7,7 @@ from torch import nn
 
 from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError
+from stretto.ir.units import bytes_text
 from stretto.memory import Memory
 from stretto.pipeline.memory_sites import ModuleSite, Part, PartSites
 
@@ -18,6 +19,8 @@ class SitesSeen:
         self.patterns: set[int] = set()
         self.compressed = False
         """Whether anything was stored in float8."""
+        self.left = False
+        """Whether anything left the device."""
         self._elsewhere: dict[int, str] = {}
 
     def note(self, module: nn.Module, site: ModuleSite | None, part: PartSites) -> None:
@@ -44,7 +47,7 @@ class SitesSeen:
 
 class PatternCheck:
     """Finds what a policy says to no effect, in the first step or dry run: patterns that decide about nothing that
-    runs, and float8 where no tensor can be stored so.
+    runs, float8 where no tensor can be stored so, and offload where none can leave.
     """
 
     def __init__(self, policy: Memory, team: Team) -> None:
@@ -64,11 +67,19 @@ class PatternCheck:
             for pattern, why in seen.told(self._policy, sites).items():
                 told[pattern] = why and told.get(pattern, why)
         every = self._team.gather(told, dict[str, str])
-        compressed = self._team.gather(any(seen.compressed for seen, _ in stages), bool)
+        done = any(seen.compressed for seen, _ in stages), any(seen.left for seen, _ in stages)
+        compressed, left = zip(*self._team.gather(done, tuple[bool, bool]), strict=True)
         if self._policy.compresses and not any(compressed) and self._team.rank == 0:
             warnings.warn(
                 "memory names fp8, but nothing was stored in float8: only bfloat16 and float16 tensors of at least "
-                "min_bytes are, and no parameters, inputs of the step and received messages",
+                "min_bytes are, and no parameters and inputs of stages",
+                stacklevel=2,
+            )
+        if self._policy.offloads and not any(left) and self._team.rank == 0:
+            warnings.warn(
+                "memory names offload, but nothing leaves the device: only tensors of at least min_bytes "
+                f"({bytes_text(self._policy.min_bytes)}) do, if they are not needed again at once, and no parameters, "
+                "inputs of the step and received messages; pipe.dry_run(inputs, targets) says what each site saves",
                 stacklevel=2,
             )
         for pattern in self._policy.sites:

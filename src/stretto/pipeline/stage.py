@@ -190,6 +190,8 @@ class Stage:
         if state.saved.away is not None or self._memory.compresses:
             if held:
                 state.saved.hold(tensors_of(inputs.leaves))
+            elif part == 0:  # as it would be if another rank had sent it
+                state.saved.hold_exact(tensors_of(inputs.leaves))
             self.deferral.casts = lambda weight: state.saved.hold([weight])
         if self._exchanges is not None:
             self._exchanges.take_turn(Op.F, part)
@@ -299,6 +301,8 @@ class Stage:
         away = self._passes[microbatch].saved.away
         assert away is not None
         memory, chosen = pool.take(number, self._chosen(away))
+        if self._saving is not None and self._saving.seen is not None:
+            self._saving.seen.left |= bool(chosen)
         away.leave(chosen, memory)
         if not self.streams:
             away.release()

@@ -158,8 +158,9 @@ class Changes:
         """Hold an offloaded pass until its copy out ends, and again from when its copy back starts."""
         size = costs.leaving_bytes(stages=program.placement.stages, recompute=program.recomputes)
         kind, stage = program.work.kind[self.task], program.work.stage[self.task]
-        out = np.flatnonzero((kind == Kind.OFFLOAD) & self.is_end)
-        back = np.flatnonzero((kind == Kind.ONLOAD) & ~self.is_end)
+        leaves = (size[stage] > 0) | (costs.activation_bytes is None)  # else the pass stays, and copies are empty
+        out = np.flatnonzero((kind == Kind.OFFLOAD) & self.is_end & leaves)
+        back = np.flatnonzero((kind == Kind.ONLOAD) & ~self.is_end & leaves)
         self.add(out, held=-1, size=-size[stage[out]])
         self.add(back, held=1, size=size[stage[back]])
 
