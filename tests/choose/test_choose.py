@@ -261,7 +261,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "large limit": ({"limit": 10**400}, PlanError, "limit is a number of bytes, or a size such as 60GB"),
     "slower": ({"slower": -0.1}, PlanError, r"slower is a share of the step, such as 0.01 for 1 % \(got -0.1\)"),
     "very slow": ({"slower": 10**400}, PlanError, "slower is a share of the step"),
-    "no times": ({"costs": Costs(activation_bytes=1e9, host=Link(bandwidth=1e9))}, CostError, "the costs have no times"),
+    "no times": ({"costs": costs_of(unit=None, F=None, I=None, W=None)}, CostError, "the costs have no times"),
     "nothing may leave": (
         {"costs": costs_of(offload_bytes=0.0), "limit": "2GB"},
         PlanError,
