@@ -5,7 +5,8 @@
 The GPU does what the first of four devices does by interleaved 1F1B with pairs woven, with a layer in each of its eight
 stages, so up to 36 passes are in flight. It does so by several policies. Plain PyTorch accumulates gradients over the
 same microbatches, one pass after the other: with everything kept, with torch.autograd.graph.save_on_cpu, and with
-torch.utils.checkpoint around every layer. Cases run one after the other, those first that a release needs, and "none" again at the end.
+torch.utils.checkpoint around every layer. Cases run one after the other, the targets and PyTorch first, and "none"
+again at the end.
 
 The table has the least and the median time of a step, how much of it the host took to issue it, the ratio to the kept
 case, the most bytes that a step takes beyond what was allocated before it, and their share of the kept case. For "auto"
