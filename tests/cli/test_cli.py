@@ -315,7 +315,7 @@ BAD = {
     "missing trace": (["show", "none.trace.json"], "cannot read none.trace.json: No such file or directory"),
     "layers of a trace": (["show", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),
     "times of a trace": (["simulate", "plan.trace.json", "--costs", "F=9"], "has its own times; leave F out"),
-    "usual times of a trace": (["simulate", "plan.trace.json", "--costs", "F=1,I=1"], "its own times; leave F out"),
+    "usual times of a trace": (["simulate", "plan.trace.json", "--costs", "F=1,I=1"], "its own times; leave F, I out"),
     "times of a shown trace": (["show", "plan.trace.json", "--costs", "long.toml"], "its own times; leave F out"),
     "times of compared traces": (["compare", "plan.trace.json", "--costs", "I=1"], "its own times; leave I out"),
     "layers of compared traces": (["compare", "plan.trace.json", "--offload", "1"], "plan.trace.json is a timeline"),

@@ -359,7 +359,7 @@ def timeline_of(
         if options.given() or sizes.given():
             raise PlanError(f"{target} is a timeline: sizes, --layers and the like go with a schedule or a plan")
         if table.times:
-            raise CostError(f"{target} has its own times; leave {table.times[0]} out, only bytes matter here")
+            raise CostError(f"{target} has its own times; leave {', '.join(table.times)} out, only bytes matter here")
         return load_timeline(target)
     costs = table.costs
     program = _sound_program(target, sizes, options, costs, slices=slices)

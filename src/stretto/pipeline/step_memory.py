@@ -30,7 +30,8 @@ class PartMemory(NamedTuple):
 class StepMemory:
     """Goes through a rank's tasks. Memory is taken and freed as lanes of a device do: when a task is issued.
 
-    That is exact on a device, and an upper bound where lanes are threads of the host.
+    That follows a device closely (see docs/design/pipeline.md), and bounds what is held where lanes are threads of the
+    host.
     """
 
     def __init__(
@@ -43,8 +44,8 @@ class StepMemory:
         joins: Collection[Task] = (),
         kept_until: Sequence[int] | None = None,
     ) -> None:
-        """`parts` are those of each stage, `joins` the weight gradients that are computed with the next
-        ones. `kept_until` says, where lanes share memory, how long each task keeps what is another lane's.
+        """`parts` are those of each stage, `joins` the weight gradients that are computed with the next ones.
+        `kept_until` says, where lanes share memory, how long each task keeps what is another lane's.
         """
         self._tasks, self._anatomy, self._parts = tasks, anatomy, parts
         self._joins, self._kept_until = joins, kept_until
