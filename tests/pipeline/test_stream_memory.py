@@ -83,4 +83,4 @@ def test_it_would_be_seen_and_keeping_takes_little(ranks: Ranks, forgetful: str)
 def test_dry_runs_foresee_peaks(ranks: Ranks, schedule: str, device: int, policy: str) -> None:
     """Also beside backwards that no forward is paired with, where gradients come to whole passes."""
     ((predicted, held),) = ranks.run(foreseen, 1, schedule, device, POLICIES[policy])
-    assert 0.92 * predicted <= held <= 1.03 * predicted, held / predicted
+    assert 0.95 * predicted <= held <= 1.01 * predicted, held / predicted
