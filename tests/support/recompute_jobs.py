@@ -218,11 +218,21 @@ def _linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
+def _restrided(me: Layer, x: Tensor) -> Tensor:
+    return me.site(me.before(x).as_strided((len(x), 1, 2, WIDTH // 2), (WIDTH, 1, WIDTH // 2, 1)))  # type: ignore[no-any-return]
+
+
+def _by_stride(me: Site, x: Tensor) -> Tensor:
+    """Kernels choose layouts by strides, also by those of dimensions of size 1."""
+    return torch.tanh(me.linear(x.flatten(1)) * x.stride(1))
+
+
 EXACT: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "a module with buffers": (
         lambda: Layer(_twice(lambda me: me.act), Site(_applies), act=nn.BatchNorm1d(WIDTH)),
         4,
     ),
+    "an input with strides of its own": (lambda: Layer(_restrided, Site(_by_stride), before=_linear()), 2),
     "a module with a count": (lambda: Layer(_twice(lambda me: me.act), Site(_applies), act=Counter()), 4),
     "its method": (lambda: Layer(_twice(lambda me: me.act.forward), Site(_applies), act=Counter()), 4),
     "a function of it": (

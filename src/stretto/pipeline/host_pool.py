@@ -85,6 +85,7 @@ class HostPool:
 
         Raise PipelineError if there is no room for them.
         """
+        self._close_replaced()
         missing = {stage: self._missing(stage) for stage in sizes}
         planned = sum(size * missing[stage] for stage, size in sizes.items())
         parts = [f"{bytes_text(self.nbytes)} are there already"] if self._arenas else []
@@ -109,6 +110,7 @@ class HostPool:
     def _larger(self, number: int, needed: int, arena: Arena) -> Arena:
         """Return a larger buffer, or the same one if there is no room."""
         size = host_buffer_bytes(needed)
+        self._close_replaced()
         if self._refused is not None and size >= self._refused:
             return arena
         room = min(_available_bytes(), self._limit - self.nbytes if self._limit is not None else size)
@@ -120,7 +122,8 @@ class HostPool:
             log.warning(
                 "some activations stay on the device: %s of host memory are needed (%s)", bytes_text(size), error
             )
-            self._refused = size
+            if not self._replaced:  # else there may be room once the device has read those
+                self._refused = size
             return arena
         self._replaced.append((self._read.pop(number, None), arena))
         self._close_replaced()

@@ -268,14 +268,15 @@ def unpack(saved: Any) -> Any:
 
 
 def _as_input(leaf: Tensor, *, needs: bool) -> Tensor:
-    """Return a tensor from which to run again. It is no leaf if it can be a view: autocast's cache would hold its cast,
-    and so the tensor, for as long as the caller's autocast goes on.
+    """Return a tensor from which to run again, in the same memory with the same strides. A plain one is no leaf:
+    autocast's cache would hold the cast of a leaf, and so the tensor, for as long as the caller's autocast goes on.
     """
     own = leaf.detach().requires_grad_(needs)
-    if not needs or leaf.layout is not torch.strided:
+    if not needs or type(leaf) is not Tensor or leaf.layout is not torch.strided:
         return own
     with torch.enable_grad():
-        return own.view_as(own)
+        alias: Tensor = torch.ops.aten.alias(own)  # view_as would change the strides of dimensions of size 1
+    return alias
 
 
 def _autocast_of(tensors: Iterable[Tensor]) -> list[tuple[str, torch.dtype, bool, bool]]:

@@ -16,9 +16,9 @@ def warn_of_attributes(saved: Tensor, site: str) -> None:
         return
     caller = sys._getframe(2)
     if caller.f_code is not _APPLY:
-        return  # an operation of PyTorch's, which reads no attributes
+        return  # an operation, which reads no attributes
     function = caller.f_locals.get("cls")
-    if getattr(function, "__module__", "").startswith("stretto."):
+    if getattr(function, "__module__", "").partition(".")[0] in ("stretto", "torch"):
         return
     warnings.warn(
         f"{getattr(function, '__qualname__', 'a function')} saves a tensor with attributes ({', '.join(named):.60}) in "

@@ -79,7 +79,8 @@ class PatternCheck:
             warnings.warn(
                 "memory names offload, but nothing leaves the device: only tensors of at least min_bytes "
                 f"({bytes_text(self._policy.min_bytes)}) do, if they are not needed again at once, and no parameters, "
-                "inputs of the step and received messages; pipe.dry_run(inputs, targets) says what each site saves",
+                "inputs of the step and received messages, and no more than fraction and max_in_flight allow; "
+                "pipe.dry_run(inputs, targets) says what each site saves",
                 stacklevel=2,
             )
         for pattern in self._policy.sites:

@@ -125,7 +125,8 @@ def _memory_needs(tables: TaskIndex, device: Ints, computes: Bools, communicates
     # The first task that waits for a pass to leave frees its memory, for every lane that computes: all of them wait.
     first = np.full(len(device), len(device))
     for task, need in ((np.arange(len(device)), emptied), (onloads, left), (onload.ravel(), offload.ravel())):
-        np.minimum.at(first, need[need >= 0], task[need >= 0])
+        found = (need >= 0) & (task >= 0)
+        np.minimum.at(first, need[found], task[found])
     offloads = np.flatnonzero((work.kind == Kind.OFFLOAD) & (first < len(device)))
     for on_lane in (computes, communicates):
         waiting = next_after(on_lane, device)[first[offloads]]
