@@ -251,9 +251,10 @@ def run(case: Case) -> Case:
 
 
 def release() -> None:
-    """Give back to the device what nobody refers to."""
+    """Give back to the device and the host what nobody refers to."""
     gc.collect()
     torch.cuda.empty_cache()
+    torch._C._host_emptyCache()  # what save_on_cpu has pinned
 
 
 if __name__ == "__main__":

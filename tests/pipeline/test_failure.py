@@ -187,6 +187,11 @@ def test_what_one_rank_cannot_make_is_refused_by_all(ranks: Ranks) -> None:
         assert loss > 0
 
 
+def test_numbers_that_have_not_arrived_are_not_used(ranks: Ranks) -> None:
+    for said in ranks.run(failure_jobs.unarrived, 2):
+        assert "a message was lost" in said
+
+
 def test_a_rank_that_never_begins_a_step_is_named(ranks: Ranks) -> None:
     first, _ = ranks.run(failure_jobs.absent, 2)
     assert first.startswith("rank 1 has not begun step 2; it was last seen after step 1; rank 0 waited for "), first

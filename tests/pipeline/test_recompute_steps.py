@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import recompute_jobs
+from devices import device_ranks
 from ranks import Ranks
 from stretto import Memory
 
@@ -15,7 +16,7 @@ POLICY = {"*.site": "recompute"}
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(1)
+    started = device_ranks(1)
     yield started
     started.stop()
 

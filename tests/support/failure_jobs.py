@@ -7,16 +7,17 @@ import signal
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import stretto
 from models import Block, disturb
-from stretto.execute.groups import Groups
-from stretto.schedules import one_f_one_b
+from stretto.execute.groups import Groups, all_reduce
+from stretto.schedules import dualpipe, one_f_one_b
 
 BATCH = 4
 
@@ -99,6 +100,26 @@ def unmade(mesh: Any) -> tuple[str, float, float]:
     loss = _step(pipe)
     pipe.close()
     return said, float(ones), loss
+
+
+def unarrived(mesh: Any) -> str:
+    """What a pipeline says if a group fails as those of devices do: what waits goes on, with any numbers."""
+
+    def lose(group: dist.ProcessGroup, tensor: Tensor, op: Any) -> dist.Work:
+        work = all_reduce(group, tensor.clone(), op)
+        tensor.random_()
+        return work
+
+    def check(_: dist.ProcessGroup) -> None:
+        raise RuntimeError("a message was lost")
+
+    with mock.patch.multiple("stretto.execute.team", all_reduce=lose, check_group=check):
+        try:
+            plan = dualpipe(devices=2, microbatches=4)
+            stretto.Pipeline([Block() for _ in range(4)], plan=plan, loss=nn.functional.mse_loss, mesh=mesh, timeout=30)
+        except stretto.PipelineError as error:
+            return str(error)
+    return ""
 
 
 def absent(mesh: Any) -> str:

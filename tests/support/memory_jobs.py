@@ -376,8 +376,9 @@ def with_odd_tensors(mesh: DeviceMesh, policy: Any) -> list[Any]:
     """The loss and gradients of a step."""
     torch.manual_seed(1)
     plan = SCHEDULES["interleaved"].make(devices=1, microbatches=4)
-    pipe = stretto.Pipeline([Odd(), Odd()], plan=plan, loss=lambda y, _: y.square().mean(), mesh=mesh, memory=policy)
-    x = torch.randn(4, 8)
+    layers = [Odd().to(DEVICE) for _ in range(2)]
+    pipe = stretto.Pipeline(layers, plan=plan, loss=lambda y, _: y.square().mean(), mesh=mesh, memory=policy)
+    x = torch.randn(4, 8, device=DEVICE)
     found = [pipe.step(x, x).loss, *(grad.tolist() for _, grad in _grads(pipe))]
     pipe.close()
     return found

@@ -133,7 +133,7 @@ def _frozen(me: Site, x: Tensor) -> Tensor:
 
 def _default_dtype(me: Site, x: Tensor) -> Tensor:
     torch.set_default_dtype(torch.float64)
-    out = torch.tanh(me.linear(x) * torch.rand(WIDTH).float())
+    out = torch.tanh(me.linear(x) * torch.rand(WIDTH, device=DEVICE).float())
     torch.set_default_dtype(torch.float32)
     return out
 
@@ -147,7 +147,7 @@ def _dtype_around(me: Layer, x: Tensor) -> Tensor:
 
 
 def _random(me: Site, x: Tensor) -> Tensor:
-    return me.linear(x) * torch.rand(WIDTH).float()  # type: ignore[no-any-return]
+    return me.linear(x) * torch.rand(WIDTH, device=DEVICE).float()  # type: ignore[no-any-return]
 
 
 def _attends(me: Site, x: Tensor) -> Tensor:
@@ -158,6 +158,16 @@ def _attends(me: Site, x: Tensor) -> Tensor:
 def _attends_within(me: Layer, x: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         return me.site(x)  # type: ignore[no-any-return]
+
+
+def _autocast(me: Layer, x: Tensor) -> Tensor:
+    """Give the site a tensor on the host first."""
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        return me.site(torch.arange(len(x)), x)  # type: ignore[no-any-return]
+
+
+def _positioned(me: Site, positions: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(me.linear(x) * positions.to(x.device)[:, None]).float()
 
 
 def _catches(me: Site, x: Tensor) -> Tensor:
@@ -248,6 +258,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "a partial": (lambda: Layer(_twice(lambda _: functools.partial(F.gelu, approximate="tanh")), Site(_applies)), 4),
     "an operator": (lambda: Layer(_twice(lambda _: torch.ops.aten.relu.default), Site(_applies)), 4),
     "a class": (lambda: Layer(_twice(lambda _: nn.SiLU), Site(_plain)), 4),
+    "autocast around": (lambda: Layer(_autocast, Site(_positioned)), 2),
     "weights for a while": (lambda: Layer(lambda me, x: me.site(x), Site(_signs)), 2),
     "frozen for a while": (lambda: Layer(lambda me, x: me.site(x), Site(_frozen, scale=_linear())), 2),
     "default dtype": (lambda: Layer(lambda me, x: me.site(x), Site(_default_dtype)), 2),
@@ -311,7 +322,8 @@ class Found(NamedTuple):
 
 def _pipeline(mesh: DeviceMesh, layer: nn.Module, policy: Any) -> stretto.Pipeline:
     plan = stretto.schedules.gpipe(devices=1, microbatches=2)
-    return stretto.Pipeline([layer], plan=plan, loss=lambda out, y: (out - y).square().mean(), mesh=mesh, memory=policy)
+    layers = [layer.to(DEVICE)]
+    return stretto.Pipeline(layers, plan=plan, loss=lambda out, y: (out - y).square().mean(), mesh=mesh, memory=policy)
 
 
 def _train(pipe: stretto.Pipeline, steps: int) -> list[float]:
@@ -319,7 +331,7 @@ def _train(pipe: stretto.Pipeline, steps: int) -> list[float]:
     optimizer, losses = torch.optim.SGD(pipe.parameters(), lr=0.1), []
     for _ in range(steps):
         x, y = (torch.randn(8, WIDTH, generator=generator, dtype=torch.float32) for _ in range(2))
-        losses.append(pipe.step(x, y).loss)
+        losses.append(pipe.step(x.to(DEVICE), y.to(DEVICE)).loss)
         optimizer.step()
     return losses
 
@@ -335,7 +347,7 @@ def trained(mesh: DeviceMesh, name: str, policy: Any) -> Found:
     tensors |= {f"{key}.grad": it.grad for key, it in layer.named_parameters() if it.grad is not None}
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    return Found(losses, {key: it.detach().numpy() for key, it in tensors.items()}, RUNS[0] // 4, dtype)
+    return Found(losses, {key: it.detach().cpu().numpy() for key, it in tensors.items()}, RUNS[0] // 4, dtype)
 
 
 def refused(mesh: DeviceMesh, name: str, policy: Any) -> str:

@@ -110,6 +110,12 @@ def _abort_gloo(group: dist.ProcessGroup) -> None:
         group.recv([torch.empty(1, device="cpu")], (group.rank() + 1) % group.size(), _UNUSED).wait(_AT_ONCE)
 
 
+def check_group(group: dist.ProcessGroup) -> None:
+    """Raise if a nonblocking group has failed."""
+    if hasattr(group, "check"):
+        group.check()
+
+
 # The same as in `torch.distributed`, for groups that it does not know. They begin an operation and do not wait for it.
 
 

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.execute.device_lanes import Reached, StreamFuture
-from stretto.execute.groups import Groups, all_gather, all_reduce, all_to_all, broadcast
+from stretto.execute.groups import Groups, all_gather, all_reduce, all_to_all, broadcast, check_group
 from stretto.execute.host_lanes import Awaited, HostLane
 from stretto.execute.members import Members
 from stretto.execute.rendezvous import Rendezvous, raise_first_error
@@ -124,6 +124,13 @@ class Team:
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce a tensor in place over a group of this team."""
         self.settle(self.start(lambda: all_reduce(group, tensor, op)), tensor)
+
+    def reduced(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> list[Any]:
+        """Reduce numbers in place, and return them once they have arrived; if the group fails, they are not used."""
+        self.all_reduce(tensor, group, op)
+        self.catch_up("the others")
+        self.start(lambda: check_group(group))
+        return tensor.tolist()
 
     def broadcast(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
         """Broadcast a tensor over a group of this team; `source` is a rank of that group."""

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,6 @@ from stretto.pipeline.agreement import Agreement
 from stretto.pipeline.gradient_buffers import Block, Sum
 from stretto.pipeline.gradients import Gradients, Message
 from stretto.pipeline.ties import Place, description, difference
-
-
-class Reduce(Protocol):
-    """Reduces a tensor over a group."""
-
-    def __call__(self, tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +139,8 @@ class Replicas:
         for shared in self._shared:
             flags = torch.tensor([name in shared.sparse for name in shared.parameters], device=device).int()
             if len(flags):
-                self._team.all_reduce(flags, shared.group, dist.ReduceOp.MAX)
-            shared.sparse.update(name for name, flag in zip(shared.parameters, flags.tolist(), strict=True) if flag)
+                found = self._team.reduced(flags, shared.group, dist.ReduceOp.MAX)
+                shared.sparse.update(name for name, flag in zip(shared.parameters, found, strict=True) if flag)
             for name, parameter in shared.parameters.items():
                 self._broadcast(parameter.data, name, shared)
             for name, (module, key) in shared.buffers.items():
@@ -186,10 +180,8 @@ class Replicas:
 
     def _extremes(self, numbers: Tensor, group: dist.ProcessGroup) -> tuple[list[Any], list[Any]]:
         """Return the element-wise maximum and minimum over the ranks."""
-        most, least = numbers.clone(), numbers.clone()
-        self._team.all_reduce(most, group, dist.ReduceOp.MAX)
-        self._team.all_reduce(least, group, dist.ReduceOp.MIN)
-        return most.tolist(), least.tolist()
+        most, least = (self._team.reduced(numbers.clone(), group, op) for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN))
+        return most, least
 
     def unsupported(self) -> str | None:
         """Return why forwards would make the ranks' copies differ, or None.
@@ -300,7 +292,7 @@ class Replicas:
             self._begun.append(block)
         for sum_ in gradients.loose(message):
             gradients.collect([sum_.parameter])
-            _sum_loose(sum_, shared.group, self._team.all_reduce)
+            _sum_loose(sum_, shared.group, self._team)
             sum_.is_summed = True
         if self._team.device.type == "cuda":
             for work, flat in begun:
@@ -344,37 +336,37 @@ _ONE_COPY = "or use a plan and a mesh that keep one copy (dualpipev instead of d
 _REPLACED = "the parameter {} was replaced after the pipeline was made, and others hold it too; make the pipeline anew"
 
 
-def _sum_loose(sum_: Sum, group: dist.ProcessGroup, reduce: Reduce) -> None:
+def _sum_loose(sum_: Sum, group: dist.ProcessGroup, team: Team) -> None:
     """Sum gradients that may be sparse on some ranks. As in autograd, the sum is sparse if all of them are."""
     parameter, grad = sum_.parameter, sum_.value
     some, dense = grad is not None, grad is not None and not grad.is_sparse
     flags = torch.tensor([some, dense], device=parameter.device).int()
-    reduce(flags, group, dist.ReduceOp.MAX)
-    if not flags[0]:
+    any_has_some, any_is_dense = team.reduced(flags, group, dist.ReduceOp.MAX)
+    if not any_has_some:
         return
-    if flags[1]:
+    if any_is_dense:
         whole = torch.zeros_like(parameter, dtype=sum_.dtype) if grad is None else grad if dense else grad.to_dense()
         local = whole.to_local() if isinstance(whole, DTensor) else whole
         flat = local.contiguous()  # strides may differ between ranks, and the sum goes by memory order
-        reduce(_real(flat), group, dist.ReduceOp.SUM)
+        team.all_reduce(_real(flat), group, dist.ReduceOp.SUM)
         if flat is not local:
             local.copy_(flat)
         sum_.value = whole
         return
     sparse = torch.zeros_like(parameter, dtype=sum_.dtype).to_sparse(1) if grad is None else grad.coalesce()
     indices, values = sparse.indices(), sparse.values()
-    counts = torch.zeros(group.size(), dtype=torch.int64, device=parameter.device)
-    counts[group.rank()] = values.shape[0]
-    reduce(counts, group, dist.ReduceOp.SUM)
-    most = int(counts.max())
+    own = torch.zeros(group.size(), dtype=torch.int64, device=parameter.device)
+    own[group.rank()] = values.shape[0]
+    counts = team.reduced(own, group, dist.ReduceOp.SUM)
+    most = max(counts)
     all_indices = indices.new_zeros(group.size(), indices.shape[0], most)
     all_values = values.new_zeros(group.size(), most, *values.shape[1:])
     all_indices[group.rank(), :, : indices.shape[1]] = indices
     all_values[group.rank(), : values.shape[0]] = values
     if most:
-        reduce(all_indices, group, dist.ReduceOp.SUM)
-        reduce(_real(all_values), group, dist.ReduceOp.SUM)
-    parts = [(all_indices[k, :, :count], all_values[k, :count]) for k, count in enumerate(counts.tolist())]
+        team.all_reduce(all_indices, group, dist.ReduceOp.SUM)
+        team.all_reduce(_real(all_values), group, dist.ReduceOp.SUM)
+    parts = [(all_indices[k, :, :count], all_values[k, :count]) for k, count in enumerate(counts)]
     joined = torch.cat([part for part, _ in parts], 1), torch.cat([part for _, part in parts])
     sum_.value = torch.sparse_coo_tensor(*joined, parameter.shape, check_invariants=False).coalesce()
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.execute.device_lanes import Begun, StreamFuture
+from stretto.execute.groups import check_group
 from stretto.execute.host_lanes import HostLane, Work
 from stretto.execute.side_channel import side_channels
 from stretto.execute.team import Team
@@ -202,12 +203,6 @@ class _Sent:
     def wait(self) -> None:
         _wait(self._works)
         self._unchanged()
-
-
-def check_group(group: dist.ProcessGroup) -> None:
-    """Raise if a nonblocking group has failed."""
-    if hasattr(group, "check"):
-        group.check()
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

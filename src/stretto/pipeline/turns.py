@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from stretto.execute.groups import check_group
 from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError, StrettoError, named
-from stretto.pipeline.transfers import Transfers, check_group
+from stretto.pipeline.transfers import Transfers
 
 
 class Turns:
