@@ -200,6 +200,8 @@ REFUSED = {
     "{rank}); host_bytes allows 1.05 MB",
     "machine": "offloading takes 6.29 MB of host memory on rank {rank} (3 buffers of 2.1 MB for passes of stage "
     "{rank}); its machine has 1.05 MB left",
+    "ranks of a machine": "offloading takes 12.6 MB more of host memory on ranks 0, 1, which share a machine that has "
+    "10.5 MB left",
     "lazy": "0 gets its parameters in its first forward; run that before a dry run",
     "clips": "a forward changes the parameter 'weight' of shape (8, 8) in place, which a dry run cannot undo",
     "some targets": "rank 3 was given no targets, but another rank that runs the last stage was",

@@ -276,7 +276,7 @@ class Clips(nn.Linear):
 
 def refused(mesh: DeviceMesh, how: str, steps: bool = False) -> str:
     """What a dry run that cannot run says on this rank, or a step."""
-    sites = {"*": "offload"} if how in ("host_bytes", "machine") else {}
+    sites = {"*": "offload"} if how in ("host_bytes", "machine", "ranks of a machine") else {}
     memory = stretto.Memory(sites=sites, min_bytes=0, host_bytes=1 << 20 if how == "host_bytes" else None)
     layers = mlps(6)
     if how == "lazy":
@@ -288,9 +288,10 @@ def refused(mesh: DeviceMesh, how: str, steps: bool = False) -> str:
     pipe = stretto.Pipeline(layers, plan=gpipe(devices=2, microbatches=4), loss=squares, mesh=mesh, memory=memory)
     x = inputs_of(4)
     targets = None if how == "some targets" and dist.get_rank() == 3 else x
-    available = mock.patch("stretto.pipeline.host_pool._available_bytes", return_value=1 << 20)
+    room = {"machine": 1 << 20, "ranks of a machine": 10 << 20}.get(how)
+    available = mock.patch("stretto.pipeline.host_pool._available_bytes", return_value=room)
     try:
-        with available if how == "machine" else torch.set_grad_enabled(how != "no gradients"):
+        with available if room else torch.set_grad_enabled(how != "no gradients"):
             (pipe.step if steps else pipe.dry_run)(None if how == "no inputs" else x, targets)
     except stretto.StrettoError as error:
         return str(error)

@@ -55,7 +55,7 @@ def listening(rendezvous: Rendezvous) -> Iterator[tuple[socket.socket, list[List
 
     If all ranks are on one machine, they listen on localhost only, where no other machine can connect.
     """
-    is_one_machine = len(set(rendezvous.gather(_machine()))) == 1
+    is_one_machine = len(set(rendezvous.gather(machine()))) == 1
     with socket.create_server(
         (_LOCALHOST if is_one_machine else "", 0), backlog=max(_BACKLOG, rendezvous.size)
     ) as server:
@@ -65,7 +65,7 @@ def listening(rendezvous: Rendezvous) -> Iterator[tuple[socket.socket, list[List
         yield server, [msgspec.json.decode(text, type=ListenAddress) for text in texts]
 
 
-def _machine() -> str:
+def machine() -> str:
     """Identify what ranks must share to reach and see each other: a machine, its network and its processes."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):

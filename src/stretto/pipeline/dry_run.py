@@ -13,6 +13,7 @@ from stretto.ir.errors import PipelineError
 from stretto.memory import Memory
 from stretto.pipeline.bind import StepBinding
 from stretto.pipeline.gradients import Gradients
+from stretto.pipeline.host_pool import validate_together
 from stretto.pipeline.losses import Loss, Losses, OneLoss
 from stretto.pipeline.measures import Measures
 from stretto.pipeline.memory_report import MemoryReport, RankMemory, StageMemory
@@ -70,6 +71,7 @@ class DryRun:
         mine = replica_of(self._team.rank)
         own = [stage for rank, others in enumerate(every) for stage in others if replica_of(rank) == mine]
         here = self._team.all_or_none(lambda: self._predict(sorted(own, key=lambda counted: counted[0].stage)))
+        validate_together(self._team, here.host - self._binding.host_pool.nbytes)
         largest = {
             number: max((stage for others in every for stage, _ in others if stage.stage == number), key=_size)
             for number in range(self._program.placement.stages)

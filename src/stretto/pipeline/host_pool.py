@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from stretto.execute.host_memory import Arena, HostMemoryError, machine_bytes
+from stretto.execute.ring import machine
+from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError
 from stretto.ir.units import bytes_text
 from stretto.memory import host_buffer_bytes
@@ -152,6 +154,19 @@ class HostPool:
         self._arenas.clear()
         self._read.clear()
         self._replaced.clear()
+
+
+def validate_together(team: Team, more: int) -> None:
+    """Raise PipelineError on all ranks if the ranks of one machine do not together have room for so much more each."""
+    every = team.gather((machine(), more, _available_bytes()), tuple[str, int, int])
+    for name in dict.fromkeys(where for where, _, _ in every):
+        there = {rank: row for rank, row in enumerate(every) if row[0] == name}
+        needed, available = sum(more for _, more, _ in there.values()), min(left for _, _, left in there.values())
+        if needed > available:
+            raise PipelineError(
+                f"offloading takes {bytes_text(needed)} more of host memory on ranks {', '.join(map(str, there))}, "
+                f"which share a machine that has {bytes_text(available)} left"
+            )
 
 
 def _available_bytes() -> int:
