@@ -169,6 +169,17 @@ def test_with_a_limit_the_longest_held_leave_first_and_the_last_in_part() -> Non
     assert max(each.peak_bytes or 0 for each in peaks) > limit, "less would do"
 
 
+def test_no_more_leaves_than_host_bytes_allows() -> None:
+    """Device 0 has three buffers for passes of 1 GB, each an eighth larger."""
+    memory = Memory(sites={"*": "offload"}, host_bytes=9 * 10**9 // 4)
+    choice = choose_memory(PLAN, costs_of(FAST), memory=memory)
+    assert choice.memory.fraction == (0.665, 0.665, 0.0, 0.0)
+    assert max(device.host for device in choice.devices) <= 9e9 / 4
+    assert [stage.why for stage in choice.stages[:2]] == ["more would not fit: host_bytes"] * 2
+    with pytest.raises(PlanError, match=r"with all offloaded that host_bytes allows, .* limit of 2.1 GB; recompute something$"):
+        choose_memory(PLAN, costs_of(FAST), memory=memory, limit="2.1GB")
+
+
 def test_nothing_leaves_if_the_limit_holds_anyway() -> None:
     choice = choose_memory(PLAN, costs_of(), limit="4GB")
     assert choice.memory == Memory()

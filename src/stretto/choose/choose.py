@@ -82,7 +82,7 @@ def choose_memory(
         )
 
     without = _run(lowered(0), costs)
-    search = _Search(lowered(memory.copy_actions), costs, without, limit, slower)
+    search = _Search(lowered(memory.copy_actions), costs, without, limit, slower, memory.host_bytes)
     return _choice(search, memory, *search.result())
 
 
@@ -104,9 +104,18 @@ def _run(program: Program, costs: Costs) -> _Run:
 class _Search:
     """Searches for the fraction of each stage that is to leave."""
 
-    def __init__(self, program: Program, costs: Costs, without: _Run, limit: float | None, slower: float) -> None:
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        without: _Run,
+        limit: float | None,
+        slower: float,
+        host_limit: int | None,
+    ) -> None:
         """`program` offloads; `without` is a step of the same plan that does not."""
         self.program, self.costs, self.without, self.limit, self.slower = program, costs, without, limit, slower
+        self._host_limit, self._is_full = host_limit, False
         self.may_leave = costs.leaving_bytes(stages=self.stages, recompute=program.recomputes)
         self._runs: dict[tuple[float, ...], _Run] = {}
 
@@ -153,6 +162,15 @@ class _Search:
             self._runs[key] = self._run_of(self.costs, fractions)
         return self._runs[key]
 
+    def host(self, fractions: Floats) -> Floats:
+        """Return the bytes of each device's host buffers if these fractions leave."""
+        sizes = [host_buffer_bytes(leaves) for leaves in (fractions * self.may_leave).tolist()]
+        stages_of = (self.program.host_buffers(device).values() for device in range(self.program.devices))
+        return np.array([float(sum(sizes[stage] for stage in stages)) for stages in stages_of])
+
+    def _fits(self, fractions: Floats) -> bool:
+        return self._host_limit is None or bool((self.host(fractions) <= self._host_limit).all())
+
     def _run_of(self, costs: Costs, fractions: Floats) -> _Run:
         leaving = tuple((fractions * self.may_leave).tolist())
         return _run(self.program, msgspec.structs.replace(costs, offload_bytes=leaving))
@@ -180,19 +198,28 @@ class _Search:
                 return "limit reached without it: its device holds less"
             if fractions[stage] < hiding[stage]:
                 return "limit reached" if fractions[stage] else "limit reached with stages that are held longer"
-            return "hides behind compute" if hiding[stage] == 1 else "more would not hide: the step would take longer"
+            if hiding[stage] == 1:
+                return "hides behind compute"
+            return (
+                "more would not fit: host_bytes" if self._is_full else "more would not hide: the step would take longer"
+            )
 
         return fractions, list(map(why, range(self.stages)))
 
     def _hiding(self, gains: Bools) -> Floats:
-        """Return the largest fractions of these stages that hide, with the same bytes in every copy."""
+        """Return the largest fractions of these stages that hide and fit host memory, with the same bytes in every
+        copy.
+        """
         largest = self.may_leave.max(initial=0.0, where=gains)
 
         def fractions(step: int) -> Floats:
             share = np.divide(largest * step / _STEPS, self.may_leave, out=np.zeros(self.stages), where=gains)
             return _rounded_down(np.minimum(1.0, share))
 
-        most = _largest(_STEPS if gains.any() else 0, lambda step: self._hides(self.run(fractions(step))))
+        steps = _STEPS if gains.any() else 0
+        fit = _largest(steps, lambda step: self._fits(fractions(step)))
+        most = _largest(fit, lambda step: self._hides(self.run(fractions(step))))
+        self._is_full = most == fit < steps
         return fractions(most)
 
     def _needed(self, hiding: Floats) -> Floats:
@@ -247,23 +274,20 @@ class _Search:
         device = int(run.peaks.argmax())
         peak, before = float(run.peaks[device]), float(self.without.peaks[device])
         name = self.program.placement.device_name(device)
-        can = self._can_leave
-        if not can.any():
-            said, way = f"device {name} holds {bytes_text(peak)}, and nothing may leave", "recompute something"
+        way = "recompute something"
+        if not self._can_leave.any():
+            said = f"device {name} holds {bytes_text(peak)}, and nothing may leave"
         elif not self._is_within(self._at_once):
-            most = float(self._at_once.peaks.max())
-            said = f"with all offloaded that may leave, a device still holds {bytes_text(most)}"
-            way = "recompute something"
-            return f"{said}, {bytes_text(most - self.limit)} more than the limit of {bytes_text(self.limit)}; {way}"
+            peak = float(self._at_once.peaks.max())
+            said = f"with all offloaded that may leave, a device still holds {bytes_text(peak)}"
         else:
+            which = "that host_bytes allows" if self._is_full else "that hides"
             said = (
-                f"with all offloaded that hides, device {name} holds {bytes_text(peak)} ({bytes_text(before)} without "
+                f"with all offloaded {which}, device {name} holds {bytes_text(peak)} ({bytes_text(before)} without "
                 "offload)"
             )
-            way = (
-                f"recompute something, or let the step become more than {100 * self.slower:g} % longer (slower of "
-                "choose_memory)"
-            )
+            if not self._is_full:
+                way += f", or let the step become more than {100 * self.slower:g} % longer (slower of choose_memory)"
         return f"{said}, {bytes_text(peak - self.limit)} more than the limit of {bytes_text(self.limit)}; {way}"
 
 
@@ -286,12 +310,8 @@ def _rounded_down(fractions: Floats) -> Floats:
 def _choice(search: _Search, memory: Memory, fractions: Floats, why: Sequence[str]) -> MemoryChoice:
     run, leaves, program = search.run(fractions), fractions * search.may_leave, search.program
     stages = zip(search.held.tolist(), search.may_leave.tolist(), leaves.tolist(), fractions.tolist(), why, strict=True)
-    host = [
-        float(sum(host_buffer_bytes(leaves[stage]) for stage in program.host_buffers(device).values()))
-        for device in range(program.devices)
-    ]
     link = np.full(program.devices, run.time * search.costs.host.bandwidth)
-    columns = (search.without.peaks, run.peaks, search.passes @ leaves, link, np.array(host))
+    columns = (search.without.peaks, run.peaks, search.passes @ leaves, link, search.host(fractions))
     devices = zip(*(column.tolist() for column in columns), strict=True)
     return MemoryChoice(
         memory=_policy(memory, tuple(fractions.tolist())),
