@@ -178,6 +178,13 @@ def test_no_step_holds_more_than_predicted(ranks: Ranks, schedule: str, policy: 
         assert 0.65 * predicted < real < 1.02 * predicted
 
 
+def test_peaks_within_a_backward_are_those_of_a_step(ranks: Ranks) -> None:
+    """It frees what it has used while it recomputes and while weight gradients wait, which are most of it here."""
+    for policy in ({}, {"*.norm": "recompute"}, {"*.act": "recompute"}, {"*": "recompute"}):
+        ((predicted, real),) = ranks.run(jobs.within_tasks, 1, {"sites": policy})
+        assert 0.9 * predicted < real < 1.1 * predicted, policy
+
+
 @pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"pp": 2, "dp": 2}, {"ep": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("policy", [{}, MIXED], ids=["kept", "mixed"])
 @pytest.mark.parametrize("schedule", ["dualpipe", "interleaved"])

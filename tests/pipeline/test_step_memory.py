@@ -12,7 +12,7 @@ from stretto.layers import DENSE, EXPERT_PARALLEL_MOE, MOE
 from stretto.pipeline.step_memory import PartMemory, StepMemory
 from stretto.program.wgrads import joined_ends
 
-PART = PartMemory(saved=100, leaves=60, brought_back=7, pending=30, inputs=5, handed=3, loss=0)
+PART = PartMemory(saved=100, leaves=60, backward=7, pending=30, inputs=5, handed=3, loss=0)
 
 
 def memory_of(
@@ -35,12 +35,12 @@ def test_by_hand() -> None:
     assert memory_of(program, 0, [[PART._replace(loss=50)]]).peak() == 3 + 3 + 200 + 5 + 50
     # Without a W in between, what waits for it is held too.
     program = stretto.lower(stretto.parse_plan("0F0,0F1,0I0,0I1,0W0,0W1"))
-    assert memory_of(program, 0, [[PART._replace(pending=110, inputs=0, brought_back=0, handed=0)]]).peak() == 220
+    assert memory_of(program, 0, [[PART._replace(pending=110, inputs=0, backward=0, handed=0)]]).peak() == 220
 
 
 def test_what_leaves_is_held_until_a_task_waits_for_it() -> None:
     program = stretto.lower(stretto.parse_plan("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3"), offload=1)
-    part = PartMemory(saved=100, leaves=100, brought_back=0, pending=0, inputs=0, handed=0, loss=0)
+    part = PartMemory(saved=100, leaves=100, backward=0, pending=0, inputs=0, handed=0, loss=0)
     held = memory_of(program, 0, [[part]])
     assert held.peak() == 300  # one that leaves, one that runs, one that comes back
     kept = memory_of(stretto.lower(stretto.parse_plan("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3")), 0, [[part]])

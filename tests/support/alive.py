@@ -29,3 +29,19 @@ class Alive(TorchDispatchMode):
         gc.collect()
         known = {it.untyped_storage()._cdata for it in (*(() if but is None else but.parameters()), *others)}
         return sum(size for key, (it, size) in self._made.items() if key not in known and not it.expired())
+
+
+class MostAlive(Alive):
+    """Knows the most that was held after any operation, but for these tensors."""
+
+    def __init__(self, others: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._others = [tensor.untyped_storage() for tensor in others]  # no other storage gets their addresses
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(function, types, args, kwargs)
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        known = {storage._cdata for storage in self._others}
+        self.most = max(self.most, sum(size for key, (_, size) in self._made.items() if key not in known))
+        return out

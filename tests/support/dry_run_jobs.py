@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import stretto
-from alive import Alive
+from alive import Alive, MostAlive
 from mesh_jobs import MICROBATCHES, Member, Sizes
 from models import Case, pipeline
 from moe_jobs import CONFIG, DEVICE, batch
@@ -227,6 +227,18 @@ def peaks(mesh: DeviceMesh, schedule: str, policy: dict[str, Any]) -> tuple[int,
     mock.patch.stopall()
     pipe.close()
     return mine.gradients + mine.activations + mine.buffers, max(seen)
+
+
+def within_tasks(mesh: DeviceMesh, policy: dict[str, Any]) -> tuple[int, int]:
+    """What a dry run says of one microbatch on one rank, and the most that was alive after any operation."""
+    plan = gpipe(devices=1, microbatches=1)
+    pipe = stretto.Pipeline(mlps(12, 16, 48), plan=plan, loss=squares, mesh=mesh, memory=stretto.Memory(**policy))
+    x = inputs_of(1, rows=256, dim=16)
+    mine = pipe.dry_run(x, x).ranks[0]
+    with MostAlive((*pipe.parameters(), x)) as alive:
+        pipe.step(x, x)
+    pipe.close()
+    return mine.gradients + mine.activations + mine.buffers, alive.most
 
 
 def _watching(run: Any, pipe: Any, x: Tensor, alive: Alive, seen: list[int]) -> Any:

@@ -23,6 +23,8 @@ class _Saved(NamedTuple):
     """The ids of the runs that bring it back."""
     part: int
     """The first part of the pass that saved it."""
+    first: int
+    """When it was first saved, in events of the pass. The backward frees it there."""
 
 
 class _Deferred(NamedTuple):
@@ -30,8 +32,8 @@ class _Deferred(NamedTuple):
 
     inputs: dict[int, tuple[WeakStorage, int]]
     """Inputs of layers: storages and their bytes."""
-    gradients: list[int]
-    """The bytes of the gradients of their outputs."""
+    gradients: dict[int, int]
+    """The bytes of the gradients of their outputs, by the event at which the layer ran."""
 
 
 class SavedBytes:
@@ -40,8 +42,10 @@ class SavedBytes:
     def __init__(self) -> None:
         self._held: set[int] = set()
         self._saved: dict[int, _Saved] = {}
+        self._events = 0  # how often something was saved or deferred
+        self._last: dict[int, int] = {}  # by the ids of runs, the last event that saves what the run brings back
         self._labels: dict[str, None] = {}  # in the order in which sites run
-        self._deferred: defaultdict[int, _Deferred] = defaultdict(lambda: _Deferred({}, []))  # by part
+        self._deferred: defaultdict[int, _Deferred] = defaultdict(lambda: _Deferred({}, {}))  # by part
         self._handed: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by part, storages and their bytes
         self.part = 0
         """The part of the pass that runs now."""
@@ -53,13 +57,16 @@ class SavedBytes:
     def note(self, what: str, label: str, tensor: Tensor, run: Run | None) -> None:
         """Count a tensor that a site saves. `what` is keep, recompute or offload."""
         self._labels.setdefault(label)
+        self._events += 1
+        if run is not None:
+            self._last[id(run)] = self._events
         for storage in storages_of(tensor):
             if storage._cdata in self._held:
                 continue
             saved = self._saved.get(storage._cdata)
             if saved is None:
                 saved = self._saved[storage._cdata] = _Saved(
-                    WeakStorage(storage), storage.nbytes(), {}, set(), self.part
+                    WeakStorage(storage), storage.nbytes(), {}, set(), self.part, self._events
                 )
             saved.labels.setdefault(what, label)
             if run is not None:
@@ -75,7 +82,8 @@ class SavedBytes:
     def note_deferred(self, given: Tensor | None, out: Tensor) -> None:
         """Count what a deferred weight gradient needs."""
         deferred = self._deferred[self.part]
-        deferred.gradients.append(out.numel() * out.element_size())
+        self._events += 1
+        deferred.gradients[self._events] = out.numel() * out.element_size()
         for storage in () if given is None else storages_of(given):
             if storage._cdata not in self._held:
                 deferred.inputs[storage._cdata] = WeakStorage(storage), storage.nbytes()
@@ -84,7 +92,7 @@ class SavedBytes:
     def pending(self) -> int:
         """The bytes that deferred weight gradients hold."""
         inputs = {key: nbytes for part in self._deferred.values() for key, (_, nbytes) in part.inputs.items()}
-        return sum(inputs.values()) + sum(sum(part.gradients) for part in self._deferred.values())
+        return sum(inputs.values()) + sum(sum(part.gradients.values()) for part in self._deferred.values())
 
     def sites(self, leaving: Collection[int]) -> tuple[SiteMemory, ...]:
         """Return the bytes of each site, while the pass is alive. `leaving` are the storages that would leave.
@@ -110,40 +118,41 @@ class SavedBytes:
 
     def part_memory(self, part: int, leaving: Collection[int], *, inputs: int, loss: int) -> PartMemory:
         """Return what a part takes, while the pass is alive; `inputs` and `loss` are as in `PartMemory`."""
-        kept = left = 0
-        runs: dict[int, int] = defaultdict(int)
-        again: dict[int, set[int]] = {}  # the runs that bring back each storage
-        for key, saved in self._saved.items():
-            what = self._becomes(key, saved, leaving) if saved.part == part else None
-            if what is None:
-                continue
-            if what[0] != "recompute":
-                kept, left = kept + saved.nbytes, left + saved.nbytes * (what[0] == "offload")
-                continue
-            again[key] = saved.runs
-            for run in saved.runs:
-                runs[run] += saved.nbytes
+        saved = {key: one for key, one in self._saved.items() if one.part == part}
+        becomes = {key: what for key, one in saved.items() if (what := self._becomes(key, one, leaving)) is not None}
+        kept = {key: saved[key].nbytes for key, (what, _) in becomes.items() if what != "recompute"}
         deferred = self._deferred[part]
-        gradients = sum(deferred.gradients)
-        # When a site is recomputed, the weight gradients of those after it already wait, some with what these brought
-        # back.
-        waiting = {key: nbytes for key, (_, nbytes) in deferred.inputs.items() if key in again}
-        back = max(
-            (
-                size + sum(nbytes for key, nbytes in waiting.items() if run not in again[key])
-                for run, size in runs.items()
-            ),
-            default=0,
-        )
         return PartMemory(
-            saved=kept,
-            leaves=left,
-            brought_back=back + gradients if back else 0,
-            pending=gradients + sum(nbytes for _, nbytes in deferred.inputs.values()),
+            saved=sum(kept.values()),
+            leaves=sum(nbytes for key, nbytes in kept.items() if becomes[key][0] == "offload"),
+            backward=self._most_in_backward(part, {key: saved[key] for key in becomes}, kept) - sum(kept.values()),
+            pending=sum(deferred.gradients.values()) + sum(nbytes for _, nbytes in deferred.inputs.values()),
             inputs=inputs,
             handed=sum(nbytes for key, nbytes in self._handed[part].items() if not self._is_kept(key, part)),
             loss=loss,
         )
+
+    def _most_in_backward(self, part: int, saved: dict[int, _Saved], kept: Collection[int]) -> int:
+        """Return the most bytes that the backward of a part holds of what it saved, and for weight gradients.
+
+        It goes through the events in the opposite order. The last one to save what a run brings back has it run. A
+        layer that comes after all else waits with the gradient that the backward is given, which counts elsewhere.
+        """
+        deferred = self._deferred[part]
+        again: defaultdict[int, list[int]] = defaultdict(list)  # what is brought back at each event
+        freed: defaultdict[int, int] = defaultdict(int)  # how many bytes are freed after each event
+        for key, one in saved.items():
+            if key not in kept:
+                again[max(self._last[run] for run in one.runs)].append(one.nbytes)
+            if key not in deferred.inputs:
+                freed[one.first] += one.nbytes
+        now = most = sum(saved[key].nbytes for key in kept)
+        events = sorted({*again, *freed, *deferred.gradients}, reverse=True)
+        for event in events:
+            now += sum(again[event]) + (deferred.gradients.get(event, 0) if event != events[0] else 0)
+            most = max(most, now)
+            now -= freed[event]
+        return most
 
     def _is_kept(self, key: int, part: int) -> bool:
         """Return whether a part, or one before it, keeps a storage or lets it leave."""

@@ -15,8 +15,9 @@ class PartMemory(NamedTuple):
     """What it saves and no part before it. Its backward frees it."""
     leaves: int
     """How much of that is offloaded."""
-    brought_back: int
-    """The most that its backward holds beside that while it recomputes a site."""
+    backward: int
+    """The most that its backward holds at a time beside that: what is recomputed, and what weight gradients need. What
+    it is done with is freed as it goes on."""
     pending: int
     """What is held from its backward to its weight gradients."""
     inputs: int
@@ -105,8 +106,8 @@ class StepMemory:
         number = self._anatomy.forward_steps[stage][step]
         part, lane = self._parts[stage][number], self._lane(stage, number)
         came = self._flowing.pop((stage, microbatch), 0)
-        self._take(part.inputs + max(part.brought_back, part.loss))
-        self._now += part.pending - max(part.brought_back, part.loss)
+        self._take(part.inputs + max(part.backward, part.loss))
+        self._now += part.pending - max(part.backward, part.loss)
         others = came if self._lane(stage, number + 1) != lane else 0
         if self._lane(stage, number - 1) != lane and (stage, microbatch) not in self._offloaded:
             others += part.inputs  # they are as large as their gradients
