@@ -245,7 +245,8 @@ def _wrong(policy: Memory) -> str | None:
         if action not in ACTIONS:
             return f"what becomes of {pattern!r:.40} is one of {', '.join(ACTIONS)} (got {action!r:.40})"
     if not isinstance(policy.preset, str) or policy.preset not in PRESETS:
-        return f"preset is one of {_names(PRESETS)} (got {policy.preset!r:.40})"
+        auto = '; "auto" is a fraction: Memory(..., fraction="auto")' if policy.preset == "auto" else ""
+        return f"preset is one of {_names(PRESETS)}{auto} (got {policy.preset!r:.40})"
     fractions: Any = policy.fraction if isinstance(policy.fraction, tuple) else (policy.fraction,)
     if not fractions:
         return "fraction is an empty list; give one number, or one for each stage"
@@ -255,7 +256,8 @@ def _wrong(policy: Memory) -> str | None:
     for name in _SIZES:
         value = getattr(policy, name)
         if value is not None and (type(value) is not int or value < 0):
-            return f"{name} is a whole number of bytes (got {value!r:.40})"
+            units = ", such as 64 << 30 for 64 GiB; only files take units" if isinstance(value, str) else ""
+            return f"{name} is a whole number of bytes{units} (got {value!r:.40})"
     if policy.min_bytes is None:
         return "min_bytes is a whole number of bytes (got None)"
     if type(policy.keep_layers) is not int or policy.keep_layers < 0:

@@ -255,14 +255,14 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no bytes": (
         {"costs": costs_of(activation_bytes=None)},
         CostError,
-        "the costs have no activation_bytes, .*dry_run",
+        "the costs have no activation_bytes to choose by; .*dry_run",
     ),
     "no bandwidth": (
         {"costs": costs_of(float("inf"))},
         CostError,
         r"the costs have no bandwidth to host memory; give h",
     ),
-    "no costs": ({"costs": None}, CostError, "the costs have no activation_bytes"),
+    "no costs": ({"costs": None}, CostError, "there are no costs to choose by; with a recorded"),
     "no plan": ({"plan": "gpipe"}, PlanError, "a plan is wanted"),
     "nothing offloaded": ({"memory": Memory(sites={"*": "recompute"})}, PlanError, "the policy offloads nothing"),
     "no policy": ({"memory": "k3"}, PlanError, "memory is a stretto.Memory"),
@@ -281,10 +281,15 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "all is too little": (
         {"costs": costs_of(offload_bytes=1e8), "limit": "2GB", "slower": 100},
         PlanError,
-        "with all offloaded that may leave, a device still holds .* more than the limit of 2 GB; recompute something$",
+        "with all offloaded that may leave, device 0 holds .* more than the limit of 2 GB; recompute something$",
+    ),
+    "the link is too slow, however long the step": (
+        {"costs": costs_of(1e9), "limit": "2GB"},
+        PlanError,
+        r"with all offloaded that may leave, device 0 holds .* more than the limit of 2 GB; recompute something$",
     ),
     "too little hides": (
-        {"limit": "2.5GB"},
+        {"limit": "3.2GB"},
         PlanError,
         "with all offloaded that hides, device 0 holds .* or let the step become more than 1 % longer",
     ),

@@ -570,6 +570,11 @@ def test_show_draws_memory(tmp_path: Path) -> None:
     done = run("show", "step.trace.json", "--memory", "-o", "x.svg", cwd=tmp_path)
     assert (done.stdout, done.returncode) == ("wrote x.svg\n", 0)
     assert ">Peak 14 GB allocated<" in (tmp_path / "x.svg").read_text()
+    (tmp_path / "fitted.toml").write_text('unit = "s"\nF = 1\nactivation_bytes = "1GB"\nparameter_bytes = "9GB"')
+    costs = ("--costs", "fitted.toml")
+    done = run("show", "step.trace.json", "--memory", *costs, "-o", "x.svg", cwd=tmp_path)
+    assert "note: step.trace.json has its own times, so only the bytes in the costs are used" in done.stderr
+    assert ">Peak 14 GB allocated, 13 GB held<" in (tmp_path / "x.svg").read_text()
     run("show", "gpipe", "--costs", "activation_bytes=1GB", "--lanes", "--memory", "-o", "x.svg", cwd=tmp_path)
     assert ">Peak 8 GB held<" in (tmp_path / "x.svg").read_text()
 

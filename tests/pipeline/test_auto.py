@@ -73,7 +73,7 @@ def test_each_stage_offloads_its_own_fraction(ranks: Ranks) -> None:
 GIVEN = Costs(F=1, I=1, W=1, activation_bytes=1e6, host=Link(bandwidth=1e9))
 REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "no bytes": ([{"memory": "auto", "costs": TIMES}], "the costs have no activation_bytes"),
-    "no costs": ([{"memory": "auto"}], "the costs have no activation_bytes"),
+    "no costs": ([{"memory": "auto"}], "there are no costs to choose by"),
     "no bandwidth": ([{"memory": "auto", "costs": Costs(activation_bytes=1)}], "the costs have no bandwidth to host"),
     "other costs": (
         [{"memory": "auto", "costs": msgspec.structs.replace(GIVEN, F=time)} for time in (1, 2)],

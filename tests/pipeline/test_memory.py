@@ -127,6 +127,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "twice": ([{"memory": {"*": "offload"}, "checkpoint": True}], "checkpoint is a short form of memory, so give one"),
     "shadowed": ([{"memory": {"*": "offload", "*.norm": "keep"}}], "'*' decides about all that '*.norm' matches"),
     "unknown": ([{"memory": {"attn.*": "offload"}}], "memory names 'attn.*', but no phase or module is called that"),
+    "the loss": ([{"memory": {"loss": "offload"}}], "memory names 'loss', but the loss is no site: what it saves goes"),
     "no room": (
         [{"memory": Memory(sites={"*": "offload"}, min_bytes=0, host_bytes=1000)}],
         " for passes of stage 0); host_bytes allows 1 kB",
@@ -166,7 +167,8 @@ def test_a_pattern_for_modules_that_do_not_run_is_warned_of_once(ranks: Ranks, d
 def test_offload_by_which_nothing_leaves_is_warned_of_once(ranks: Ranks, min_bytes: int) -> None:
     (said,) = ranks.run(memory_jobs.said_of_offload, 1, min_bytes)
     assert len(said) == bool(min_bytes), said
-    assert not min_bytes or "nothing leaves the device: only tensors of at least min_bytes (1.05 MB)" in said[0]
+    assert not min_bytes or "nothing leaves the device: only tensors of at least min_bytes (1.05 MB)" in said[0][0]
+    assert all(file == memory_jobs.__file__ for _, file in said), "the user's line"
 
 
 @pytest.mark.parametrize("sites", [{"*": "offload"}, {"*.site": "recompute", "*": "offload"}], ids=["kept", "site"])

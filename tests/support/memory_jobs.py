@@ -384,7 +384,7 @@ def with_odd_tensors(mesh: DeviceMesh, policy: Any) -> list[Any]:
     return found
 
 
-def said_of_offload(mesh: DeviceMesh, min_bytes: int) -> list[str]:
+def said_of_offload(mesh: DeviceMesh, min_bytes: int) -> list[tuple[str, str]]:
     """What two steps with offload warn of."""
     plan = SCHEDULES["gpipe"].make(devices=1, microbatches=4)
     policy = stretto.Memory(sites={"*": "offload"}, min_bytes=min_bytes)
@@ -398,4 +398,4 @@ def said_of_offload(mesh: DeviceMesh, min_bytes: int) -> list[str]:
     host = pipe.dry_run(x, x).ranks[0].host
     pipe.close()
     assert bool(host) == (min_bytes == 0)
-    return [str(warning.message) for warning in caught]
+    return [(str(warning.message), warning.filename) for warning in caught]

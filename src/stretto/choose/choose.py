@@ -271,24 +271,23 @@ class _Search:
 
     def _too_much(self, run: _Run) -> str:
         assert self.limit is not None
-        device = int(run.peaks.argmax())
-        peak, before = float(run.peaks[device]), float(self.without.peaks[device])
-        name = self.program.placement.device_name(device)
         way = "recompute something"
         if not self._can_leave.any():
-            said = f"device {name} holds {bytes_text(peak)}, and nothing may leave"
-        elif not self._is_within(self._at_once):
-            peak = float(self._at_once.peaks.max())
-            said = f"with all offloaded that may leave, a device still holds {bytes_text(peak)}"
+            said = ""
+        elif not self._is_within(most := self.run(self._can_leave.astype(np.float64))):
+            run, said = most, "with all offloaded that may leave, "
         else:
             which = "that host_bytes allows" if self._is_full else "that hides"
-            said = (
-                f"with all offloaded {which}, device {name} holds {bytes_text(peak)} ({bytes_text(before)} without "
-                "offload)"
-            )
+            said = f"with all offloaded {which}, "
             if not self._is_full:
-                way += f", or let the step become more than {100 * self.slower:g} % longer (slower of choose_memory)"
-        return f"{said}, {bytes_text(peak - self.limit)} more than the limit of {bytes_text(self.limit)}; {way}"
+                way += f", or let the step become more than {round(100 * self.slower, 3):g} % longer (slower of choose_memory)"
+        device = int(run.peaks.argmax())
+        peak, before = float(run.peaks[device]), float(self.without.peaks[device])
+        end = f" ({bytes_text(before)} without offload)" if said else ", and nothing may leave"
+        return (
+            f"{said}device {self.program.placement.device_name(device)} holds {bytes_text(peak)}{end}, "
+            f"{bytes_text(peak - self.limit)} more than the limit of {bytes_text(self.limit)}; {way}"
+        )
 
 
 def _largest(most: int, is_good: Callable[[int], bool]) -> int:
@@ -332,12 +331,13 @@ def _policy(memory: Memory, fractions: tuple[float, ...]) -> Memory:
     return msgspec.structs.replace(memory, fraction=0.0) if does_more else Memory()
 
 
-def _valid_costs(costs: Costs) -> Costs:
+def _valid_costs(given: Costs | None) -> Costs:
     """Raise CostError unless the costs have what a choice needs."""
-    costs = costs_or_default(costs)
+    costs = costs_or_default(given)
     if costs.activation_bytes is None:
+        lacking = "there are no costs" if given is None else "the costs have no activation_bytes"
         raise CostError(
-            "the costs have no activation_bytes, the bytes that a pass holds; with a recorded step's timeline, "
+            f"{lacking} to choose by; with a recorded step's timeline, "
             "pipe.dry_run(inputs, targets).costs(stretto.fit(timeline), host=stretto.costs.Link(bandwidth=50e9)) "
             "makes costs with all that a choice needs (costs=, on every rank)"
         )

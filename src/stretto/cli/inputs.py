@@ -157,11 +157,17 @@ class CostTable:
     costs: Costs
     names: tuple[str, ...] = ()
     """The names of the costs given."""
+    from_file: bool = False
 
     @property
     def times(self) -> list[str]:
         """The names of the costs given, except bytes."""
         return [name for name in self.names if name not in BYTES]
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether bytes of activations or weights are among the costs given."""
+        return any(name in BYTES for name in self.names)
 
 
 def read_costs(given: str | None) -> CostTable:
@@ -173,7 +179,7 @@ def read_costs(given: str | None) -> CostTable:
         return CostTable(parse_costs(given), tuple(filter(None, names)))
     if not given.lower().endswith(".toml") and not Path(given).is_file():
         raise CostError(f"--costs takes times such as F=1,I=1, or a TOML file; {given!r:.40} is neither")
-    return CostTable(load_costs(given), tuple(tomllib.loads(read_text(given))))
+    return CostTable(load_costs(given), tuple(tomllib.loads(read_text(given))), from_file=True)
 
 
 def size_of(option: str, text: str, *, per: str = "") -> float:
@@ -358,8 +364,10 @@ def timeline_of(
     if is_trace(target):
         if options.given() or sizes.given():
             raise PlanError(f"{target} is a timeline: sizes, --layers and the like go with a schedule or a plan")
-        if table.times:
+        if table.times and not (table.from_file and table.has_bytes):
             raise CostError(f"{target} has its own times; leave {', '.join(table.times)} out, only bytes matter here")
+        if table.times:
+            err.print(f"note: {target} has its own times, so only the bytes in the costs are used")
         return load_timeline(target)
     costs = table.costs
     program = _sound_program(target, sizes, options, costs, slices=slices)

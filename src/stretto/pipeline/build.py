@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.choose import MemoryChoice, choose_memory
-from stretto.costs import costs_or_default
 from stretto.execute.members import Members
 from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError, peer_failure
@@ -183,7 +182,7 @@ def _make_program(
         if memory.is_auto:
             choice = choose_memory(
                 options.plan,  # type: ignore[arg-type]
-                costs_or_default(options.costs),
+                options.costs,  # type: ignore[arg-type]
                 layers=phases,
                 ties=ties,
                 experts=experts,

@@ -115,6 +115,8 @@ def unknown(policy: Memory, reasons: Sequence[Mapping[str, str]]) -> str | None:
 
 def not_found(pattern: str, near: Iterable[str]) -> str:
     """Return the error text for a pattern that matches no site, with what may be meant by it."""
+    if pattern == "loss":
+        return "memory names 'loss', but the loss is no site: what it saves goes with the last layer, or its last phase"
     meant = dict.fromkeys(near)
     ordered = sorted(meant, key=lambda name: SequenceMatcher(None, name, pattern).ratio(), reverse=True)[:3]
     hint = f"; near it are {', '.join(map(repr, ordered))}" if ordered else ""

@@ -1,5 +1,6 @@
 """Which sites of a memory policy run: known only once a forward has."""
 
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 
@@ -70,27 +71,32 @@ class PatternCheck:
         done = any(seen.compressed for seen, _ in stages), any(seen.left for seen, _ in stages)
         compressed, left = zip(*self._team.gather(done, tuple[bool, bool]), strict=True)
         if self._policy.compresses and not any(compressed) and self._team.rank == 0:
-            warnings.warn(
+            _warn(
                 "memory names fp8, but nothing was stored in float8: only bfloat16 and float16 tensors of at least "
-                "min_bytes are, and no parameters and inputs of stages",
-                stacklevel=2,
+                "min_bytes are, and no parameters and inputs of stages"
             )
         if self._policy.offloads and not any(left) and self._team.rank == 0:
-            warnings.warn(
+            _warn(
                 "memory names offload, but nothing leaves the device: only tensors of at least min_bytes "
                 f"({bytes_text(self._policy.min_bytes)}) do, if they are not needed again at once, and no parameters, "
                 "inputs of the step and received messages, and no more than fraction and max_in_flight allow; "
-                "pipe.dry_run(inputs, targets) says what each site saves",
-                stacklevel=2,
+                "pipe.dry_run(inputs, targets) says what each site saves"
             )
         for pattern in self._policy.sites:
             texts = [of_rank[pattern] for of_rank in every if pattern in of_rank]
             if texts and all(texts):
                 raise PipelineError(texts[0])
             if not texts and self._team.rank == 0:
-                warnings.warn(
+                _warn(
                     f"memory names {pattern!r:.60}, but nothing that it decides about has run: these modules are not "
                     "called, or only for other data, without gradients, within a checkpoint of your own, or as part "
-                    "of compiled code",
-                    stacklevel=2,
+                    "of compiled code"
                 )
+
+
+def _warn(text: str) -> None:
+    """Warn of something in the line of the user's that called Stretto."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "stretto":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
