@@ -244,9 +244,10 @@ def _wrong(policy: Memory) -> str | None:
             return f'names with dots are quoted in a file: "{_dotted(pattern, action)}" (got a table {pattern!r:.40})'
         if action not in ACTIONS:
             return f"what becomes of {pattern!r:.40} is one of {', '.join(ACTIONS)} (got {action!r:.40})"
-    if not isinstance(policy.preset, str) or policy.preset not in PRESETS:
-        auto = '; "auto" is a fraction: Memory(..., fraction="auto")' if policy.preset == "auto" else ""
-        return f"preset is one of {_names(PRESETS)}{auto} (got {policy.preset!r:.40})"
+    preset: Any = policy.preset
+    if not isinstance(preset, str) or preset not in PRESETS:
+        auto = '; "auto" is a fraction: Memory(..., fraction="auto")' if preset == "auto" else ""
+        return f"preset is one of {_names(PRESETS)}{auto} (got {preset!r:.40})"
     fractions: Any = policy.fraction if isinstance(policy.fraction, tuple) else (policy.fraction,)
     if not fractions:
         return "fraction is an empty list; give one number, or one for each stage"

@@ -83,9 +83,14 @@ class MemoryChoice(msgspec.Struct, frozen=True, kw_only=True):
         if not self.memory.offloads:
             return f"Offload nothing{within}. A simulated step takes {time_text(self.step_before, self.unit)}."
         return (
-            f"Offload what makes the step at most {round(100 * self.slower, 3):g} % longer{within}. A simulated step takes "
+            f"Offload what makes the step at most {percent_text(self.slower)} longer{within}. A simulated step takes "
             f"{time_text(self.step_after, self.unit)}, and {time_text(self.step_before, self.unit)} without offload."
         )
+
+
+def percent_text(share: float) -> str:
+    """Return a share as a text such as "1 %"."""
+    return f"{round(100 * share, 3):g} %"
 
 
 def _size(nbytes: float) -> str:

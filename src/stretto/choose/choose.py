@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from stretto.choose.choice import DeviceChoice, MemoryChoice, StageChoice
+from stretto.choose.choice import DeviceChoice, MemoryChoice, StageChoice, percent_text
 from stretto.costs import Costs, Link, costs_or_default
 from stretto.costs.parts import PASSES
 from stretto.ir.errors import CostError, PlanError, TextError
@@ -280,7 +280,9 @@ class _Search:
             which = "that host_bytes allows" if self._is_full else "that hides"
             said = f"with all offloaded {which}, "
             if not self._is_full:
-                way += f", or let the step become more than {round(100 * self.slower, 3):g} % longer (slower of choose_memory)"
+                way += (
+                    f", or let the step become more than {percent_text(self.slower)} longer (slower of choose_memory)"
+                )
         device = int(run.peaks.argmax())
         peak, before = float(run.peaks[device]), float(self.without.peaks[device])
         end = f" ({bytes_text(before)} without offload)" if said else ", and nothing may leave"
