@@ -124,7 +124,7 @@ def test_what_is_counted_is_what_is_alive(
     policy = Memory(sites=dict(zip(("*.norm", "*.act", "*"), actions, strict=True)), min_bytes=0)
     sites = find_sites(Decisions(policy), modules, in_phases=False)
     stage = Stage(modules, Anatomy.whole(1), 0, gradients=Gradients(), sites=sites, memory=policy)
-    rehearsal, x = Rehearsal(stage, 0, leaves=True, receives=True), jobs.inputs_of(1, rows, dim)
+    rehearsal, x = Rehearsal(stage, 0, leaves=True, receives=True, hands_on=False), jobs.inputs_of(1, rows, dim)
     with rehearsal.running(RngKey(), training=False), Alive() as alive:
         rehearsal.evaluate(0, 0, Tree([x], LEAF, [True]))
         held = alive.bytes(nn.ModuleList(modules.values()), [x])
@@ -183,6 +183,12 @@ def test_peaks_within_a_backward_are_those_of_a_step(ranks: Ranks) -> None:
     for policy in ({}, {"*.norm": "recompute"}, {"*.act": "recompute"}, {"*": "recompute"}):
         ((predicted, real),) = ranks.run(jobs.within_tasks, 1, {"sites": policy})
         assert 0.9 * predicted < real < 1.1 * predicted, policy
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_v", "dualpipev"])
+def test_what_stages_of_one_rank_hand_on_is_held(ranks: Ranks, schedule: str) -> None:
+    ((predicted, real),) = ranks.run(jobs.passing_on, 1, schedule)
+    assert 0.85 * predicted < real < 1.1 * predicted, real / predicted
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"pp": 2, "dp": 2}, {"ep": 2, "dp": 2}], ids=str)

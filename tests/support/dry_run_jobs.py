@@ -241,6 +241,32 @@ def within_tasks(mesh: DeviceMesh, policy: dict[str, Any]) -> tuple[int, int]:
     return mine.gradients + mine.activations + mine.buffers, alive.most
 
 
+class PassesOn(nn.Module):
+    """Hands on a large tensor that nobody saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp(16, 48).double()
+
+    def forward(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.mlp(value), value.new_zeros(4096)
+        return self.mlp(value[0]), value[1]
+
+
+def passing_on(mesh: DeviceMesh, schedule: str) -> tuple[int, int]:
+    """What a dry run says of several stages on one rank, and the most that was alive after any operation."""
+    plan = getattr(stretto.schedules, schedule)(devices=1, microbatches=4)
+    layers = [PassesOn().to(DEVICE) for _ in range(4)]
+    pipe = stretto.Pipeline(layers, plan=plan, loss=lambda y, _: y[0].square().mean() + y[1].mean(), mesh=mesh)
+    x = inputs_of(4, rows=16, dim=16)
+    mine = pipe.dry_run(x, x).ranks[0]
+    with MostAlive((*pipe.parameters(), x)) as alive:
+        pipe.step(x, x)
+    pipe.close()
+    return mine.gradients + mine.activations + mine.buffers, alive.most
+
+
 def _watching(run: Any, pipe: Any, x: Tensor, alive: Alive, seen: list[int]) -> Any:
     def watched(*arguments: Any, **named: Any) -> Any:
         out = run(*arguments, **named)

@@ -106,6 +106,7 @@ class DryRun:
                 numbers.first,
                 leaves=number in leaving,
                 receives=number == 0 or number - 1 not in homes,
+                hands_on=number + 1 in homes,
             )
             for number in homes
         }

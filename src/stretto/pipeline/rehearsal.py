@@ -29,9 +29,9 @@ class _Unsummed(Gradients):
 class Rehearsal(Stage):
     """A stage with the layers and the memory policy of another, which runs one forward where others evaluate."""
 
-    def __init__(self, stage: Stage, microbatch: int, *, leaves: bool, receives: bool) -> None:
-        """`leaves` tells whether the program offloads passes of the stage, and `receives` whether others hold its
-        input.
+    def __init__(self, stage: Stage, microbatch: int, *, leaves: bool, receives: bool, hands_on: bool) -> None:
+        """`leaves` tells whether the program offloads passes of the stage, `receives` whether others hold its input,
+        and `hands_on` whether the next stage may be on this rank.
         """
         sites = stage._sites
         if sites is None:  # without a policy all stays, and what could leave is counted
@@ -47,7 +47,7 @@ class Rehearsal(Stage):
             exchanges=stage._exchanges,
         )
         self.leaving = frozenset([microbatch])
-        self._microbatch, self._leaves, self._receives = microbatch, leaves, receives
+        self._microbatch, self._leaves, self._receives, self._hands_on = microbatch, leaves, receives, hands_on
         self._bytes = SavedBytes()
         self.saving.noted = self._bytes.note
         self.deferral.noted = self._bytes.note_deferred
@@ -77,13 +77,14 @@ class Rehearsal(Stage):
         needing = [leaf for leaf, needs in zip(inputs.leaves, inputs.needs, strict=True) if needs]
         self._bytes.part, self._gradients_of_inputs[part] = part, _bytes_of(needing)
         tensors = tensors_of(inputs.leaves)
-        if part:
-            self._bytes.hand(tensors)
-        else:
+        if part == 0:
             self._inputs = _bytes_of(tensors)
             self._bytes.hold(tensors if self._receives else ())
         loss = measure if isinstance(measure, OneLoss) else None
-        return self.forward(microbatch, part, inputs, loss, held=part == 0 and self._receives)
+        out = self.forward(microbatch, part, inputs, loss, held=part == 0 and self._receives)
+        if part < len(self._functions) - 1 or self._hands_on:
+            self._bytes.hand(tensors, tensors_of(out.leaves))
+        return out
 
     def enter_loss(self, output: Value) -> None:
         """Count what is saved from now on to the loss, which is a function of this output."""

@@ -46,7 +46,8 @@ class SavedBytes:
         self._last: dict[int, int] = {}  # by the ids of runs, the last event that saves what the run brings back
         self._labels: dict[str, None] = {}  # in the order in which sites run
         self._deferred: defaultdict[int, _Deferred] = defaultdict(lambda: _Deferred({}, {}))  # by part
-        self._handed: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by part, storages and their bytes
+        # By part, storages, their bytes, and whether the part before it has handed them on, too.
+        self._handed: defaultdict[int, dict[int, tuple[int, bool]]] = defaultdict(dict)
         self.part = 0
         """The part of the pass that runs now."""
 
@@ -72,12 +73,13 @@ class SavedBytes:
             if run is not None:
                 saved.runs.add(id(run))
 
-    def hand(self, tensors: Iterable[Tensor]) -> None:
-        """Note what the part that runs now was given by the one before it."""
-        for tensor in tensors:
+    def hand(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Note what the part that ran last was given, and what it hands to the next."""
+        given = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
+        for tensor in outputs:
             for storage in storages_of(tensor):
                 if storage._cdata not in self._held:
-                    self._handed[self.part - 1][storage._cdata] = storage.nbytes()
+                    self._handed[self.part][storage._cdata] = storage.nbytes(), storage._cdata in given
 
     def note_deferred(self, given: Tensor | None, out: Tensor) -> None:
         """Count what a deferred weight gradient needs."""
@@ -122,13 +124,15 @@ class SavedBytes:
         becomes = {key: what for key, one in saved.items() if (what := self._becomes(key, one, leaving)) is not None}
         kept = {key: saved[key].nbytes for key, (what, _) in becomes.items() if what != "recompute"}
         deferred = self._deferred[part]
+        handed = [entry for key, entry in self._handed[part].items() if not self._is_kept(key, part)]
         return PartMemory(
             saved=sum(kept.values()),
             leaves=sum(nbytes for key, nbytes in kept.items() if becomes[key][0] == "offload"),
             backward=self._most_in_backward(part, {key: saved[key] for key in becomes}, kept) - sum(kept.values()),
             pending=sum(deferred.gradients.values()) + sum(nbytes for _, nbytes in deferred.inputs.values()),
             inputs=inputs,
-            handed=sum(nbytes for key, nbytes in self._handed[part].items() if not self._is_kept(key, part)),
+            handed=sum(nbytes for nbytes, _ in handed),
+            passed=sum(nbytes for nbytes, was_given in handed if was_given),
             loss=loss,
         )
 

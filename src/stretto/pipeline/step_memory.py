@@ -23,7 +23,10 @@ class PartMemory(NamedTuple):
     inputs: int
     """The gradients of its inputs."""
     handed: int
-    """What it hands to the next part and has not saved: held until that has run, which may save it."""
+    """What it hands to the next part, or to the next stage, and has not saved: held until that has run, which may save
+    it."""
+    passed: int
+    """How much of that was handed to it."""
     loss: int
     """The gradient of the loss function's input, if this part ends with the loss."""
 
@@ -52,6 +55,7 @@ class StepMemory:
         self._joins, self._kept_until = joins, kept_until
         self._leaving = [sum(part.leaves for part in of_stage) for of_stage in parts]
         self._offloaded = {(task.stage, task.microbatch) for task in tasks if task.kind is Kind.OFFLOAD}
+        self._has_forward = {(task.stage, task.microbatch) for task in tasks if task.kind in (Kind.F, Kind.PAIR)}
         self._has_backward = {_backward(task)[:2] for task in tasks if task.kind in (Kind.B, Kind.I, Kind.PAIR)}
         self._frees: dict[int, int] = defaultdict(int)  # what is freed when the task with this index is issued
         self._find_leaving(needs)
@@ -97,9 +101,13 @@ class StepMemory:
             self._frees[self._kept_until[at]] += shared
 
     def _run_forward(self, at: int, stage: int, microbatch: int, number: int) -> None:
-        part, came = self._parts[stage][number], self._handed.pop((stage, microbatch), 0)
-        self._take(part.saved + part.handed)
-        self._handed[stage, microbatch] = part.handed
+        parts, came = self._parts[stage], self._handed.pop((stage if number else stage - 1, microbatch), 0)
+        handed, passed = parts[number].handed, min(came, parts[number].passed)
+        if number == len(parts) - 1 and (stage + 1, microbatch) not in self._has_forward:
+            handed = passed = 0  # it is sent, or no one's
+        self._take(parts[number].saved + handed - passed)
+        came -= passed
+        self._handed[stage, microbatch] = handed
         self._free(came, shared=came if self._lane(stage, number - 1) != self._lane(stage, number) else 0, at=at)
 
     def _run_backward(self, at: int, stage: int, microbatch: int, step: int) -> None:
