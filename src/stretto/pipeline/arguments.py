@@ -23,6 +23,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from stretto.ir.errors import PipelineError
 from stretto.pipeline.pytree import PLAIN, full_name, version_of
+from stretto.pipeline.saved_attributes import attributes_of_tensor
 
 _CONSTANT = (
     Enum,
@@ -91,11 +92,16 @@ class Arguments:
 
 
 def flattened(name: str, values: Any) -> tuple[list[Any], pytree.TreeSpec, Arguments]:
-    """Take arguments apart. The leaves that are neither tensors nor plain are followed."""
+    """Take arguments apart. The leaves that are neither tensors nor plain are followed, and attributes of tensors."""
     leaves, spec = pytree.tree_flatten(values)
     followed = Arguments(name)
     for leaf in leaves:
-        if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
+        if isinstance(leaf, nn.Parameter):
+            continue
+        if isinstance(leaf, Tensor):
+            for value in attributes_of_tensor(leaf).values():
+                followed.add(value)
+        elif type(leaf) not in PLAIN:
             followed.add(leaf)
     return leaves, spec, followed
 

@@ -1,7 +1,9 @@
 """Replaces modules' forwards for the duration of a step."""
 
+import inspect
 from collections.abc import Callable
-from types import MethodType
+from contextlib import suppress
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -32,6 +34,7 @@ class Overrides:
             before = vars(module).get("forward")
             forward = make(before)
             if forward is not None:
+                _show_signature(forward, module, before)
                 vars(module)["forward"] = bound = MethodType(forward, module)
                 self._before.append((module, before, bound))
 
@@ -44,3 +47,28 @@ class Overrides:
                 vars(module).pop("forward", None)
             else:
                 vars(module)["forward"] = before
+
+
+def usual_forward(module: nn.Module) -> Forward:
+    """Return the forward of a module's class, bound to the module."""
+    function = _of_class(module)
+    bind = getattr(type(function), "__get__", None)
+    bound: Forward = function if bind is None else bind(function, module, type(module))
+    return bound
+
+
+def _of_class(module: nn.Module) -> Any:
+    """Return what a module's class has as its forward, as it was defined: a static method, say."""
+    return next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
+
+
+def _show_signature(forward: Forward, module: nn.Module, before: Forward | None) -> None:
+    """Let `inspect.signature` find the signature of the forward that is replaced: models decide by it what to pass."""
+    replaced = before.__func__ if isinstance(before, MethodType) else _of_class(module) if before is None else before
+    if isinstance(replaced, FunctionType) and (before is None or isinstance(before, MethodType)):
+        vars(forward)["__wrapped__"] = replaced
+        return
+    with suppress(TypeError, ValueError):  # functions in C++ may have none
+        signature = inspect.signature(usual_forward(module) if before is None else before)
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        vars(forward)["__signature__"] = signature.replace(parameters=[own, *signature.parameters.values()])

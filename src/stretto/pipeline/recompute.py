@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stretto.ir.errors import PipelineError
@@ -16,9 +16,11 @@ from stretto.pipeline.compressed import Compressed
 from stretto.pipeline.module_buffers import ModuleBuffers, Snapshot
 from stretto.pipeline.offload import View
 from stretto.pipeline.pytree import PLAIN, full_name, version_of
+from stretto.pipeline.returned import Layout, Returned
 from stretto.pipeline.rng import Generators
-from stretto.pipeline.run_parameters import RunParameters
-from stretto.pipeline.saved_attributes import warn_of_attributes
+from stretto.pipeline.run_parameters import Accumulated, RunParameters
+from stretto.pipeline.saved_attributes import attributes_of_tensor, warn_of_attributes
+from stretto.pipeline.torch_modes import Modes
 
 
 class Kept:
@@ -110,7 +112,7 @@ class Run:
         self._function, self._buffers, self._generators = function, buffers, generators
         self._repeating = repeating
         self._saved: list[tuple[weakref.ref[Handle], tuple[Any, ...]]] = []
-        self._outputs: list[tuple[weakref.ref[Handle], int, tuple[Any, ...]]] = []
+        self._outputs: list[tuple[weakref.ref[Handle], Returned, Layout]] = []
         self._skipped: list[_Skipped] = []
         self._next_skipped: Iterator[_Skipped] = iter(())
         self._snapshot: Snapshot | None = None
@@ -124,6 +126,14 @@ class Run:
             self._buffers = self._buffers.including(self._arguments.modules)
         self._parameters = RunParameters(self.name, self._buffers.modules)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._given = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, nn.Parameter)}
+        self._attributes = {
+            number: attributes
+            for number, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and number not in self._given and (attributes := attributes_of_tensor(leaf))
+        }
+        self._modes = Modes()
+        self.accumulated = Accumulated(self.name, self._parameters, tensors)
         self._autocast = _autocast_of(tensors)
         self._default_dtype = torch.get_default_dtype()
         self._needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
@@ -142,6 +152,7 @@ class Run:
         self._states = self._generators.kept_states()
         with self._buffers.followed() as self._snapshot, saved_tensors_hooks(drop, unpack):
             out = self._function(*arguments, **named)
+        self.accumulated.validate()
         if versions != list(map(version_of, tensors)):
             raise PipelineError(f"{self.name} changes what it is given in place, so it cannot be recomputed")
         return out
@@ -151,10 +162,9 @@ class Run:
         """The buffers of what runs."""
         return self._buffers
 
-    def handle_of_output(self, number: int, saved: Tensor) -> Handle:
+    def handle_of_output(self, returned: Returned, saved: Tensor) -> Handle:
         handle = Handle(self)
-        geometry = saved.size(), saved.stride(), saved.storage_offset()
-        self._outputs.append((weakref.ref(handle), number, geometry))
+        self._outputs.append((weakref.ref(handle), returned, Layout.of(saved)))
         return handle
 
     def skip(self, out: Any, pack: Pack) -> None:
@@ -165,6 +175,11 @@ class Run:
                 raise PipelineError(
                     f"a module within {self.name} is not recomputed with it, and returns a {full_name(type(leaf))}, "
                     "which may have changed by then; recompute both"
+                )
+            if isinstance(leaf, Tensor) and attributes_of_tensor(leaf):
+                raise PipelineError(
+                    f"a module within {self.name} is not recomputed with it, and returns a tensor with attributes "
+                    f"({', '.join(attributes_of_tensor(leaf)):.60}), which would be lost; recompute both"
                 )
         packed = [pack(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
@@ -193,10 +208,13 @@ class Run:
             raise PipelineError(f"{self.name} cannot be recomputed after its step; detach what it keeps beyond that")
         self._parameters.validate()
         self._arguments.validate()
-        arguments, named = pytree.tree_unflatten(_unpacked(self._inputs, self._needs), self._spec)
-        outputs = [
-            (handle, number, geometry) for ref, number, geometry in self._outputs if (handle := ref()) is not None
-        ]
+        inputs = _unpacked(self._inputs, self._needs)
+        for number, parameter in self._given.items():
+            inputs[number] = parameter
+        for number, attributes in self._attributes.items():
+            vars(inputs[number]).update(attributes)
+        arguments, named = pytree.tree_unflatten(inputs, self._spec)
+        outputs = [(handle, returned, saved) for ref, returned, saved in self._outputs if (handle := ref()) is not None]
         captured: list[tuple[Tensor, int]] = []
         wanted = len(self._saved)  # the first run may still be going
 
@@ -224,6 +242,7 @@ class Run:
             self._parameters.restored(),
             _default_dtype(self._default_dtype),
             self._repeating(self),
+            self._modes.entered(self.name),
             torch.enable_grad(),
             _autocast(self._autocast),
             saved_tensors_hooks(capture, differentiated),
@@ -247,8 +266,8 @@ class Run:
             if (handle := reference()) is not None and handle.value is None:
                 handle.fill(saved)
         leaves = pytree.tree_leaves(out)
-        for handle, number, geometry in outputs:
-            handle.fill(leaves[number].detach().as_strided(*geometry))
+        for handle, returned, saved_as in outputs:
+            handle.fill(returned.again(self.name, leaves, saved_as))
 
 
 @contextmanager

@@ -37,6 +37,11 @@ class RunParameters:
             if it is not None and not self._is_lazy(key, it)
         ]
 
+    @property
+    def every(self) -> list[nn.Parameter]:
+        """All of them."""
+        return [entry.parameter for entry in self._entries]
+
     def _is_lazy(self, key: str, parameter: nn.Parameter) -> bool:
         """Raise PipelineError if a parameter is made by the first forward, and return False."""
         if is_lazy(parameter):
@@ -69,6 +74,36 @@ class RunParameters:
                     parameter.data = data
                 if parameter.requires_grad != needs:
                     parameter.requires_grad_(needs)
+
+
+class Accumulated:
+    """The gradients that a run has added to `.grad` itself, by a `backward()`; a second run would add them again."""
+
+    __slots__ = ("_before", "_name", "_tensors")
+
+    def __init__(self, name: str, parameters: RunParameters, given: Iterable[Tensor]) -> None:
+        """`given` are the tensors that the run is given."""
+        leaves = (tensor for tensor in given if tensor.is_leaf and tensor.requires_grad)
+        self._name, self._tensors = name, [*parameters.every, *leaves]
+        self.start()
+
+    def start(self) -> None:
+        """Look only at what is added from now on."""
+        self._before = list(map(_gradient, self._tensors))
+
+    def validate(self) -> None:
+        """Raise PipelineError if anything was added."""
+        for tensor, before in zip(self._tensors, self._before, strict=True):
+            if (now := _gradient(tensor)) is not None and now != before:
+                raise PipelineError(
+                    f"{self._name} adds gradients to .grad in its forward, by backward(), and would add them again "
+                    "when it is recomputed; keep what does so, or use torch.autograd.grad"
+                )
+
+
+def _gradient(tensor: Tensor) -> tuple[int, int] | None:
+    """Return what tells a gradient from one that was added to it."""
+    return None if tensor.grad is None else (id(tensor.grad), version_of(tensor.grad))
 
 
 def _memory(parameter: Tensor) -> Tensor | None:

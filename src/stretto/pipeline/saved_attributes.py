@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,9 +10,14 @@ from torch import Tensor
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
+def attributes_of_tensor(tensor: Tensor) -> dict[str, Any]:
+    """Return what is set on a tensor, besides names that begin with an underscore."""
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_")} if vars(tensor) else {}
+
+
 def warn_of_attributes(saved: Tensor, site: str) -> None:
     """Warn if a function of the user's own saves a tensor with attributes. To be called by a saved-tensor hook."""
-    named = [name for name in vars(saved) if not name.startswith("_")] if vars(saved) else []
+    named = attributes_of_tensor(saved)
     if not named:
         return
     caller = sys._getframe(2)

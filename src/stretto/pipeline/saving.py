@@ -18,17 +18,18 @@ from stretto.pipeline.contents import Contents
 from stretto.pipeline.memory_sites import ModuleSite, Part, PartSites
 from stretto.pipeline.module_buffers import ModuleBuffers
 from stretto.pipeline.offload import Away, View
-from stretto.pipeline.overrides import Forward, Overrides
+from stretto.pipeline.overrides import Forward, Overrides, usual_forward
 from stretto.pipeline.pytree import Value, flatten_once, full_name, storage_of, version_of
 from stretto.pipeline.recompute import Kept, Run, unpack
+from stretto.pipeline.returned import Returned
 from stretto.pipeline.rng import Generators
 from stretto.pipeline.saved_attributes import warn_of_attributes
 from stretto.pipeline.sites_seen import SitesSeen
 from stretto.pipeline.storages import WeakStorage
 
-Table = dict[int, tuple[WeakStorage, tuple[Any, ...], Run, int, str]]
-"""Maps the address of an output's storage to a weak reference to that storage, the output's version and dtype, the run
-that made it, the output's index, and the lane. While the weak reference lives, no other storage can reuse the address.
+Table = dict[int, tuple[WeakStorage, tuple[Any, ...], Run, Returned, str]]
+"""Maps the address of a storage of outputs to a weak reference to that storage, the outputs' version and dtype, the run
+that made them, where they are, and the lane. While the weak reference lives, no other storage can reuse the address.
 """
 
 
@@ -177,7 +178,7 @@ class Saving:
         def make(before: Forward | None) -> Forward:
             def forward(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
                 own = before is not None and layer is site.module
-                original = before if own and before is not None else type(layer).forward.__get__(layer)
+                original = before if own and before is not None else usual_forward(layer)
                 if torch.compiler.is_compiling() or layer is not site.module or self._part is None:
                     return original(*arguments, **named)
                 here = self._part.modules.get(id(layer))
@@ -231,8 +232,10 @@ class Saving:
                     f"{site.name} is given a {full_name(type(other))}, which it may change, so {run.name} cannot be "
                     "recomputed without it; recompute both"
                 )
+        run.accumulated.validate()
         with saved_tensors_hooks(self._pack, unpack):
             out = original(*arguments, **named)
+        run.accumulated.start()  # what it has added is added once
         if given.changed() is not None:
             raise PipelineError(
                 f"{site.name} changes what it is given in place, so {run.name} cannot be recomputed without it"
@@ -268,10 +271,14 @@ class Saving:
         """Let what saves an output of a recomputed module save a handle, unless it shares memory with an input."""
         assert self._pass is not None
         storages = {storage_of(leaf) for leaf in pytree.tree_leaves(inputs) if _has_storage(leaf)}
-        for number, leaf in enumerate(pytree.tree_leaves(out)):
+        leaves = pytree.tree_leaves(out)
+        sharing: dict[tuple[int, tuple[Any, ...]], list[int]] = {}
+        for number, leaf in enumerate(leaves):
             if _has_storage(leaf) and storage_of(leaf) not in storages:
-                storage = leaf.untyped_storage()
-                self._pass.outputs[storage._cdata] = WeakStorage(storage), _kind(leaf), run, number, self._lane
+                sharing.setdefault((storage_of(leaf), _kind(leaf)), []).append(number)
+        for (address, kind), numbers in sharing.items():
+            storage, returned = leaves[numbers[0]].untyped_storage(), Returned.of(leaves, tuple(numbers))
+            self._pass.outputs[address] = WeakStorage(storage), kind, run, returned, self._lane
 
     @property
     def _lane(self) -> str:
@@ -284,12 +291,12 @@ class Saving:
             return Kept(saved, self._label)
         entry = self._pass.outputs.get(storage_of(saved)) if self._pass.outputs else None
         if entry is not None:
-            reference, kind, run, number, lane = entry
+            reference, kind, run, returned, lane = entry
             # It may be another tensor, changed since, or viewed as another dtype. What another lane has made is kept,
             # or that lane's work would be repeated on this one.
             if not reference.is_gone and _kind(saved) == kind and lane == self._lane:
                 self._note("recompute", saved, run)
-                return run.handle_of_output(number, saved)
+                return run.handle_of_output(returned, saved)
         if self._action != "keep" and self._pass.may_change(saved):
             small = self._action.startswith("fp8")
             compressed = self._pass.compressed(saved, self._store, self._lane) if small else None
