@@ -435,7 +435,9 @@ def _grad_dtype(tensor: Tensor) -> torch.dtype:
 
 def shape_of(parameter: Tensor) -> Any:
     """Return a parameter's shape and strides, None if it is uninitialised."""
-    return None if isinstance(parameter, UninitializedParameter) else (parameter.shape, parameter.stride())
+    if isinstance(parameter, UninitializedParameter):
+        return None
+    return parameter.shape, parameter.stride() if parameter.layout is torch.strided else parameter.layout
 
 
 def _has_node_hooks(parameter: Tensor) -> bool:

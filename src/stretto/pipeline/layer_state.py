@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stretto.pipeline.contents import Contents
-from stretto.pipeline.module_buffers import attributes_of
+from stretto.pipeline.module_attributes import attributes_of
 from stretto.program.anatomy import Part
 
 _Slot = tuple[nn.Module, str]

@@ -1,19 +1,27 @@
 """Restores buffers that forwards change, such as running statistics, for a recomputation or after a dry run."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from stretto.ir.errors import PipelineError
 from stretto.pipeline.contents import Contents
-from stretto.pipeline.pytree import version_of
+from stretto.pipeline.module_attributes import (
+    attributes_of,
+    set_attributes,
+    set_slots,
+    slots_of,
+    structure_of,
+    tables_of,
+)
+from stretto.pipeline.pytree import storage_of, version_of
 
 _Place: TypeAlias = tuple[nn.Module, str]
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _MOST = 16
 
 
@@ -21,9 +29,11 @@ _MOST = 16
 class Snapshot:
     """A module's buffers and tensor attributes before a run that may be repeated."""
 
-    copies: dict[_Place, Tensor]
-    """Copies of the buffers that forwards change."""
-    others: dict[_Place, tuple[Tensor, int]]
+    copies: dict[_Place, Tensor | None]
+    """Copies of the buffers that forwards change; None for one that was None."""
+    absent: list[_Place]
+    """Buffers that the first run made."""
+    others: dict[_Place, tuple[Tensor | None, int]]
     """Buffers that forwards do not change, with their versions."""
     attributes: list[tuple[nn.Module, dict[str, Any]]]
     """What else is set on each module, such as a weight that a hook computes, or a counter."""
@@ -38,6 +48,8 @@ class Marks(NamedTuple):
     """Buffers and attributes."""
     contents: Contents
     """What they hold."""
+    structure: list[Any]
+    """Submodules, hooks and replaced forwards."""
 
 
 class ModuleBuffers:
@@ -47,9 +59,11 @@ class ModuleBuffers:
         self._name, self._roots = name, roots
         self._modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         self._including: dict[tuple[int, ...], ModuleBuffers] = {}
+        self._known = set(self._modules)
         self._unread = {(part, key) for part in self._modules for key in getattr(part, "unread_buffers", ())}
         self.is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in self._modules)
-        self._changing: set[_Place] | None = None  # buffers that forwards change; unknown before the first run
+        # The buffers that forwards change, by the modes of the modules that have any; unknown before the first run.
+        self._changing: dict[tuple[bool, ...], set[_Place]] = {}
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -67,26 +81,38 @@ class ModuleBuffers:
     @contextmanager
     def followed(self) -> Iterator[Snapshot]:
         """Take a snapshot around the first run. It is usable at once, and complete when the run has ended."""
-        before = {
-            (module, key): (buffer, buffer._version)
-            for module in self._modules
-            for key, buffer in module._buffers.items()
-            if buffer is not None
-        }
         attributes = [(module, attributes_of(module)) for module in self._modules]
         contents = Contents(entry for _, table in attributes for entry in table.items())
-        first, known = self._changing is None, self._changing or set()
+        held = [it for it in contents.others if issubclass(type(it), nn.Module) and it not in self._known]
+        if held:  # a module in a list of another, say
+            with self.including(held).followed() as snapshot:
+                yield snapshot
+            return
+        before = {
+            (module, key): (buffer, 0 if buffer is None else buffer._version)
+            for module in self._modules
+            for key, buffer in module._buffers.items()
+        }
+        modes = tuple(module.training for module in self._modules if module._buffers)
+        first, known = modes not in self._changing, self._changing.get(modes, set())
         copied = known | self._unread
-        copies = {place: buffer.clone() for place, (buffer, _) in before.items() if first or place in copied}
+        copies = _copies({place: buffer for place, (buffer, _) in before.items() if first or place in copied})
         others = {place: entry for place, entry in before.items() if place not in copies}
-        snapshot = Snapshot(copies, others, attributes, contents)
+        snapshot = Snapshot(copies, [], others, attributes, contents)
+        structure = self._structure()
         yield snapshot
+        if self._structure() != structure:
+            raise PipelineError(
+                f"{self._name} changes its submodules, hooks or forwards when it runs, so it cannot be recomputed"
+            )
         for place, (buffer, version) in before.items():
             module, key = place
             now = module._buffers.get(key)
-            changed = now is not buffer or now._version != version
+            changed = now is not buffer or (now is not None and now._version != version)
             if first and not changed:  # some operations change a tensor without giving it a new version
-                changed = not torch.equal(copies[place], buffer)
+                changed = not _are_equal(copies[place], buffer)
+            if changed and place not in copies and now is not buffer and (buffer is None or buffer._version == version):
+                continue  # it is another one, and the old one is as it was
             if changed and place not in copies:
                 raise PipelineError(
                     f"{self._name} changes its buffer {key!r} in some forwards only, so it cannot be recomputed exactly"
@@ -96,37 +122,46 @@ class ModuleBuffers:
             elif first and place not in self._unread:
                 del copies[place]
                 snapshot.others[place] = buffer, version
-        self._changing = known
+        made = ((module, key) for module in self._modules for key in module._buffers if (module, key) not in before)
+        snapshot.absent += made
+        self._changing[modes] = known
 
     @contextmanager
     def restored(self, snapshot: Snapshot) -> Iterator[None]:
         """Run again on the buffers of the snapshot, and discard the changes that this run makes to them."""
-        for (module, key), (buffer, version) in snapshot.others.items():
-            if module._buffers.get(key) is not buffer or buffer._version != version:
+        for (_, key), (buffer, version) in snapshot.others.items():
+            if buffer is not None and buffer._version != version:
                 raise PipelineError(f"the buffer {key!r} of {self._name} was changed before it could be recomputed")
         if (name := snapshot.contents.changed_tensor()) is not None:
             raise PipelineError(f"the attribute {name!r} of {self._name} was changed before it could be recomputed")
-        buffers = {(module, key): module._buffers.get(key) for module, key in snapshot.copies}
+        places = (*snapshot.copies, *snapshot.others, *snapshot.absent)
+        buffers = [(module._buffers, dict(module._buffers)) for module in {module: None for module, _ in places}]
         attributes = [(module, attributes_of(module)) for module, _ in snapshot.attributes]
         contents = snapshot.contents.now()
-        for (module, key), buffer in snapshot.copies.items():
-            module._buffers[key] = buffer.clone()
+        for (module, key), (buffer, _) in snapshot.others.items():
+            module._buffers[key] = buffer
+        for (module, key), copy in _copies(snapshot.copies).items():
+            module._buffers[key] = copy
+        for module, key in snapshot.absent:
+            module._buffers.pop(key, None)
         for module, table in snapshot.attributes:
-            _set_attributes(module, table)
+            set_attributes(module, table)
         snapshot.contents.restore()
         try:
             yield
         finally:
-            for (module, key), current in buffers.items():
-                module._buffers[key] = current
+            for own, current in buffers:
+                own.clear()
+                own.update(current)
             for module, table in attributes:
-                _set_attributes(module, table)
+                set_attributes(module, table)
             contents.restore()
 
     def marks(self, around: "ModuleBuffers") -> Marks:
         """Return what a run of this module within another could change and the other read."""
         values = self._values(around)
-        return Marks(values, Contents((key, value) for (_, key), value in values.items()))
+        contents = Contents((key, value) for (_, key), value in values.items())
+        return Marks(values, contents, [*self._structure(), *around._structure()])
 
     def validate_marks(self, before: Marks, around: "ModuleBuffers") -> None:
         """Raise PipelineError if a run of this module within another has changed something since."""
@@ -135,11 +170,19 @@ class ModuleBuffers:
             place[1] for place in {**old, **new} if place not in old or place not in new or old[place] is not new[place]
         )
         key = next(replaced, None) or before.contents.changed()
+        if key is None and before.structure != [*self._structure(), *around._structure()]:
+            raise PipelineError(
+                f"{self._name} changes submodules, hooks or forwards when it runs, which {around._name} may run when "
+                f"it is recomputed; recompute {self._name} with it"
+            )
         if key is not None:
             raise PipelineError(
                 f"{self._name} changes {key!r} when it runs, which {around._name} may read when it is recomputed; "
                 f"recompute {self._name} with it"
             )
+
+    def _structure(self) -> list[Any]:
+        return [structure_of(module) for module in self._modules]
 
     def _values(self, around: "ModuleBuffers") -> dict[_Place, Any]:
         """Return the buffers and attributes of this module and of another, besides those that nothing reads."""
@@ -152,29 +195,56 @@ class ModuleBuffers:
         }
 
 
-def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return what is set on a module, besides what every module has."""
-    return {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+def _copies(buffers: Mapping[_Place, Tensor | None]) -> dict[_Place, Tensor | None]:
+    """Return copies of buffers. Those that share memory do so, too."""
+    plain = {place: buffer for place, buffer in buffers.items() if _is_plain(buffer)}
+    sharing = Counter(storage_of(buffer) for buffer in {id(buffer): buffer for buffer in plain.values()}.values())
+    copies: dict[int, Tensor] = {}  # by the addresses of buffers
+    memories: dict[int, Tensor] = {}  # by the addresses of storages
+    for place, buffer in buffers.items():
+        if buffer is None or id(buffer) in copies:
+            continue
+        if place not in plain or sharing[storage_of(buffer)] == 1:
+            copies[id(buffer)] = buffer.clone()
+            continue
+        storage = buffer.untyped_storage()
+        if storage._cdata not in memories:
+            memories[storage._cdata] = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage).clone()
+        copy: Tensor = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+        copy.set_(memories[storage._cdata].untyped_storage(), buffer.storage_offset(), buffer.size(), buffer.stride())
+        copies[id(buffer)] = copy.requires_grad_(buffer.requires_grad)
+    return {place: None if buffer is None else copies[id(buffer)] for place, buffer in buffers.items()}
 
 
-def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    table = vars(module)
-    for key in attributes_of(module).keys() - attributes.keys():
-        del table[key]
-    table.update(attributes)
+def _is_plain(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    return type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_conj() and not buffer.is_neg()
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether buffers are equal, as far as that can be told."""
+    if one is None or other is None or one.layout is not torch.strided:
+        return True
+    return torch.equal(one, other)
 
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undo all that happens within this context to the attributes, buffers and parameter tables of modules.
+    """Undo all that happens within this context to attributes, buffers, parameter tables, submodules and hooks of
+    modules.
 
     Tensors keep their identity and get back their contents. Of parameters, only weights of embeddings with `max_norm`
     do, which forwards change; if another was changed, raise PipelineError.
     """
     every = list(modules)
-    tables = [table for module in every for table in (vars(module), module._buffers, module._parameters)]
+    tables = [
+        table
+        for module in every
+        for table in (vars(module), module._buffers, module._parameters, *tables_of(module))
+        if isinstance(table, dict)
+    ]
     before = [dict(table.items()) for table in tables]
-    contents = Contents(entry for table in before for entry in table.items())
+    slots = [(module, slots_of(module)) for module in every]
+    contents = Contents(entry for table in (*before, *(held for _, held in slots)) for entry in table.items())
     normed = {id(module.weight) for module in every if _has_max_norm(module)}
     copies, parameters = [], []
     for name, tensor, version in contents.tensors:
@@ -192,6 +262,8 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name, value in entries.items():
                 if name not in now or now[name] is not value:
                     table[name] = value
+        for module, held in slots:
+            set_slots(module, held)
         contents.restore()
         with torch.no_grad():
             for tensor, copy in copies:

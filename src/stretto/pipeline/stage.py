@@ -31,7 +31,7 @@ from stretto.pipeline.saving import SavedPass, Saving
 from stretto.pipeline.segments import Grads, Segment, call, leaves_of, run_segment, settled
 from stretto.pipeline.sites_seen import SitesSeen
 from stretto.pipeline.split_backward import Deferral
-from stretto.pipeline.storages import WeakStorage, alive, weak_storages
+from stretto.pipeline.storages import WeakStorage, alive, storages_of, weak_storages
 from stretto.pipeline.weight_gradients import WeightGradient, add_together
 from stretto.program.anatomy import Anatomy
 
@@ -367,13 +367,14 @@ class Stage:
         """Return the output with module buffers copied, since the next microbatch may change them."""
         if not self._buffered:
             return out
-        storages = {
-            buffer.untyped_storage()._cdata
+        held = {
+            storage._cdata
             for module in self._buffered
             for buffer in module._buffers.values()
             if buffer is not None
+            for storage in storages_of(buffer)
         }
-        return out.copied(lambda tensor: tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages)
+        return out.copied(lambda tensor: any(storage._cdata in held for storage in storages_of(tensor)))
 
     def adopt_behind(self, tensors: Sequence[Tensor], own: Collection[int]) -> None:
         """Adopt the leaves of the graphs behind inputs or targets. `own` holds the ids of the user's own tensors."""
