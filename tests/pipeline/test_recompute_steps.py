@@ -1,11 +1,13 @@
 """Recomputed sites in a step: exact, or refused; and nothing of them is left."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import odd_sites
 import recompute_jobs
 from devices import device_ranks
 from ranks import Ranks
@@ -39,6 +41,14 @@ def test_refused(ranks: Ranks, name: str) -> None:
     (said,) = ranks.run(recompute_jobs.refused, 1, name, POLICY)
     assert recompute_jobs.REFUSED[name][1] in said
     assert ranks.run(recompute_jobs.refused, 1, name, "none") == [""]
+
+
+@pytest.mark.parametrize("policy", [{"*.site": "recompute+fp8"}, {"*.kept": "fp8", "*.site": "recompute"}], ids=str)
+@pytest.mark.parametrize("name", odd_sites.FLOAT8)
+def test_what_comes_back_from_float8_may_lie_otherwise_in_memory(ranks: Ranks, name: str, policy: Any) -> None:
+    (far,) = ranks.run(recompute_jobs.near, 1, name, policy)
+    assert far < 0.1
+    assert ranks.run(recompute_jobs.near, 1, name, {"*.kept": "keep", "*.site": "recompute"}) == [0]
 
 
 @pytest.mark.parametrize("cached", [True, False])

@@ -86,11 +86,18 @@ def as_without(mesh: DeviceMesh, case: Case, policy: dict[str, Any]) -> tuple[li
     return [] if same else [f"{case} differs after a dry run"], report
 
 
+def _nothing(*_: Any) -> None: ...
+
+
 class Odd(nn.Module):
     """A layer that changes all that a forward can change, and fails if told to."""
 
+    __slots__ = ("ticks",)
+
     def __init__(self) -> None:
         super().__init__()
+        self.ticks = 0
+        self.register_forward_pre_hook(_nothing)
         self.norm, self.linear, self.side = nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
         self.register_buffer("replaced", torch.zeros(3))
         self.seen, self.total, self.fails = 0, torch.zeros(()), False
@@ -100,6 +107,8 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
+        self.ticks += 1
+        self._forward_pre_hooks.clear()
         self.total += 1
         self.held[0] += 1
         self.held[1]["calls"].append(random.random() + np.random.rand())
@@ -130,7 +139,10 @@ def _state(pipe: Any, layers: list[nn.Module], x: Tensor) -> dict[str, Any]:
         "gradients": [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in pipe.parameters()],
         "hooks": [len(p._backward_hooks or ()) for p in pipe.parameters()],
         "buffers": [(id(b), b.clone()) for layer in layers for b in layer.buffers()],
-        "attributes": [(layer.seen, id(layer.total), layer.total.clone()) for layer in odd],
+        "attributes": [
+            (layer.seen, layer.ticks, len(layer._forward_pre_hooks), id(layer.total), layer.total.clone())
+            for layer in odd
+        ],
         "containers": [(list(layer.held), layer.held[0].clone(), list(layer.held[1]["calls"])) for layer in odd],
         "generators": [layer.generator.get_state() for layer in odd],
         "other generators": (

@@ -14,41 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+import odd_sites
 import stretto
 from devices import DEVICE
+from site_layers import RUNS, WIDTH, Layer, Site
 from strategies import SCHEDULES
 from stretto.pipeline.recompute import Run
 from stretto.pipeline.storages import WeakStorage
-
-WIDTH = 8
-RUNS = [0]
-
-
-class Site(nn.Module):
-    """A module called `site`, which computes a function of itself and of what it is given."""
-
-    def __init__(self, compute: Callable[..., Tensor], **parts: nn.Module) -> None:
-        super().__init__()
-        self.compute, self.linear = compute, nn.Linear(WIDTH, WIDTH)
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, *given: Any) -> Any:
-        RUNS[0] += 1
-        return self.compute(self, *given)
-
-
-class Layer(nn.Module):
-    """A layer with a site, which the function runs."""
-
-    def __init__(self, run: Callable[..., Tensor], site: nn.Module, **parts: nn.Module) -> None:
-        super().__init__()
-        self.run, self.site = run, site
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
 
 
 def _plain(me: Site, x: Tensor, *_: Any) -> Tensor:
@@ -268,6 +240,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "reentrant checkpoint": (lambda: Layer(_reentrant, Site(_plain), before=_linear()), 2),
     "second order": (lambda: Layer(lambda me, x: me.site(x), Site(_second_order)), 3),
     "inference tensors": (lambda: Layer(_inference, Site(_with_index)), 2),
+    **odd_sites.EXACT,
 }
 """Layers that are recomputed exactly, and how often their site runs for each microbatch."""
 
@@ -306,6 +279,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Layer(_changes_input, Site(lambda me, x: torch.tanh(me.linear(x.clone())))),
         "a tensor that the backward needs was changed in place (saved by layer.site)",
     ),
+    **odd_sites.REFUSED,
 }
 
 
@@ -347,7 +321,9 @@ def trained(mesh: DeviceMesh, name: str, policy: Any) -> Found:
     tensors |= {f"{key}.grad": it.grad for key, it in layer.named_parameters() if it.grad is not None}
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    return Found(losses, {key: it.detach().cpu().numpy() for key, it in tensors.items()}, RUNS[0] // 4, dtype)
+    return Found(
+        losses, {key: it.detach().cpu().to_dense().numpy() for key, it in tensors.items()}, RUNS[0] // 4, dtype
+    )
 
 
 def refused(mesh: DeviceMesh, name: str, policy: Any) -> str:
@@ -467,3 +443,17 @@ def said_of_attributes(mesh: DeviceMesh, attribute: str, policy: Any) -> set[str
         pipe.step(x, x)
     pipe.close()
     return {str(warning.message) for warning in caught}
+
+
+def near(mesh: DeviceMesh, name: str, policy: Any) -> float:
+    """How far the gradients of a policy are from those without one, of the largest."""
+    every = []
+    for memory in ("none", stretto.Memory(sites=policy, min_bytes=0)):
+        torch.manual_seed(0)
+        pipe = _pipeline(mesh, odd_sites.Wide(*odd_sites.FLOAT8[name]), memory)
+        x = torch.randn(4, 2, odd_sites.WIDE, dtype=torch.bfloat16, device=DEVICE)
+        pipe.step(x, torch.zeros(4, 1, 1, device=DEVICE))
+        every.append([parameter.grad.double() for parameter in pipe.parameters()])
+        pipe.close()
+    exact, found = every
+    return max(float((a - b).norm() / a.norm()) for a, b in zip(exact, found, strict=True))
