@@ -37,7 +37,8 @@ def structure_of(module: nn.Module) -> Any:
     """Return the submodules, hooks and replaced forward of a module, to be compared."""
     if isinstance(module, torch.jit.ScriptModule):
         return ()
-    return vars(module).get("forward"), [tuple(table.values()) for table in tables_of(module)]
+    own = vars(module)
+    return own.get("forward"), [tuple(own[name].values()) if own.get(name) else () for name in _TABLES]
 
 
 def slots_of(module: nn.Module) -> dict[str, Any]:

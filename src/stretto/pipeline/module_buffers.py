@@ -83,7 +83,9 @@ class ModuleBuffers:
         """Take a snapshot around the first run. It is usable at once, and complete when the run has ended."""
         attributes = [(module, attributes_of(module)) for module in self._modules]
         contents = Contents(entry for _, table in attributes for entry in table.items())
-        held = [it for it in contents.others if issubclass(type(it), nn.Module) and it not in self._known]
+        held = contents.others and [
+            it for it in contents.others if issubclass(type(it), nn.Module) and it not in self._known
+        ]
         if held:  # a module in a list of another, say
             with self.including(held).followed() as snapshot:
                 yield snapshot
@@ -197,6 +199,8 @@ class ModuleBuffers:
 
 def _copies(buffers: Mapping[_Place, Tensor | None]) -> dict[_Place, Tensor | None]:
     """Return copies of buffers. Those that share memory do so, too."""
+    if not buffers:
+        return {}
     plain = {place: buffer for place, buffer in buffers.items() if _is_plain(buffer)}
     sharing = Counter(storage_of(buffer) for buffer in {id(buffer): buffer for buffer in plain.values()}.values())
     copies: dict[int, Tensor] = {}  # by the addresses of buffers

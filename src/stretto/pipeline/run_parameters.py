@@ -26,21 +26,16 @@ class _Entry(NamedTuple):
 class RunParameters:
     """The parameters of modules when they ran first."""
 
-    __slots__ = ("_entries", "_name")
+    __slots__ = ("_name", "entries")
 
     def __init__(self, name: str, modules: Iterable[nn.Module]) -> None:
         self._name = name
-        self._entries = [
+        self.entries = [
             _Entry(module._parameters, key, it, version_of(it), _memory(it), it.requires_grad)
             for module in modules
             for key, it in module._parameters.items()
             if it is not None and not self._is_lazy(key, it)
         ]
-
-    @property
-    def every(self) -> list[nn.Parameter]:
-        """All of them."""
-        return [entry.parameter for entry in self._entries]
 
     def _is_lazy(self, key: str, parameter: nn.Parameter) -> bool:
         """Raise PipelineError if a parameter is made by the first forward, and return False."""
@@ -53,7 +48,7 @@ class RunParameters:
 
     def validate(self) -> None:
         """Raise PipelineError if the modules have other parameters now, or changed ones."""
-        for table, key, parameter, version, data, _ in self._entries:
+        for table, key, parameter, version, data, _ in self.entries:
             if table.get(key) is not parameter:
                 raise PipelineError(
                     f"{self._name} ran with another {key!r} than it has when it is recomputed, as with "
@@ -68,7 +63,7 @@ class RunParameters:
         try:
             yield
         finally:
-            for table, key, parameter, _, data, needs in self._entries:
+            for table, key, parameter, _, data, needs in self.entries:
                 table[key] = parameter
                 if data is not None and _moved(parameter, data):
                     parameter.data = data
@@ -83,8 +78,9 @@ class Accumulated:
 
     def __init__(self, name: str, parameters: RunParameters, given: Iterable[Tensor]) -> None:
         """`given` are the tensors that the run is given."""
-        leaves = (tensor for tensor in given if tensor.is_leaf and tensor.requires_grad)
-        self._name, self._tensors = name, [*parameters.every, *leaves]
+        self._name = name
+        self._tensors: list[Tensor] = [entry.parameter for entry in parameters.entries if entry.needs]
+        self._tensors += [tensor for tensor in given if tensor.is_leaf and tensor.requires_grad]
         self.start()
 
     def start(self) -> None:
@@ -94,7 +90,7 @@ class Accumulated:
     def validate(self) -> None:
         """Raise PipelineError if anything was added."""
         for tensor, before in zip(self._tensors, self._before, strict=True):
-            if (now := _gradient(tensor)) is not None and now != before:
+            if tensor.grad is not None and _gradient(tensor) != before:
                 raise PipelineError(
                     f"{self._name} adds gradients to .grad in its forward, by backward(), and would add them again "
                     "when it is recomputed; keep what does so, or use torch.autograd.grad"

@@ -1,7 +1,7 @@
 """The modes of PyTorch (`TorchFunctionMode`, `TorchDispatchMode`) within which something ran, for a second run."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +20,15 @@ class Modes:
     def __init__(self) -> None:
         self._stacks = _stacks()
 
+    def entered(self, name: str) -> AbstractContextManager[None]:
+        """Return a context with those that are not active, for the second run of what has this name."""
+        now = _stacks()
+        return _NOTHING if now == self._stacks else self._entered(name, now)
+
     @contextmanager
-    def entered(self, name: str) -> Iterator[None]:
-        """Enter those that are not active, for the second run of what has this name."""
+    def _entered(self, name: str, stacks: tuple[list[Any], list[Any]]) -> Iterator[None]:
         with ExitStack() as contexts:
-            for then, now in zip(self._stacks, _stacks(), strict=True):
+            for then, now in zip(self._stacks, stacks, strict=True):
                 if len(now) > len(then) or not all(map(_is_same, then, now)):
                     raise PipelineError(
                         f"{name} is recomputed within modes of PyTorch in which it did not run at first"
@@ -43,3 +47,6 @@ def _stacks() -> tuple[list[Any], list[Any]]:
 def _is_same(one: Any, other: Any) -> bool:
     devices = isinstance(one, DeviceContext) and isinstance(other, DeviceContext)
     return one is other or (devices and one.device == other.device)
+
+
+_NOTHING = nullcontext()
