@@ -93,7 +93,7 @@ class ModuleBuffers:
         before = {
             (module, key): (buffer, 0 if buffer is None else buffer._version)
             for module in self._modules
-            for key, buffer in module._buffers.items()
+            for key, buffer in _buffers_of(module).items()
         }
         modes = tuple(module.training for module in self._modules if module._buffers)
         first, known = modes not in self._changing, self._changing.get(modes, set())
@@ -109,7 +109,7 @@ class ModuleBuffers:
             )
         for place, (buffer, version) in before.items():
             module, key = place
-            now = module._buffers.get(key)
+            now = _buffers_of(module).get(key)
             changed = now is not buffer or (now is not None and now._version != version)
             if first and not changed:  # some operations change a tensor without giving it a new version
                 changed = not _are_equal(copies[place], buffer)
@@ -124,8 +124,8 @@ class ModuleBuffers:
             elif first and place not in self._unread:
                 del copies[place]
                 snapshot.others[place] = buffer, version
-        made = ((module, key) for module in self._modules for key in module._buffers if (module, key) not in before)
-        snapshot.absent += made
+        for module in self._modules:
+            snapshot.absent += [(module, key) for key in _buffers_of(module) if (module, key) not in before]
         self._changing[modes] = known
 
     @contextmanager
@@ -137,24 +137,26 @@ class ModuleBuffers:
         if (name := snapshot.contents.changed_tensor()) is not None:
             raise PipelineError(f"the attribute {name!r} of {self._name} was changed before it could be recomputed")
         places = (*snapshot.copies, *snapshot.others, *snapshot.absent)
-        buffers = [(module._buffers, dict(module._buffers)) for module in {module: None for module, _ in places}]
+        now = {module: dict(_buffers_of(module)) for module, _ in places}
+        then = {module: dict(buffers) for module, buffers in now.items()}
+        for (module, key), (buffer, _) in snapshot.others.items():
+            then[module][key] = buffer
+        for (module, key), copy in _copies(snapshot.copies).items():
+            then[module][key] = copy
+        for module, key in snapshot.absent:
+            then[module].pop(key, None)
         attributes = [(module, attributes_of(module)) for module, _ in snapshot.attributes]
         contents = snapshot.contents.now()
-        for (module, key), (buffer, _) in snapshot.others.items():
-            module._buffers[key] = buffer
-        for (module, key), copy in _copies(snapshot.copies).items():
-            module._buffers[key] = copy
-        for module, key in snapshot.absent:
-            module._buffers.pop(key, None)
+        for module, buffers in then.items():
+            _set_buffers(module, buffers)
         for module, table in snapshot.attributes:
             set_attributes(module, table)
         snapshot.contents.restore()
         try:
             yield
         finally:
-            for own, current in buffers:
-                own.clear()
-                own.update(current)
+            for module, buffers in now.items():
+                _set_buffers(module, buffers)
             for module, table in attributes:
                 set_attributes(module, table)
             contents.restore()
@@ -195,6 +197,23 @@ class ModuleBuffers:
             for key, value in (*module._buffers.items(), *attributes_of(module).items())
             if (module, key) not in unread
         }
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's table of buffers, or for a scripted module, whose table is no dict, a copy of it."""
+    table: Any = module._buffers
+    return table if isinstance(table, dict) else dict(table.items())
+
+
+def _set_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    """Give a module these buffers, and no others."""
+    table: Any = module._buffers
+    if isinstance(table, dict):
+        table.clear()
+        table.update(buffers)
+        return
+    for key, buffer in buffers.items():  # a scripted module's are always the same
+        table[key] = buffer
 
 
 def _copies(buffers: Mapping[_Place, Tensor | None]) -> dict[_Place, Tensor | None]:
@@ -240,12 +259,8 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     do, which forwards change; if another was changed, raise PipelineError.
     """
     every = list(modules)
-    tables = [
-        table
-        for module in every
-        for table in (vars(module), module._buffers, module._parameters, *tables_of(module))
-        if isinstance(table, dict)
-    ]
+    tables = [table for module in every for table in (vars(module), module._buffers, module._parameters)]
+    tables += [table for module in every for table in tables_of(module) if isinstance(table, dict)]
     before = [dict(table.items()) for table in tables]
     slots = [(module, slots_of(module)) for module in every]
     contents = Contents(entry for table in (*before, *(held for _, held in slots)) for entry in table.items())
