@@ -153,6 +153,7 @@ class Run:
         with self._buffers.followed() as self._snapshot, saved_tensors_hooks(drop, unpack):
             out = self._function(*arguments, **named)
         self.accumulated.validate()
+        del self.accumulated  # it holds tensors that may leave
         if versions != list(map(version_of, tensors)):
             raise PipelineError(f"{self.name} changes what it is given in place, so it cannot be recomputed")
         return out
