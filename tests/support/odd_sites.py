@@ -138,7 +138,8 @@ def _scaled(me: Layer, x: Tensor) -> Tensor:
 
 
 def _by_scale(me: Site, x: Tensor) -> Tensor:
-    return torch.tanh(me.linear(x) * getattr(x, "scale", 1.0))
+    scale = getattr(x, "scale", 1.0)
+    return torch.tanh(me.linear(x) * (scale if isinstance(scale, float) else scale[0]))
 
 
 def _by_class(me: Site, x: Tensor, weight: Tensor) -> Tensor:
@@ -261,8 +262,99 @@ def _replaces(me: Site, x: Tensor) -> Tensor:
 
 def _lists(me: Layer, x: Tensor) -> Tensor:
     h = me.before(x)
-    h.scales = [0.5]
+    h.scale, h.cfg = 0.5, [object()]
     return me.site(h)  # type: ignore[no-any-return]
+
+
+def _changes_list(me: Layer, x: Tensor) -> Tensor:
+    h = me.before(x)
+    h.scale = [0.5]
+    out = me.site(h)
+    h.scale.clear()
+    return out  # type: ignore[no-any-return]
+
+
+def _makes(me: Site, x: Tensor) -> Tensor:
+    if not hasattr(me, "act"):
+        me.act = nn.Tanh()
+    return me.act(me.linear(x))  # type: ignore[no-any-return]
+
+
+def _hooks(me: Site, x: Tensor) -> Tensor:
+    hook = me.linear.register_forward_hook(lambda _, __, out: 2 * out)
+    y = torch.tanh(me.linear(x))
+    hook.remove()
+    return y
+
+
+def _replaces_for_a_while(me: Site, x: Tensor) -> Tensor:
+    me.act.forward = torch.sin
+    y: Tensor = me.act(me.linear(x))
+    y = y * y
+    del me.act.forward
+    return y
+
+
+def _differentiates(me: Site, x: Tensor) -> Tensor:
+    y = torch.tanh(me.linear(x))
+    with torch.device("cpu" if x.device.type == "cpu" else x.device):
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y * slope
+
+
+class HasParent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.parents = nn.Linear(WIDTH, WIDTH), list[nn.Module]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def _with_parent() -> Layer:
+    layer = _of(HasParent(), lambda me, x: me.norm(_alone(me, x)), norm=nn.BatchNorm1d(WIDTH))
+    layer.site.parents.append(layer)
+    return layer
+
+
+def _uses_gradients(me: Site, x: Tensor) -> Tensor:
+    me.head(x.detach()).square().mean().backward()
+    step = me.head.weight.grad.clone()
+    me.head.zero_grad(set_to_none=True)
+    return torch.tanh(me.linear(x)) * step
+
+
+class Odd(nn.Module):
+    """Has buffers that PyTorch does not copy or compare as others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("halves", torch.ones(2, dtype=torch.complex32))
+        codes = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+        self.register_buffer("codes", codes)
+        self.register_buffer("first", codes[:2])
+
+
+def _plainly(me: Site, x: Tensor) -> Tensor:
+    return torch.tanh(me.linear(x))
+
+
+class Student(nn.Module):
+    """Follows a teacher in a list, which is its mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.teachers = nn.Linear(WIDTH, WIDTH), [nn.Linear(WIDTH, WIDTH).requires_grad_(False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x)) * self.teachers[0].to(x.device)(x)
+        with torch.no_grad():
+            self.teachers[0].weight.lerp_(self.linear.weight, 0.1)
+        return y
+
+
+def _taught() -> Layer:
+    return _of(Student())
 
 
 EXACT: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -285,20 +377,31 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "a forward in C++": (lambda: _of(BuiltIn(), _of_linear), 0),
     "a partial as forward": (lambda: _of(Partial(), _of_linear), 0),
     "a signature that is read": (lambda: _of(Scales(), _asks), 0),
+    "submodules that change": (lambda: _of(Site(_swaps, other=nn.Linear(WIDTH, WIDTH))), 2),
+    "a submodule that is made": (lambda: _of(Site(_makes)), 2),
+    "a hook that removes itself": (lambda: _of(Hooked()), 0),
+    "a hook for a while": (lambda: _of(Site(_hooks)), 2),
+    "a forward that changes": (lambda: _of(Site(_replaces, act=nn.Tanh())), 2),
+    "a forward for a while": (lambda: _of(Site(_replaces_for_a_while, act=nn.Tanh())), 2),
+    "an input with a list": (lambda: _of(Site(_by_scale), _lists), 2),
+    "a gradient within another mode": (lambda: _of(Site(_differentiates), lambda me, x: me.site(me.before(x))), 3),
+    "a parent in a list": (_with_parent, 0),
+    "gradients that are set to None": (lambda: _of(Site(_uses_gradients, head=nn.Linear(WIDTH, 1))), 3),
+    "buffers that cannot be compared": (lambda: _of(Site(_plainly, odd=Odd())), 2),
     "a sparse buffer": (lambda: _of(Sparse(torch.eye(WIDTH).to_sparse())), 0),
     "a sparse buffer in rows": (lambda: _of(Sparse(torch.eye(WIDTH).to_sparse_csr())), 0),
 }
 """Layers that are recomputed exactly, and how often their site runs for each microbatch."""
 
-_CHANGES = "0.site changes its submodules, hooks or forwards when it runs, so it cannot be recomputed"
 _ADDS = "0.site adds gradients to .grad in its forward, by backward(), and would add them again when it is recomputed"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a backward of its own": (lambda: _of(Site(_trains, head=nn.Linear(WIDTH, 1))), _ADDS),
     "a backward to its input": (lambda: _of(Site(_reads_gradient), _of_leaf), _ADDS),
-    "submodules that change": (lambda: _of(Site(_swaps, other=nn.Linear(WIDTH, WIDTH))), _CHANGES),
-    "a hook that removes itself": (lambda: _of(Hooked()), _CHANGES),
-    "a forward that changes": (lambda: _of(Site(_replaces, act=nn.Tanh())), _CHANGES),
-    "an input with a list": (lambda: _of(Site(_by_scale), _lists), "0.site is given a builtins.list, which may be"),
+    "an input with a list that changes": (
+        lambda: _of(Site(_by_scale), _changes_list),
+        "'scale' of a tensor that 0.site is given was changed before its backward",
+    ),
+    "a teacher in a list": (_taught, "a parameter of 0.site was changed before its backward"),
 }
 """Layers that are refused, and what the error says."""
 

@@ -321,9 +321,9 @@ def trained(mesh: DeviceMesh, name: str, policy: Any) -> Found:
     tensors |= {f"{key}.grad": it.grad for key, it in layer.named_parameters() if it.grad is not None}
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    return Found(
-        losses, {key: it.detach().cpu().to_dense().numpy() for key, it in tensors.items()}, RUNS[0] // 4, dtype
-    )
+    odd = (torch.complex32, torch.quint8)  # NumPy has none of them
+    arrays = {key: it.detach().cpu().to_dense().numpy() for key, it in tensors.items() if it.dtype not in odd}
+    return Found(losses, arrays, RUNS[0] // 4, dtype)
 
 
 def refused(mesh: DeviceMesh, name: str, policy: Any) -> str:

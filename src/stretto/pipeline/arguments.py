@@ -23,7 +23,6 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from stretto.ir.errors import PipelineError
 from stretto.pipeline.pytree import PLAIN, full_name, version_of
-from stretto.pipeline.saved_attributes import attributes_of_tensor
 
 _CONSTANT = (
     Enum,
@@ -92,16 +91,11 @@ class Arguments:
 
 
 def flattened(name: str, values: Any) -> tuple[list[Any], pytree.TreeSpec, Arguments]:
-    """Take arguments apart. The leaves that are neither tensors nor plain are followed, and attributes of tensors."""
+    """Take arguments apart. The leaves that are neither tensors nor plain are followed."""
     leaves, spec = pytree.tree_flatten(values)
     followed = Arguments(name)
     for leaf in leaves:
-        if isinstance(leaf, nn.Parameter):
-            continue
-        if isinstance(leaf, Tensor):
-            for value in attributes_of_tensor(leaf).values():
-                followed.add(value)
-        elif type(leaf) not in PLAIN:
+        if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
             followed.add(leaf)
     return leaves, spec, followed
 

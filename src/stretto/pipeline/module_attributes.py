@@ -1,5 +1,6 @@
 """What is set on modules: attributes, also in slots, and what every module has: submodules and hooks."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
 from types import MemberDescriptorType
@@ -27,18 +28,51 @@ def set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
     set_slots(module, attributes)
 
 
-def tables_of(module: nn.Module) -> list[Any]:
+class Structure:
+    """The submodules, hooks and replaced forwards of modules, to be compared or restored."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._entries = [
+            (module, vars(module).get("forward"), [(table, dict(table)) for table in _tables_of(module)])
+            for module in modules
+            if not isinstance(module, torch.jit.ScriptModule)  # these cannot change
+        ]
+
+    def has_changed(self) -> bool:
+        """Return whether anything is not what it was."""
+        return any(
+            vars(module).get("forward") is not forward or any(_differ(table, was) for table, was in tables)
+            for module, forward, tables in self._entries
+        )
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for module, forward, tables in self._entries:
+            own = vars(module)
+            if forward is not None:
+                own["forward"] = forward
+            else:
+                own.pop("forward", None)
+            for table, was in tables:
+                if _differ(table, was):
+                    table.clear()
+                    table.update(was)
+
+
+def _tables_of(module: nn.Module) -> list[dict[Any, Any]]:
     """Return the tables of a module's submodules and hooks."""
     own = vars(module)
-    return [own[name] for name in _TABLES if name in own]
+    return [table for name in _TABLES if isinstance(table := own.get(name), dict)]
 
 
-def structure_of(module: nn.Module) -> Any:
-    """Return the submodules, hooks and replaced forward of a module, to be compared."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return ()
-    own = vars(module)
-    return own.get("forward"), [tuple(own[name].values()) if own.get(name) else () for name in _TABLES]
+def _differ(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Return whether tables have other entries, or the same in another order."""
+    return len(one) != len(other) or not all(
+        key == key_before and value is before
+        for (key, value), (key_before, before) in zip(one.items(), other.items(), strict=True)
+    )
 
 
 def slots_of(module: nn.Module) -> dict[str, Any]:

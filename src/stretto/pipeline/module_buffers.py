@@ -1,28 +1,22 @@
 """Restores buffers that forwards change, such as running statistics, for a recomputation or after a dry run."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from stretto.ir.errors import PipelineError
 from stretto.pipeline.contents import Contents
-from stretto.pipeline.module_attributes import (
-    attributes_of,
-    set_attributes,
-    set_slots,
-    slots_of,
-    structure_of,
-    tables_of,
-)
+from stretto.pipeline.module_attributes import Structure, attributes_of, set_attributes, set_slots, slots_of
 from stretto.pipeline.pytree import storage_of, version_of
 
 _Place: TypeAlias = tuple[nn.Module, str]
 _MOST = 16
+_ALIGNED = 16  # bytes of the largest number
 
 
 @dataclass(slots=True)
@@ -39,6 +33,13 @@ class Snapshot:
     """What else is set on each module, such as a weight that a hook computes, or a counter."""
     contents: Contents
     """What these attributes hold."""
+    structure: Structure | None
+    """Submodules, hooks and replaced forwards, if the first run has changed any."""
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that may run."""
+        return [module for module, _ in self.attributes]
 
 
 class Marks(NamedTuple):
@@ -48,7 +49,7 @@ class Marks(NamedTuple):
     """Buffers and attributes."""
     contents: Contents
     """What they hold."""
-    structure: list[Any]
+    structure: Structure
     """Submodules, hooks and replaced forwards."""
 
 
@@ -59,7 +60,7 @@ class ModuleBuffers:
         self._name, self._roots = name, roots
         self._modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         self._including: dict[tuple[int, ...], ModuleBuffers] = {}
-        self._known = set(self._modules)
+        self._around: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary(dict.fromkeys(self._modules, True))
         self._unread = {(part, key) for part in self._modules for key in getattr(part, "unread_buffers", ())}
         self.is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in self._modules)
         # The buffers that forwards change, by the modes of the modules that have any; unknown before the first run.
@@ -78,20 +79,24 @@ class ModuleBuffers:
             self._including[key] = ModuleBuffers(self._name, *self._roots, *others)
         return self._including[key]
 
+    def _may_run(self, other: nn.Module) -> bool:
+        """Return whether a module that an attribute holds is another one, and none that is around these."""
+        if other not in self._around:
+            self._around[other] = any(root in self._roots for root in other.modules())
+        return not self._around[other]
+
     @contextmanager
     def followed(self) -> Iterator[Snapshot]:
         """Take a snapshot around the first run. It is usable at once, and complete when the run has ended."""
         attributes = [(module, attributes_of(module)) for module in self._modules]
         contents = Contents(entry for _, table in attributes for entry in table.items())
-        held = contents.others and [
-            it for it in contents.others if issubclass(type(it), nn.Module) and it not in self._known
-        ]
+        held = [it for it in contents.others if issubclass(type(it), nn.Module) and self._may_run(it)]
         if held:  # a module in a list of another, say
             with self.including(held).followed() as snapshot:
                 yield snapshot
             return
         before = {
-            (module, key): (buffer, 0 if buffer is None else buffer._version)
+            (module, key): (buffer, 0 if buffer is None else version_of(buffer))
             for module in self._modules
             for key, buffer in _buffers_of(module).items()
         }
@@ -100,21 +105,19 @@ class ModuleBuffers:
         copied = known | self._unread
         copies = _copies({place: buffer for place, (buffer, _) in before.items() if first or place in copied})
         others = {place: entry for place, entry in before.items() if place not in copies}
-        snapshot = Snapshot(copies, [], others, attributes, contents)
-        structure = self._structure()
+        snapshot = Snapshot(copies, [], others, attributes, contents, None)
+        structure = Structure(self._modules)
         yield snapshot
-        if self._structure() != structure:
-            raise PipelineError(
-                f"{self._name} changes its submodules, hooks or forwards when it runs, so it cannot be recomputed"
-            )
+        snapshot.structure = structure if structure.has_changed() else None
         for place, (buffer, version) in before.items():
             module, key = place
             now = _buffers_of(module).get(key)
-            changed = now is not buffer or (now is not None and now._version != version)
+            changed = now is not buffer or (now is not None and version_of(now) != version)
             if first and not changed:  # some operations change a tensor without giving it a new version
                 changed = not _are_equal(copies[place], buffer)
-            if changed and place not in copies and now is not buffer and (buffer is None or buffer._version == version):
-                continue  # it is another one, and the old one is as it was
+            is_as_before = buffer is None or version_of(buffer) == version
+            if changed and place not in copies and now is not buffer and is_as_before:
+                continue  # it is another one
             if changed and place not in copies:
                 raise PipelineError(
                     f"{self._name} changes its buffer {key!r} in some forwards only, so it cannot be recomputed exactly"
@@ -132,7 +135,7 @@ class ModuleBuffers:
     def restored(self, snapshot: Snapshot) -> Iterator[None]:
         """Run again on the buffers of the snapshot, and discard the changes that this run makes to them."""
         for (_, key), (buffer, version) in snapshot.others.items():
-            if buffer is not None and buffer._version != version:
+            if buffer is not None and version_of(buffer) != version:
                 raise PipelineError(f"the buffer {key!r} of {self._name} was changed before it could be recomputed")
         if (name := snapshot.contents.changed_tensor()) is not None:
             raise PipelineError(f"the attribute {name!r} of {self._name} was changed before it could be recomputed")
@@ -146,7 +149,9 @@ class ModuleBuffers:
         for module, key in snapshot.absent:
             then[module].pop(key, None)
         attributes = [(module, attributes_of(module)) for module, _ in snapshot.attributes]
-        contents = snapshot.contents.now()
+        contents, structure = snapshot.contents.now(), Structure(snapshot.modules)
+        if snapshot.structure is not None:
+            snapshot.structure.restore()
         for module, buffers in then.items():
             _set_buffers(module, buffers)
         for module, table in snapshot.attributes:
@@ -159,13 +164,14 @@ class ModuleBuffers:
                 _set_buffers(module, buffers)
             for module, table in attributes:
                 set_attributes(module, table)
+            structure.restore()
             contents.restore()
 
     def marks(self, around: "ModuleBuffers") -> Marks:
         """Return what a run of this module within another could change and the other read."""
         values = self._values(around)
         contents = Contents((key, value) for (_, key), value in values.items())
-        return Marks(values, contents, [*self._structure(), *around._structure()])
+        return Marks(values, contents, Structure((*self._modules, *around._modules)))
 
     def validate_marks(self, before: Marks, around: "ModuleBuffers") -> None:
         """Raise PipelineError if a run of this module within another has changed something since."""
@@ -174,7 +180,7 @@ class ModuleBuffers:
             place[1] for place in {**old, **new} if place not in old or place not in new or old[place] is not new[place]
         )
         key = next(replaced, None) or before.contents.changed()
-        if key is None and before.structure != [*self._structure(), *around._structure()]:
+        if key is None and before.structure.has_changed():
             raise PipelineError(
                 f"{self._name} changes submodules, hooks or forwards when it runs, which {around._name} may run when "
                 f"it is recomputed; recompute {self._name} with it"
@@ -184,9 +190,6 @@ class ModuleBuffers:
                 f"{self._name} changes {key!r} when it runs, which {around._name} may read when it is recomputed; "
                 f"recompute {self._name} with it"
             )
-
-    def _structure(self) -> list[Any]:
-        return [structure_of(module) for module in self._modules]
 
     def _values(self, around: "ModuleBuffers") -> dict[_Place, Any]:
         """Return the buffers and attributes of this module and of another, besides those that nothing reads."""
@@ -218,36 +221,52 @@ def _set_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
 
 def _copies(buffers: Mapping[_Place, Tensor | None]) -> dict[_Place, Tensor | None]:
     """Return copies of buffers. Those that share memory do so, too."""
-    if not buffers:
-        return {}
-    plain = {place: buffer for place, buffer in buffers.items() if _is_plain(buffer)}
-    sharing = Counter(storage_of(buffer) for buffer in {id(buffer): buffer for buffer in plain.values()}.values())
-    copies: dict[int, Tensor] = {}  # by the addresses of buffers
-    memories: dict[int, Tensor] = {}  # by the addresses of storages
-    for place, buffer in buffers.items():
-        if buffer is None or id(buffer) in copies:
+    distinct = {id(buffer): buffer for buffer in buffers.values() if buffer is not None}
+    copies = {key: buffer.clone() for key, buffer in distinct.items() if not _is_plain(buffer)}
+    in_memory = sorted((_span(buffer), key) for key, buffer in distinct.items() if key not in copies)
+    while in_memory:
+        (address, start, end), key = in_memory.pop(0)
+        sharing = [key]
+        while in_memory and in_memory[0][0][0] == address and in_memory[0][0][1] < end:
+            (_, _, other_end), key = in_memory.pop(0)
+            sharing, end = [*sharing, key], max(end, other_end)
+        if len(sharing) == 1:
+            copies[key] = distinct[key].clone()
             continue
-        if place not in plain or sharing[storage_of(buffer)] == 1:
-            copies[id(buffer)] = buffer.clone()
-            continue
-        storage = buffer.untyped_storage()
-        if storage._cdata not in memories:
-            memories[storage._cdata] = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage).clone()
-        copy: Tensor = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
-        copy.set_(memories[storage._cdata].untyped_storage(), buffer.storage_offset(), buffer.size(), buffer.stride())
-        copies[id(buffer)] = copy.requires_grad_(buffer.requires_grad)
+        storage = distinct[key].untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start:end].clone()
+        for key in sharing:
+            buffer = distinct[key]
+            copy: Tensor = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+            offset = buffer.storage_offset() - start // buffer.element_size()
+            copy.set_(memory.untyped_storage(), offset, buffer.size(), buffer.stride())
+            copies[key] = copy.requires_grad_(buffer.requires_grad)
     return {place: None if buffer is None else copies[id(buffer)] for place, buffer in buffers.items()}
 
 
-def _is_plain(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    return type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_conj() and not buffer.is_neg()
+def _span(buffer: Tensor) -> tuple[int, int, int]:
+    """Return the address of a buffer's storage, and where in it the buffer begins and ends, in bytes. It begins where
+    numbers of every size may.
+    """
+    size, start = buffer.element_size(), int(buffer.storage_offset())
+    last = sum((length - 1) * step for length, step in zip(buffer.size(), buffer.stride(), strict=True))
+    end = start if buffer.numel() == 0 else start + last + 1
+    return storage_of(buffer), start * size // _ALIGNED * _ALIGNED, end * size
+
+
+def _is_plain(buffer: Tensor) -> bool:
+    is_odd = buffer.is_quantized or buffer.is_conj() or buffer.is_neg()
+    return type(buffer) is Tensor and buffer.layout is torch.strided and not is_odd
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     """Return whether buffers are equal, as far as that can be told."""
     if one is None or other is None or one.layout is not torch.strided:
         return True
-    return torch.equal(one, other)
+    try:
+        return torch.equal(one, other)
+    except RuntimeError:  # PyTorch cannot compare them; so they count as changed
+        return False
 
 
 @contextmanager
@@ -258,9 +277,9 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     Tensors keep their identity and get back their contents. Of parameters, only weights of embeddings with `max_norm`
     do, which forwards change; if another was changed, raise PipelineError.
     """
-    every = list(modules)
+    every = _with_held(modules)
+    structure = Structure(every)
     tables = [table for module in every for table in (vars(module), module._buffers, module._parameters)]
-    tables += [table for module in every for table in tables_of(module) if isinstance(table, dict)]
     before = [dict(table.items()) for table in tables]
     slots = [(module, slots_of(module)) for module in every]
     contents = Contents(entry for table in (*before, *(held for _, held in slots)) for entry in table.items())
@@ -281,6 +300,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name, value in entries.items():
                 if name not in now or now[name] is not value:
                     table[name] = value
+        structure.restore()
         for module, held in slots:
             set_slots(module, held)
         contents.restore()
@@ -291,13 +311,36 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
                     or tensor.layout is not torch.strided
                     or not torch.equal(tensor, copy)
                 ):
-                    tensor.copy_(copy)
+                    _refill(tensor, copy)
     for name, parameter, version in parameters:
         if version_of(parameter) != version:
             raise PipelineError(
                 f"a forward changes the parameter {name!r} of shape {tuple(parameter.shape)} in place, which a dry run "
                 "cannot undo: it stays changed; leave out the dry run, or change parameters outside of forwards"
             )
+
+
+def _refill(tensor: Tensor, values: Tensor) -> None:
+    """Give a tensor its values again, each place in memory once."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or 0 not in tensor.stride():
+        tensor.copy_(values)
+        return
+    once = tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())
+    tensor[once].copy_(values[once])
+
+
+def _with_held(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return modules with those that their attributes hold, in lists, say."""
+    every: dict[nn.Module, None] = {}
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module in every:
+            continue
+        every[module] = None
+        waiting += module.children()
+        waiting += (it for it in Contents(attributes_of(module).items()).others if issubclass(type(it), nn.Module))
+    return list(every)
 
 
 def _has_max_norm(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 Forward = Callable[..., Any]
@@ -51,6 +52,8 @@ class Overrides:
 
 def usual_forward(module: nn.Module) -> Forward:
     """Return the forward of a module's class, bound to the module."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module.__getattr__("forward")  # type: ignore[no-any-return]
     function = _of_class(module)
     bind = getattr(type(function), "__get__", None)
     bound: Forward = function if bind is None else bind(function, module, type(module))
@@ -64,6 +67,8 @@ def _of_class(module: nn.Module) -> Any:
 
 def _show_signature(forward: Forward, module: nn.Module, before: Forward | None) -> None:
     """Let `inspect.signature` find the signature of the forward that is replaced: models decide by it what to pass."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return
     replaced = before.__func__ if isinstance(before, MethodType) else _of_class(module) if before is None else before
     if isinstance(replaced, FunctionType) and (before is None or isinstance(before, MethodType)):
         vars(forward)["__wrapped__"] = replaced

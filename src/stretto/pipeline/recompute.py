@@ -1,7 +1,7 @@
 """Recomputation: modules and layers that run again in the backward instead of keeping their activations."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from stretto.ir.errors import PipelineError
 from stretto.pipeline.arguments import flattened
 from stretto.pipeline.compressed import Compressed
+from stretto.pipeline.contents import Contents
 from stretto.pipeline.module_buffers import ModuleBuffers, Snapshot
 from stretto.pipeline.offload import View
 from stretto.pipeline.pytree import PLAIN, full_name, version_of
@@ -73,6 +74,8 @@ class _Skipped(NamedTuple):
     leaves: list[Any]
     """Tensors as what stands for them."""
     needs: list[bool]
+    attributes: dict[int, dict[str, Any]]
+    """What is set on the tensors, by their numbers."""
     spec: pytree.TreeSpec
     states: list[Tensor]
 
@@ -124,16 +127,11 @@ class Run:
         leaves, self._spec, self._arguments = flattened(self.name, (tuple(arguments), named))
         if self._arguments.modules:
             self._buffers = self._buffers.including(self._arguments.modules)
-        self._parameters = RunParameters(self.name, self._buffers.modules)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._given = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, nn.Parameter)}
-        self._attributes = {
-            number: attributes
-            for number, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and number not in self._given and (attributes := attributes_of_tensor(leaf))
-        }
+        self._attributes = _attributes_of(leaves)
+        self._held = Contents(entry for attributes in self._attributes.values() for entry in attributes.items())
         self._modes = Modes()
-        self.accumulated = Accumulated(self.name, self._parameters, tensors)
         self._autocast = _autocast_of(tensors)
         self._default_dtype = torch.get_default_dtype()
         self._needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
@@ -150,8 +148,11 @@ class Run:
 
         drop.is_ours = True  # type: ignore[attr-defined]
         self._states = self._generators.kept_states()
-        with self._buffers.followed() as self._snapshot, saved_tensors_hooks(drop, unpack):
-            out = self._function(*arguments, **named)
+        with self._buffers.followed() as self._snapshot:
+            self._parameters = RunParameters(self.name, self._snapshot.modules)
+            self.accumulated = Accumulated(self.name, self._parameters, tensors)
+            with saved_tensors_hooks(drop, unpack):
+                out = self._function(*arguments, **named)
         self.accumulated.validate()
         del self.accumulated  # it holds tensors that may leave
         if versions != list(map(version_of, tensors)):
@@ -177,14 +178,9 @@ class Run:
                     f"a module within {self.name} is not recomputed with it, and returns a {full_name(type(leaf))}, "
                     "which may have changed by then; recompute both"
                 )
-            if isinstance(leaf, Tensor) and attributes_of_tensor(leaf):
-                raise PipelineError(
-                    f"a module within {self.name} is not recomputed with it, and returns a tensor with attributes "
-                    f"({', '.join(attributes_of_tensor(leaf)):.60}), which would be lost; recompute both"
-                )
         packed = [pack(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        self._skipped.append(_Skipped(packed, needs, spec, self._generators.kept_states()))
+        self._skipped.append(_Skipped(packed, needs, _attributes_of(leaves), spec, self._generators.kept_states()))
 
     def skipped(self) -> Any:
         """Return what the module returned that would run now."""
@@ -192,7 +188,7 @@ class Run:
         if done is None:
             raise PipelineError(f"{self.name} did not run the same modules when it was recomputed")
         self._generators.set_states(done.states)
-        return pytree.tree_unflatten(_unpacked(done.leaves, done.needs), done.spec)
+        return pytree.tree_unflatten(_unpacked(done.leaves, done.needs, done.attributes), done.spec)
 
     def end(self) -> None:
         """Let go of everything: the backward is over, but a graph that a module has kept may still hold handles."""
@@ -209,11 +205,11 @@ class Run:
             raise PipelineError(f"{self.name} cannot be recomputed after its step; detach what it keeps beyond that")
         self._parameters.validate()
         self._arguments.validate()
-        inputs = _unpacked(self._inputs, self._needs)
+        if (changed := self._held.changed()) is not None:
+            raise PipelineError(f"{changed!r} of a tensor that {self.name} is given was changed before its backward")
+        inputs = _unpacked(self._inputs, self._needs, self._attributes)
         for number, parameter in self._given.items():
             inputs[number] = parameter
-        for number, attributes in self._attributes.items():
-            vars(inputs[number]).update(attributes)
         arguments, named = pytree.tree_unflatten(inputs, self._spec)
         outputs = [(handle, returned, saved) for ref, returned, saved in self._outputs if (handle := ref()) is not None]
         captured: list[tuple[Tensor, int]] = []
@@ -243,7 +239,7 @@ class Run:
             self._parameters.restored(),
             _default_dtype(self._default_dtype),
             self._repeating(self),
-            self._modes.entered(self.name),
+            self._modes.entered(),
             torch.enable_grad(),
             _autocast(self._autocast),
             saved_tensors_hooks(capture, differentiated),
@@ -322,11 +318,24 @@ def _autocast(every: Iterable[tuple[str, torch.dtype, bool, bool]]) -> Iterator[
         yield
 
 
-def _unpacked(packed: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    """Return the leaves that were packed; the same object stands for the same tensor."""
+def _unpacked(packed: Sequence[Any], needs: Sequence[bool], attributes: Mapping[int, dict[str, Any]]) -> list[Any]:
+    """Return the leaves that were packed, tensors with their attributes; the same object is the same tensor."""
     unpacked: dict[int, Any] = {}
-    for saved, need in zip(packed, needs, strict=True):
+    for number, (saved, need) in enumerate(zip(packed, needs, strict=True)):
         if id(saved) not in unpacked:
             leaf = unpack(saved)
-            unpacked[id(saved)] = _as_input(leaf, needs=need) if isinstance(leaf, Tensor) else leaf
+            unpacked[id(saved)] = own = _as_input(leaf, needs=need) if isinstance(leaf, Tensor) else leaf
+            if number in attributes:
+                vars(own).update(attributes[number])
     return [unpacked[id(saved)] for saved in packed]
+
+
+def _attributes_of(leaves: Sequence[Any]) -> dict[int, dict[str, Any]]:
+    """Return what is set on tensors, by their numbers. Parameters are given as they are."""
+    return {
+        number: attributes
+        for number, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor)
+        and not isinstance(leaf, nn.Parameter)
+        and (attributes := attributes_of_tensor(leaf))
+    }

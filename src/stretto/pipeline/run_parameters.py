@@ -49,7 +49,7 @@ class RunParameters:
     def validate(self) -> None:
         """Raise PipelineError if the modules have other parameters now, or changed ones."""
         for table, key, parameter, version, data, _ in self.entries:
-            if table.get(key) is not parameter:
+            if key not in table or table[key] is not parameter:
                 raise PipelineError(
                     f"{self._name} ran with another {key!r} than it has when it is recomputed, as with "
                     "torch.func.functional_call; recompute what is around it"

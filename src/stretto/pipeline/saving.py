@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -131,6 +131,8 @@ class Saving:
         self._pattern = -1  # the number of the pattern that decides about what runs now
         self._first: Run | None = None  # the run that goes on now, for the first time
         self._again: Run | None = None  # the same for a second time
+        self.around_second_runs: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Makes a context for what runs again within a backward."""
         self.noted: Callable[[str, str, Tensor, Run | None], None] | None = None
         """If set, it is told of each tensor that is saved: what becomes of it, the site, the tensor, and which run
         brings it back if it is recomputed."""
@@ -263,7 +265,8 @@ class Saving:
         before = self._again, self._part
         self._again, self._part = run, part
         try:
-            yield
+            with self.around_second_runs():
+                yield
         finally:
             self._again, self._part = before
 

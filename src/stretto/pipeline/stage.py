@@ -88,6 +88,8 @@ class Stage:
         self._device = device
         self._anatomy, self._sites = anatomy, sites
         self._saving = None if sites is None else Saving(sites, self._generators)
+        if self._saving is not None:  # a backward within a forward defers nothing
+            self._saving.around_second_runs = partial(self.deferral.into, None)
         self._memory = memory
         self._held: set[int] = set()  # storages of parameters and buffers
         self.streams: list[Any] = []

@@ -30,7 +30,8 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """Return the memory of a tensor, also of one that consists of others."""
     if hasattr(tensor, "__tensor_flatten__"):  # a DTensor, say
         for name in tensor.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
+            if isinstance(part := getattr(tensor, name), Tensor):  # a DTensor also names its mesh
+                yield from storages_of(part)
     elif tensor.layout is torch.sparse_coo:
         yield from (part.untyped_storage() for part in (tensor._indices(), tensor._values()))
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -1,15 +1,16 @@
 """The modes of PyTorch (`TorchFunctionMode`, `TorchDispatchMode`) within which something ran, for a second run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _pop_mode_temporarily as leave_function_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-from stretto.ir.errors import PipelineError
+from torch.utils._python_dispatch import _pop_mode_temporarily as leave_dispatch_mode
 
 
 class Modes:
@@ -20,20 +21,19 @@ class Modes:
     def __init__(self) -> None:
         self._stacks = _stacks()
 
-    def entered(self, name: str) -> AbstractContextManager[None]:
-        """Return a context with those that are not active, for the second run of what has this name."""
+    def entered(self) -> AbstractContextManager[None]:
+        """Return a context with the same modes and no others, for a second run."""
         now = _stacks()
-        return _NOTHING if now == self._stacks else self._entered(name, now)
+        return _NOTHING if now == self._stacks else self._entered(now)
 
     @contextmanager
-    def _entered(self, name: str, stacks: tuple[list[Any], list[Any]]) -> Iterator[None]:
+    def _entered(self, stacks: tuple[list[Any], list[Any]]) -> Iterator[None]:
         with ExitStack() as contexts:
-            for then, now in zip(self._stacks, stacks, strict=True):
-                if len(now) > len(then) or not all(map(_is_same, then, now)):
-                    raise PipelineError(
-                        f"{name} is recomputed within modes of PyTorch in which it did not run at first"
-                    )
-                for mode in then[len(now) :]:
+            for then, now, leave in zip(self._stacks, stacks, _LEAVE, strict=True):
+                same = sum(1 for _ in takewhile(lambda both: _is_same(*both), zip(then, now, strict=False)))
+                for _ in now[same:]:
+                    contexts.enter_context(leave())
+                for mode in then[same:]:
                     contexts.enter_context(DeviceContext(mode.device) if isinstance(mode, DeviceContext) else mode)
             yield
 
@@ -49,4 +49,5 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (devices and one.device == other.device)
 
 
+_LEAVE: tuple[Callable[[], Any], ...] = leave_function_mode, leave_dispatch_mode
 _NOTHING = nullcontext()
