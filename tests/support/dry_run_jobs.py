@@ -246,6 +246,10 @@ def within_tasks(mesh: DeviceMesh, policy: dict[str, Any]) -> tuple[int, int]:
     plan = gpipe(devices=1, microbatches=1)
     pipe = stretto.Pipeline(mlps(12, 16, 48), plan=plan, loss=squares, mesh=mesh, memory=stretto.Memory(**policy))
     x = inputs_of(1, rows=256, dim=16)
+    return _predicted_and_alive(pipe, x)
+
+
+def _predicted_and_alive(pipe: stretto.Pipeline, x: Tensor) -> tuple[int, int]:
     mine = pipe.dry_run(x, x).ranks[0]
     with MostAlive((*pipe.parameters(), x)) as alive:
         pipe.step(x, x)
@@ -272,11 +276,7 @@ def passing_on(mesh: DeviceMesh, schedule: str) -> tuple[int, int]:
     layers = [PassesOn().to(DEVICE) for _ in range(4)]
     pipe = stretto.Pipeline(layers, plan=plan, loss=lambda y, _: y[0].square().mean() + y[1].mean(), mesh=mesh)
     x = inputs_of(4, rows=16, dim=16)
-    mine = pipe.dry_run(x, x).ranks[0]
-    with MostAlive((*pipe.parameters(), x)) as alive:
-        pipe.step(x, x)
-    pipe.close()
-    return mine.gradients + mine.activations + mine.buffers, alive.most
+    return _predicted_and_alive(pipe, x)
 
 
 def _watching(run: Any, pipe: Any, x: Tensor, alive: Alive, seen: list[int]) -> Any:

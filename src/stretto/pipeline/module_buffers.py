@@ -80,7 +80,7 @@ class ModuleBuffers:
         return self._including[key]
 
     def _may_run(self, other: nn.Module) -> bool:
-        """Return whether a module that an attribute holds is another one, and none that is around these."""
+        """Return whether a module that an attribute holds is neither one of these nor around them."""
         if other not in self._around:
             self._around[other] = any(root in self._roots for root in other.modules())
         return not self._around[other]
