@@ -44,19 +44,21 @@ def job(rank: int, backend: str, how: str, folder: Path, victim: int, at: int) -
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
     if how != "raise":
         return _one(rank, mesh, how, folder, victim, at)
-    wrong, files = [], 0
+    wrong, files, threads = [], 0, 0
     counted, _ = _pipeline(mesh)
     counted.close()
     for blamed in range(RANKS):
         for place in range(len(counted._binding.tasks) + len(ENDS)):
             wrong += [f"{blamed} {place}: {it}" for it in _raised(rank, mesh, folder, blamed, place)]
             gc.collect()
-            files = files or _open_files()
-    deadline = time.monotonic() + SECONDS
-    while _open_files() > files and time.monotonic() < deadline:  # supervisors stay for seconds, to tell of a failure
+            files, threads = files or _open_files(), threads or threading.active_count()
+    deadline = time.monotonic() + SECONDS  # supervisors stay for seconds, to tell of a failure
+    while (_open_files() > files or threading.active_count() > threads) and time.monotonic() < deadline:
         time.sleep(0.1)
     if (left := _open_files()) > files:
         wrong.append(f"{left} files are open, and {files} were")
+    if (left := threading.active_count()) > threads:
+        wrong.append(f"{left} threads run, and {threads} did: {[it.name for it in threading.enumerate()]}")
     dist.destroy_process_group()
     return wrong
 
@@ -148,8 +150,8 @@ def _raised(rank: int, mesh: Any, folder: Path, victim: int, at: int) -> list[st
 
 
 def _threads() -> list[str]:
-    """Threads of ours that are left, after a moment; supervisors stay until a pipeline is closed."""
-    kept = ("stretto supervisor", "stretto onegpu", "stretto onecpu")
+    """Threads of ours that are left, after a moment; some stay until a pipeline is closed, or let go of."""
+    kept = ("stretto supervisor", "stretto gloo group", "stretto onegpu", "stretto onecpu")
     deadline = time.monotonic() + 5
     while True:
         names = [it.name for it in threading.enumerate()]

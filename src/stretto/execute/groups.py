@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from stretto.execute.gloo import abort_gloo, gloo_group
 from stretto.execute.members import Members
 from stretto.ir.errors import StrettoError
 
 _LONG = 1800.0  # seconds of a group's timeout at least; supervisors detect failures sooner
-_AT_ONCE = timedelta(milliseconds=1)
-_UNUSED = 1 << 20  # a tag that no message has
 
 
 class Groups:
@@ -68,7 +67,7 @@ class Groups:
         for backend, group in self._groups:
             with contextlib.suppress(RuntimeError):
                 if backend == "gloo":
-                    _abort_gloo(group)
+                    abort_gloo(group)
                 else:
                     group.abort()
 
@@ -84,30 +83,18 @@ def _group(backend: str, store: c10d.Store, rank: int, size: int, timeout: timed
     """Make a group with one backend, as `torch.distributed` does."""
     if plugin := dist.Backend._plugins.get(backend.upper()):
         return plugin.creator_fn(store, rank, size, timeout)
-    group = dist.ProcessGroup(store, rank, size)
     if backend == "gloo":
-        kind, device = dist.ProcessGroup.BackendType.GLOO, "cpu"
-        part: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    elif backend == "nccl":
-        kind, device = dist.ProcessGroup.BackendType.NCCL, "cuda"
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        options.is_high_priority_stream = True  # or its kernels would wait for those of compute, which fill the device
-        part = dist.ProcessGroupNCCL(store, rank, size, options)
-    else:
+        return gloo_group(store, rank, size, timeout)
+    if backend != "nccl":
         raise StrettoError(f"process groups of gloo, nccl, onegpu and onecpu can be used (got {backend or 'none'!r})")
-    group._set_default_backend(kind)
-    group._register_backend(torch.device(device), kind, part)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.is_high_priority_stream = True  # or its kernels would wait for those of compute, which fill the device
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    nccl = dist.ProcessGroupNCCL(store, rank, size, options)
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
     return group
-
-
-def _abort_gloo(group: dist.ProcessGroup) -> None:
-    """Abort a gloo group by a wait that times out.
-
-    Gloo's own abort does nothing. But a timeout closes all connections of the group, and ends every wait for them.
-    """
-    if group.size() > 1:
-        group.recv([torch.empty(1, device="cpu")], (group.rank() + 1) % group.size(), _UNUSED).wait(_AT_ONCE)
 
 
 def check_group(group: dist.ProcessGroup) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from stretto.execute.gloo import gloo_group
 from stretto.onegpu.collectives import Collectives
 from stretto.onegpu.engine import Engine
 from stretto.onegpu.reduce import validate_op
@@ -52,7 +53,9 @@ class OneGpuGroup(_ProcessGroup):  # type: ignore[misc]
         self._p2p, moving, reducing = self._members
         self._collectives = Collectives(self._engine, rank, size, moving=moving, reducing=reducing)
         self._host = host
-        self._gloo: Any = None if host else _gloo(c10d.PrefixStore(f"gloo {self._key}", store), rank, size, timeout)
+        self._gloo: Any = (
+            None if host else gloo_group(c10d.PrefixStore(f"gloo {self._key}", store), rank, size, timeout)
+        )
         if link := os.environ.get("STRETTO_ONEGPU_LINK"):
             self.model_links(SimulatedLink.parse(link))
 
@@ -244,11 +247,3 @@ def _optional(opts: Any) -> tuple[Any, ...]:
 
 def _op(opts: Any, tensors: list[Tensor]) -> Any:
     return validate_op(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensors)
-
-
-def _gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    group = dist.ProcessGroup(store, rank, size)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    return group
