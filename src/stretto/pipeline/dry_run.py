@@ -18,7 +18,6 @@ from stretto.pipeline.losses import Loss, Losses, OneLoss
 from stretto.pipeline.measures import Measures
 from stretto.pipeline.memory_report import MemoryReport, RankMemory, StageMemory
 from stretto.pipeline.microbatches import Microbatches
-from stretto.pipeline.module_buffers import unchanged
 from stretto.pipeline.names import modules_of
 from stretto.pipeline.programs import evaluation_of
 from stretto.pipeline.pytree import Value
@@ -29,6 +28,7 @@ from stretto.pipeline.stage import Stage
 from stretto.pipeline.step_memory import PartMemory, StepMemory
 from stretto.pipeline.storages import storages_of
 from stretto.pipeline.transfers import Transfers
+from stretto.pipeline.unchanged import unchanged
 from stretto.program.program import Program
 from stretto.program.task import Kind
 from stretto.timeline.memory_bound import memory_bound
