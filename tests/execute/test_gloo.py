@@ -1,10 +1,11 @@
-"""Groups over gloo are let go of at once, whatever they wait for."""
+"""Groups over gloo: aborted ones hold up nobody, and others end what they have begun."""
 
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,20 +14,25 @@ from torch._C import _distributed_c10d as c10d
 
 from stretto.execute.gloo import abort_gloo, gloo_group
 
-SCRIPT = """
+LOST = """
 import gc, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from stretto.execute.gloo import gloo_group
+from stretto.execute.gloo import abort_gloo, gloo_group
 from stretto.execute.groups import all_reduce
+
+def lost(*_):
+    raise RuntimeError("this closes nothing")
 
 store = c10d.HashStore()
 with ThreadPoolExecutor(2) as pool:
     groups = list(pool.map(lambda rank: gloo_group(store, rank, 2, timedelta(seconds=600)), range(2)))
-tensor = torch.ones(4)
-all_reduce(groups[0], tensor, torch.distributed.ReduceOp.SUM)  # rank 1 never takes part
+all_reduce(groups[0], torch.ones(4), dist.ReduceOp.SUM)  # rank 1 never takes part
+dist.ProcessGroup.recv = lost
+abort_gloo(groups[0])
 begun = time.monotonic()
 del groups[0]
 gc.collect()
@@ -40,14 +46,49 @@ if sys.argv[1] == "peer leaves":
 """
 
 
-def test_a_group_whose_collective_never_ends_is_let_go_of_at_once_and_so_is_the_process() -> None:
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, ""], capture_output=True, text=True, timeout=60)
+def test_an_aborted_group_is_let_go_of_at_once_though_a_wait_is_lost_and_so_is_the_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", LOST, ""], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
 
 
-def test_its_thread_ends_with_the_collective() -> None:
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, "peer leaves"], capture_output=True, text=True, timeout=60)
+def test_its_thread_ends_with_the_wait() -> None:
+    ended = subprocess.run([sys.executable, "-c", LOST, "peer leaves"], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "True\n1\n"), ended.stderr
+
+
+EARLY = """
+import sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from stretto.execute.gloo import gloo_group
+from stretto.execute.groups import all_reduce
+
+rank, meeting, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+group = gloo_group(c10d.FileStore(meeting, 2), rank, 2, timedelta(seconds=600))
+if rank == 0:
+    time.sleep(3)
+tensor = torch.ones(4)
+work = all_reduce(group, tensor, dist.ReduceOp.SUM)
+if rank == 0:
+    work.wait()
+    print(tensor.tolist(), flush=True)
+elif how == "dropped":
+    del group
+"""
+
+
+@pytest.mark.parametrize("how", ["dropped", "kept"])
+def test_a_process_that_ends_early_still_takes_part_in_what_it_has_begun(tmp_path: Path, how: str) -> None:
+    commands = [[sys.executable, "-c", EARLY, str(rank), str(tmp_path / "store"), how] for rank in range(2)]
+    ranks = [subprocess.Popen(it, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for it in commands]
+    try:
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)] == [(0, f"{[2.0] * 4}\n"), (0, "")]
 
 
 def groups(size: int) -> list[Any]:
