@@ -1,4 +1,4 @@
-"""An exchange as DeepEP's: a token travels once to each rank that needs it, and is weighed where its experts are.
+"""An exchange as DeepEP's: a token travels once to each rank that needs it, and its outputs there come back as a sum.
 
 T tokens of this rank, A tokens that arrive, S tokens sent (once for each rank), R rows, K experts, D features, n ranks.
 """
@@ -28,9 +28,6 @@ class Handle(NamedTuple):
     layout: Layout
     place_R: Tensor
     """For each row, its token among those that have arrived."""
-    weights_R: Tensor
-    """Which carries gradients to the tokens' own rank."""
-    tokens: int
 
 
 class TokenExchange:
@@ -72,14 +69,13 @@ class TokenExchange:
         order_R = flat.sort(stable=True).indices[: layout.sizes["rows"]]
         place_R = order_R // max(1, weights_TK.shape[1])
         counts_e = torch.bincount(flat, minlength=each + 1)[:each]
-        handle = Handle(layout, place_R, weights_AK.flatten()[order_R], len(x_TD))
-        return Dispatched(x_AD[place_R], counts_e, handle)
+        return Dispatched(x_AD[place_R], weights_AK.flatten()[order_R], counts_e, Handle(layout, place_R))
 
-    def combine(self, rows_RD: Tensor, state: Handle, weights_TK: Tensor, *, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
-        layout, place_R, weights_R, tokens = state
+    def combine(self, rows_RD: Tensor, state: Handle, *, tokens: int, dtype: torch.dtype) -> Tensor:
+        layout, place_R = state
         sizes = layout.sizes
         sums_AD = rows_RD.new_zeros(sum(sizes["taken"]), rows_RD.shape[1])
-        sums_AD = sums_AD.index_add(0, place_R, rows_RD * weights_R[:, None])
+        sums_AD = sums_AD.index_add(0, place_R, rows_RD)
         sums_SD = self._exchange(sums_AD, sizes["sent"], sizes["taken"])
         out_TD = sums_SD.new_zeros(tokens, rows_RD.shape[1]).index_add(0, layout.source_S, sums_SD)
         return out_TD.to(dtype)

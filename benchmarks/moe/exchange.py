@@ -60,14 +60,16 @@ def measured(ranks: ExpertRanks, size: Size, skew: float) -> list[float]:
     rows = torch.randn(size.tokens * size.chosen, size.features, device="cuda", dtype=torch.bfloat16)
     taken = rows.new_empty(sum(sized.arriving), size.features)
     arrived = plain.dispatch(x_TD, weights_TK, sized)
-    out_TD = plain.combine(arrived.rows_RD, arrived.state, weights_TK, dtype=torch.bfloat16)
-    outputs, grad = arrived.rows_RD.detach().requires_grad_(), torch.ones_like(out_TD)
+    out_TD = plain.combine(arrived.rows_RD, arrived.state, tokens=size.tokens, dtype=torch.bfloat16)
+    outputs = arrived.rows_RD.detach().requires_grad_()
+    ends = out_TD, arrived.weights_R
+    grads = [torch.ones_like(end) for end in ends]
     return [
         timed(lambda: ranks.all_to_all(taken, rows, sized.arriving, sized.sent)),
         timed(lambda: plain.dispatch(x_TD, weights_TK, sized)),
         timed(lambda: fp8.dispatch(x_TD, weights_TK, sized)),
-        timed(lambda: plain.combine(outputs, arrived.state, weights_TK, dtype=torch.bfloat16)),
-        timed(lambda: torch.autograd.grad(out_TD, (x_TD, weights_TK), grad, retain_graph=True)),
+        timed(lambda: plain.combine(outputs, arrived.state, tokens=size.tokens, dtype=torch.bfloat16)),
+        timed(lambda: torch.autograd.grad(ends, (x_TD, weights_TK), grads, retain_graph=True)),
     ]
 
 

@@ -131,7 +131,7 @@ def whole(name: str, tokens: int, skew: float) -> None:
     loop = timed(lambda: both(lambda: looped(experts, rows, counts)), 5)
     there = timed(lambda: Permutation.by_expert(indices, experts=count))
     sent = timed(lambda: dispatch(x, order))
-    back = timed(lambda: combine(rows, weights, order))
+    back = timed(lambda: combine(rows, order, tokens=tokens))
     copied = timed(lambda: rows.clone())
     total = timed(lambda: torch.autograd.grad(experts(x, indices, weights), [x, weights, *inputs[1:]], grad), 5)
     print(

@@ -341,6 +341,11 @@ class _Careless(Local):
             lambda rows: rows._replace(counts_e=rows.counts_e[:3]),
             "dispatch must return a count of rows for each of this rank's 4 experts (got shape (3,))",
         ),
+        (
+            "dispatch",
+            lambda rows: rows._replace(weights_R=rows.weights_R[:, None]),
+            "dispatch must return a weight for each of 3 rows (got shape (3, 1))",
+        ),
         ("combine", lambda _: None, "combine must return a tensor (got a NoneType)"),
         (
             "combine",

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from stretto.moe import Experts, RoutedExperts, Router
 from stretto.moe.grouped_linear import grouped_linear, grouped_outer
 from stretto.moe.permutation import Permutation, combine, dispatch
+from stretto.moe.weighting import weigh
 
 WIDTH = 6
 Case = tuple[int, Tensor]
@@ -71,23 +73,94 @@ def test_backwards_of_dispatch_and_combine_are_their_derivatives() -> None:
     indices = torch.tensor([[2, 0], [2, 1], [0, 2]])
     order = Permutation.by_expert(indices, experts=4)
     x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
-    weights = torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
 
-    def there_and_back(x: Tensor, weights: Tensor) -> Tensor:
-        rows = dispatch(x, order)
-        return combine(rows.sin(), weights, order)
+    def there_and_back(x: Tensor) -> Tensor:
+        return combine(dispatch(x, order).sin(), order, tokens=3)
 
-    assert torch.autograd.gradcheck(there_and_back, (x, weights))
-    assert torch.autograd.gradgradcheck(there_and_back, (x, weights))
+    assert torch.autograd.gradcheck(there_and_back, (x,))
+    assert torch.autograd.gradgradcheck(there_and_back, (x,))
 
 
-def test_bfloat16_outputs_are_summed_in_float32() -> None:
-    """Eight experts' outputs of 1 with weights of 1/8 + 2⁻¹² add up to more than 1; in bfloat16 they would not."""
-    rows = torch.ones(8, 1, dtype=torch.bfloat16)
-    weights = torch.full((1, 8), 1 / 8 + 2**-10)
+def test_the_backward_of_weighing_is_its_derivative() -> None:
+    rows = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(weigh, (rows, weights))
+    assert torch.autograd.gradgradcheck(weigh, (rows, weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bfloat16_outputs_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """After 256, seven times 1 would not change a sum in bfloat16, and 263 is no number of it."""
+    rows = torch.tensor([[256.0], *[[1.0]] * 7], dtype=torch.bfloat16)
     order = Permutation.by_expert(torch.arange(8)[None], experts=8)
-    out = combine(rows, weights, order)
-    assert float(out) == float(torch.tensor(8 * (1 / 8 + 2**-10)).bfloat16())
+    assert float(combine(rows, order, tokens=1, dtype=dtype)) == (264 if dtype == torch.bfloat16 else 263)
+
+
+@settings(max_examples=100)
+@given(
+    st.integers(0, 4),
+    st.integers(0, 5),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+    st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+    st.integers(0, 99),
+)
+def test_weighed_rows_are_rounded_once(
+    rows: int, features: int, dtype: torch.dtype, of_weights: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, grad = (torch.randn(2, rows, features).to(dtype)).unbind()
+    x, weights = x.requires_grad_(), torch.rand(rows).to(of_weights).requires_grad_()
+    out = weigh(x, weights)
+    x_grad, weights_grad = torch.autograd.grad(out, (x, weights), grad)
+    exact, exact_grad, factors = (tensor.detach().double() for tensor in (x, grad, weights))
+    as_one = partial(torch.allclose, rtol=1e-7 if torch.float64 not in (dtype, of_weights) else 1e-12, atol=0)
+    if dtype.itemsize == 2:
+        as_one = torch.equal
+    assert out.dtype == x_grad.dtype == dtype
+    assert as_one(out, (exact * factors[:, None]).to(dtype))
+    assert as_one(x_grad, (exact_grad * factors[:, None]).to(dtype))
+    assert weights_grad.dtype == of_weights
+    expected = (exact * exact_grad).sum(1).to(of_weights)
+    assert torch.allclose(weights_grad, expected, rtol=1e-2 if of_weights == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+def test_only_gradients_that_are_needed_are_computed() -> None:
+    rows, weights = torch.ones(2, 3, requires_grad=True), torch.ones(2)
+    weigh(rows, weights).sum().backward()
+    assert weights.grad is None
+    assert rows.grad is not None
+    weigh(rows.detach(), weights.requires_grad_()).sum().backward()
+    assert weights.grad.tolist() == [3, 3]
+
+
+@settings(max_examples=50)
+@given(cases(), st.integers(0, 99))
+def test_rows_with_weights_are_outputs_times_weights(case: Case, seed: int) -> None:
+    count, indices = case
+    torch.manual_seed(seed)
+    experts = Experts(count, WIDTH, 4).double()
+    order = Permutation.by_expert(indices, experts=count)
+    x, weights = torch.randn(indices.numel(), WIDTH).double(), torch.randn(indices.numel()).double()
+    out = experts(x, order.counts_E, weights)
+    assert torch.allclose(out, experts(x, order.counts_E) * weights[:, None], rtol=1e-12, atol=1e-15)
+
+
+def test_nothing_saves_what_experts_return() -> None:
+    """Rows at experts are as many as tokens times experts: what is saved of them counts."""
+    experts, tokens, top_k = RoutedExperts(4, 64, 8), 10, 3
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x, indices = torch.randn(tokens, 64, requires_grad=True), torch.rand(tokens, 4).topk(top_k).indices
+    weights = torch.rand(tokens, top_k, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = experts(x, indices, weights)
+    wide = [size for size in saved.values() if size == tokens * top_k * 64 * 4]
+    assert len(wide) == 1  # what has come to the experts, and not what they return
+    out.sum().backward()
 
 
 @settings(max_examples=50)
@@ -188,12 +261,13 @@ def test_the_gpus_kernel_gives_the_same_products(counts: list[int]) -> None:
 def test_the_gpu_combines_in_float32() -> None:
     torch.manual_seed(0)
     order = Permutation.by_expert(torch.stack([torch.randperm(16)[:8] for _ in range(30)]), experts=16)
-    inputs = torch.randn(240, 64).bfloat16(), torch.rand(30, 8)
+    inputs = torch.randn(240, 64).bfloat16(), torch.rand(240)
     grad = torch.randn(30, 64).bfloat16()
     exact_inputs = [tensor.double().requires_grad_() for tensor in inputs]
-    exact = combine(exact_inputs[0], exact_inputs[1], order)
+    weighed = weigh(*exact_inputs)
+    exact = combine(weighed + (weighed.bfloat16() - weighed).detach(), order, tokens=30)
     found_inputs = [tensor.cuda().requires_grad_() for tensor in inputs]
-    found = combine(found_inputs[0], found_inputs[1], Permutation(*(tensor.cuda() for tensor in order)))
+    found = combine(weigh(*found_inputs), Permutation(*(tensor.cuda() for tensor in order)), tokens=30)
     assert (found.cpu() == exact.bfloat16()).float().mean() > 0.99
     exact_grads = torch.autograd.grad(exact, exact_inputs, grad.double())
     found_grads = torch.autograd.grad(found, found_inputs, grad.cuda())

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.moe import all_to_all, permutation
+from stretto.moe import all_to_all, permutation, weighting
 from stretto.moe.kernels import has_kernels
 from stretto.moe.permutation import Permutation, combine, dispatch
+from stretto.moe.weighting import weigh
 
 pytest.importorskip("triton")
 
@@ -31,14 +32,15 @@ class Case(NamedTuple):
     """Whole numbers whose products and sums are exact in float32, but not in half precision."""
 
     rows_RD: Tensor
-    weights_TK: Tensor
-    grad_TD: Tensor
+    weights_R: Tensor
+    grad_RD: Tensor
     order: Permutation
+    tokens: int
     contiguous: bool
 
     def on_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         tensor = tensor.to(DEVICE, dtype)
-        return tensor if self.contiguous else tensor.T.contiguous().T
+        return tensor if self.contiguous else torch.stack([tensor, tensor], -1)[..., 0]
 
 
 @st.composite
@@ -49,9 +51,10 @@ def cases(draw: st.DrawFn) -> Case:
     indices_TK = torch.rand(tokens, chosen + 2).argsort(1)[:, :chosen]
     return Case(
         rows_RD=torch.randint(-200, 201, (tokens * chosen, features)).double(),
-        weights_TK=torch.randint(0, 64, (tokens, chosen)).double() / 8,
-        grad_TD=torch.randint(-3, 4, (tokens, features)).double(),
+        weights_R=torch.randint(0, 64, (tokens * chosen,)).double() / 8,
+        grad_RD=torch.randint(-3, 4, (tokens * chosen, features)).double(),
         order=Permutation.by_expert(indices_TK, experts=chosen + 2),
+        tokens=tokens,
         contiguous=draw(st.booleans()),
     )
 
@@ -60,34 +63,23 @@ dtypes = st.sampled_from(DTYPES)
 
 
 @settings(max_examples=60)
-@given(cases(), dtypes, dtypes, dtypes)
-def test_weighted_sums_are_rounded_once(case: Case, of_rows: Any, of_weights: Any, of_out: Any) -> None:
-    rows, weights = case.on_device(case.rows_RD, of_rows), case.on_device(case.weights_TK, of_weights)
-    out = row_kernels.gather_sum(rows, weights, case.order.target_R.to(DEVICE), tokens=len(weights), dtype=of_out)
-    expected = combine(case.rows_RD, case.weights_TK, case.order)
+@given(cases(), dtypes, dtypes)
+def test_sums_are_rounded_once(case: Case, of_rows: Any, of_out: Any) -> None:
+    rows, target_R = case.on_device(case.rows_RD, of_rows), case.order.target_R.to(DEVICE)
+    out = row_kernels.gather_sum(rows, target_R, tokens=case.tokens, dtype=of_out)
+    expected = combine(case.rows_RD, case.order, tokens=case.tokens)
     assert torch.equal(out.cpu(), expected.to(of_out))
 
 
-@settings(max_examples=30)
-@given(cases(), dtypes)
-def test_sums_without_weights_are_rounded_once(case: Case, dtype: Any) -> None:
-    rows, target_R = case.on_device(case.rows_RD, dtype), case.order.target_R.to(DEVICE)
-    out = row_kernels.gather_sum(rows, None, target_R, tokens=len(case.weights_TK))
-    expected = combine(case.rows_RD, torch.ones_like(case.weights_TK), case.order)
-    assert torch.equal(out.cpu(), expected.to(dtype))
-
-
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("chosen", [2, 8, 19])
-def test_a_tokens_experts_are_summed_in_their_order(chosen: int, weighted: bool) -> None:
+def test_a_tokens_experts_are_summed_in_their_order(chosen: int) -> None:
     torch.manual_seed(chosen)
     order = Permutation.by_expert(torch.rand(5, chosen).argsort(1), experts=chosen)
-    rows, weights = torch.randn(5 * chosen, 7), torch.rand(5, chosen) if weighted else torch.ones(5, chosen)
-    given = weights.to(DEVICE) if weighted else None
-    out = row_kernels.gather_sum(rows.to(DEVICE), given, order.target_R.to(DEVICE), tokens=5)
+    rows = torch.randn(5 * chosen, 7)
+    out = row_kernels.gather_sum(rows.to(DEVICE), order.target_R.to(DEVICE), tokens=5, dtype=rows.dtype)
     expected = torch.zeros(5, 7)
     for k in range(chosen):
-        expected += weights[:, k, None] * rows[order.target_R.view(5, chosen)[:, k]]
+        expected += rows[order.target_R.view(5, chosen)[:, k]]
     assert torch.equal(out.cpu(), expected)
 
 
@@ -97,27 +89,25 @@ def test_gradients_of_rows_and_weights_are_rounded_once(
     case: Case, of_grad: Any, of_rows: Any, of_weights: Any, needs: tuple[bool, bool]
 ) -> None:
     small = (case.rows_RD % 5).requires_grad_()  # so that products are below the largest float16
-    exact_weights = case.weights_TK.clone().requires_grad_()
-    out = combine(small, exact_weights, case.order)
-    expected = torch.autograd.grad(out, (small, exact_weights), case.grad_TD)
+    exact_weights = case.weights_R.clone().requires_grad_()
+    expected = torch.autograd.grad(weigh(small, exact_weights), (small, exact_weights), case.grad_RD)
     grad, rows, weights = (
         case.on_device(tensor.detach(), dtype)
-        for tensor, dtype in ((case.grad_TD, of_grad), (small, of_rows), (exact_weights, of_weights))
+        for tensor, dtype in ((case.grad_RD, of_grad), (small, of_rows), (exact_weights, of_weights))
     )
-    found = row_kernels.combine_backward(grad, rows, weights, case.order.source_R.to(DEVICE), needs=needs)
+    found = row_kernels.weigh_backward(grad, rows, weights, needs=needs)
     for one, other, needed, dtype in zip(found, expected, needs, (of_rows, of_weights), strict=True):
         assert one is None if not needed else torch.equal(one.cpu(), other.to(dtype))
 
 
 def test_gradients_of_weights_do_not_depend_on_where_rows_lie() -> None:
     torch.manual_seed(0)
-    rows, grad, weights = torch.randn(6, 1000), torch.randn(3, 1000), torch.rand(3, 2, device=DEVICE)
-    source_R = Permutation.by_expert(torch.tensor([[0, 1]] * 3), experts=2).source_R.to(DEVICE)
+    rows, grad, weights = torch.randn(6, 1000), torch.randn(6, 1000), torch.rand(6, device=DEVICE)
     found = []
     for offset in (0, 1):
         parts = [torch.empty(part.numel() + offset, device=DEVICE)[offset:].view_as(part) for part in (grad, rows)]
         inputs = [part.copy_(numbers) for part, numbers in zip(parts, (grad, rows), strict=True)]
-        _, weights_grad = row_kernels.combine_backward(*inputs, weights, source_R, needs=(False, True))
+        _, weights_grad = row_kernels.weigh_backward(*inputs, weights, needs=(False, True))
         assert weights_grad is not None
         found.append(weights_grad)
     assert found[0].any()
@@ -150,10 +140,11 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noting(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given, **named: (names.append(name), run(*given, **named))[1]
 
-    for name in ("gather_sum", "combine_backward"):
+    for name in ("gather_sum", "weigh_backward"):
         monkeypatch.setattr(row_kernels, name, noting(name, getattr(row_kernels, name)))
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(permutation, "has_kernels", lambda x, *_, **__: x.dtype != torch.float64)
+        for module in (permutation, weighting):
+            monkeypatch.setattr(module, "has_kernels", lambda x, *_, **__: x.dtype != torch.float64)
     return names
 
 
@@ -161,9 +152,9 @@ def _there_and_back(dtype: torch.dtype, *, create_graph: bool) -> list[Tensor]:
     torch.manual_seed(0)
     indices_TK = torch.rand(6, 5).argsort(1)[:, :3]
     order = Permutation(*(one.to(DEVICE) for one in Permutation.by_expert(indices_TK, experts=5)))
-    values = torch.randn(6, 40), torch.rand(6, 3), torch.randn(6, 40)
+    values = torch.randn(6, 40), torch.rand(18), torch.randn(6, 40)
     x, weights, grad = (value.to(DEVICE, dtype).requires_grad_() for value in values)
-    out = combine(dispatch(x, order).sin(), weights, order)
+    out = combine(weigh(dispatch(x, order).sin(), weights), order, tokens=6)
     grads = torch.autograd.grad(out, (x, weights), grad, create_graph=create_graph)
     if create_graph:
         grads += torch.autograd.grad([one.square().sum() for one in grads], (x, weights, grad))
@@ -171,12 +162,14 @@ def _there_and_back(dtype: torch.dtype, *, create_graph: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_dispatch_and_combine_run_the_kernels(ran: list[str], create_graph: bool) -> None:
+def test_rows_go_through_the_kernels(ran: list[str], create_graph: bool) -> None:
     expected = _there_and_back(torch.float64, create_graph=create_graph)
     assert ran == []
     found = _there_and_back(torch.float32, create_graph=create_graph)
-    # with create_graph, only the forward and the second backward, of plain operations and `dispatch`
-    assert ran == ["gather_sum", *([] if create_graph else ["combine_backward"]), "gather_sum"]
+    # to combine, then back to weigh and to dispatch; with create_graph, autograd must know how gradients are weighed
+    first = ["gather_sum", *([] if create_graph else ["weigh_backward"]), "gather_sum"]
+    assert ran[: len(first)] == first
+    assert len(ran) > len(first) if create_graph else len(ran) == len(first)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one.double(), other, rtol=1e-5, atol=1e-5)
 
@@ -199,12 +192,12 @@ def test_rows_may_have_more_elements_than_32_bits_count() -> None:
     x = torch.zeros(rows, features, dtype=torch.bfloat16, device="cuda")
     x[-1] = torch.arange(features)
     order = torch.arange(rows, device="cuda")
-    weights = torch.full((rows, 1), 2.0, device="cuda")
-    out = row_kernels.gather_sum(x, weights, order, tokens=rows)
-    assert torch.equal(out[-1], 2 * x[-1])
+    weights = torch.full((rows,), 2.0, device="cuda")
+    out = row_kernels.gather_sum(x, order, tokens=rows, dtype=x.dtype)
+    assert torch.equal(out[-1], x[-1])
     assert not out[:-1].any()
     del out
-    rows_grad, weights_grad = row_kernels.combine_backward(x, x, weights, order, needs=(True, True))
+    rows_grad, weights_grad = row_kernels.weigh_backward(x, x, weights, needs=(True, True))
     assert rows_grad is not None
     assert weights_grad is not None
     assert torch.equal(rows_grad[-1], 2 * x[-1])

@@ -19,7 +19,6 @@ from stretto.moe.permutation import (
     combine,
     dispatch,
     inverted,
-    sum_by_token,
     tokens_of,
     validate_rows,
 )
@@ -58,9 +57,9 @@ class Route(NamedTuple):
 class AllToAll:
     """Sends each row to the rank that holds its expert, and its output back: an all-to-all with uneven splits each.
 
-    Rank r holds experts r·e to (r + 1)·e − 1. A token's experts are weighed and summed in float32 on the token's own
-    rank, so outputs are to the bit those of one rank that holds all experts. With `fp8`, tokens travel to the experts
-    as in `stretto.moe.fp8`; outputs and gradients travel as they are.
+    Rank r holds experts r·e to (r + 1)·e − 1. Weights travel with the tokens, and a token's outputs come back one by
+    one. They are summed in float32 on the token's own rank, to the bit as on one rank that holds all experts. With
+    `fp8`, tokens travel to the experts as in `stretto.moe.fp8`; weights, outputs and gradients travel as they are.
     """
 
     def __init__(self, ranks: ExpertRanks, *, fp8: bool = False) -> None:
@@ -89,21 +88,22 @@ class AllToAll:
         validate_rows(order, sum(sent))
         return Sized(order, arriving_ne, sent, arriving)
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Sized) -> Dispatched:  # noqa: ARG002
-        x_TD = self._ranks.joining(x_TD)
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Sized) -> Dispatched:
+        x_TD, order = self._ranks.joining(x_TD), sized.order
         by_expert = _transposed(sized.arriving_ne, rows=sum(sized.arriving))
-        route = Route(sized.order, by_expert, sized.sent, sized.arriving)
+        route = Route(order, by_expert, sized.sent, sized.arriving)
+        weights_R1 = dispatch(weights_TK.reshape(-1, 1), order)
         if self._fp8:
-            rows_AD: Tensor = _DispatchFp8.apply(x_TD, self._ranks, route)  # type: ignore[no-untyped-call]
+            rows_AD, weights_A1 = _DispatchFp8.apply(x_TD, weights_R1, self._ranks, route)  # type: ignore[no-untyped-call]
         else:
-            rows_RD = _exchange(dispatch(x_TD, sized.order), self._ranks, sized.arriving, sized.sent)
-            rows_AD = dispatch(rows_RD, by_expert)
-        return Dispatched(rows_AD, by_expert.counts_E, route)
+            rows_AD, weights_A1 = _exchange(self._ranks, route.arriving, route.sent, dispatch(x_TD, order), weights_R1)
+            rows_AD = dispatch(rows_AD, by_expert)
+        return Dispatched(rows_AD, dispatch(weights_A1, by_expert)[:, 0], by_expert.counts_E, route)
 
-    def combine(self, rows_RD: Tensor, state: Route, weights_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
+    def combine(self, rows_RD: Tensor, state: Route, *, tokens: int, dtype: torch.dtype) -> Tensor:
         rows_AD = dispatch(self._ranks.joining(rows_RD), state.by_expert.inverse())
-        rows_RD = _exchange(rows_AD, self._ranks, state.sent, state.arriving)
-        return combine(rows_RD, weights_TK, state.order, dtype=dtype)
+        (rows_RD,) = _exchange(self._ranks, state.sent, state.arriving, rows_AD)
+        return combine(rows_RD, state.order, tokens=tokens, dtype=dtype)
 
     def _to_host(self, numbers: Tensor) -> Tensor:
         """Begin to copy numbers to the host; those of a host tensor are there already."""
@@ -140,43 +140,52 @@ def _transposed(counts_ne: Tensor, *, rows: int) -> Permutation:
     return Permutation(source_R, inverted(source_R), counts_e)
 
 
-def _exchange(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:
-    return _Exchange.apply(rows, ranks, taken, sent)  # type: ignore[no-any-return, no-untyped-call]
+def _exchange(ranks: ExpertRanks, taken: list[int], sent: list[int], *rows: Tensor) -> tuple[Tensor, ...]:
+    return _Exchange.apply(ranks, taken, sent, *rows)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all, whose backward is one the opposite way, in which every rank takes part again."""
+    """An all-to-all for each tensor. The backward is one the opposite way, in which every rank takes part again.
+
+    Tensors that travel together are one node of autograd's graph, so their gradients do so too, in the same order on
+    all ranks, whichever of them a rank needs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:
+    def forward(ctx: Any, ranks: ExpertRanks, taken: list[int], sent: list[int], *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.back = ranks, sent, taken
-        return _moved(rows, ranks, taken, sent)
+        return tuple(_moved(each, ranks, taken, sent) for each in rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         ranks, taken, sent = ctx.back
-        return _exchange(ranks.joining(grad), ranks, taken, sent), None, None, None
+        first, *others = grads
+        return None, None, None, *_exchange(ranks, taken, sent, ranks.joining(first), *others)
 
 
 class _DispatchFp8(torch.autograd.Function):
-    """Takes tokens to their experts as bytes, which are made once for each token; gradients come back as they are."""
+    """Takes tokens to their experts as bytes, which are made once for each token; gradients come back as they are.
+
+    The weights, a row for each, arrive in order of ranks.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, ranks: ExpertRanks, route: Route) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weights_R1: Tensor, ranks: ExpertRanks, route: Route) -> tuple[Tensor, Tensor]:
         ctx.tokens, features = x_TD.shape
         ctx.save_for_backward(*route.order, *route.by_expert)
         ctx.back = ranks, route.sent, route.arriving
         token_R = tokens_of(route.order.source_R, tokens=ctx.tokens)
         packed = _moved(pack(x_TD).index_select(0, token_R), ranks, route.arriving, route.sent)
-        return unpack(packed, route.by_expert.source_R, features=features, dtype=x_TD.dtype)
+        rows_AD = unpack(packed, route.by_expert.source_R, features=features, dtype=x_TD.dtype)
+        return rows_AD, _moved(weights_R1, ranks, route.arriving, route.sent)
 
     @staticmethod
-    def backward(ctx: Any, grad_AD: Tensor) -> Any:
+    def backward(ctx: Any, grad_AD: Tensor, grad_A1: Tensor) -> Any:
         order, by_expert = Permutation(*ctx.saved_tensors[:3]), Permutation(*ctx.saved_tensors[3:])
         ranks, taken, sent = ctx.back
         rows_AD = dispatch(ranks.joining(grad_AD), by_expert.inverse())
-        rows_RD = _exchange(rows_AD, ranks, taken, sent)
-        return sum_by_token(rows_RD, order.target_R, tokens=ctx.tokens), None, None
+        rows_RD, weights_R1 = _exchange(ranks, taken, sent, rows_AD, grad_A1)
+        return combine(rows_RD, order, tokens=ctx.tokens), weights_R1, None, None
 
 
 def _moved(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:

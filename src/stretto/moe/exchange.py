@@ -1,7 +1,7 @@
 """How rows get to the ranks that hold their experts, and back: the adapter point for communication kernels.
 
-T tokens and R rows of this rank (or arrived there), K experts for each token, D features, E experts on all ranks,
-e experts on each rank.
+T tokens of this rank, R rows at its experts, K experts for each token, D features, E experts on all ranks, e experts on
+each rank.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -29,11 +29,13 @@ class Dispatched(NamedTuple):
     """Rows that have arrived at this rank's experts.
 
     - `rows_RD`: rows × D features, in order of this rank's experts. A token has a row for each expert that it goes to.
+    - `weights_R`: how much each of these rows counts. Where weights get gradients, they come back through it.
     - `counts_e`: how many of these rows each of this rank's e experts has, a tensor of whole numbers on their device.
     - `state`: what `Exchange.combine` needs, a pytree of tensors, which may carry gradients, and plain values.
     """
 
     rows_RD: Tensor
+    weights_R: Tensor
     counts_e: Tensor
     state: Any
 
@@ -61,17 +63,14 @@ class Exchange(Protocol):
         ...
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Any) -> Dispatched:
-        """Take the tokens to their experts. Both tensors may get gradients.
-
-        An exchange that weighs at the experts' side takes the weights along in the state, where they carry gradients.
-        """
+        """Take the tokens to their experts, and with them the weights. Both tensors may get gradients."""
         ...
 
-    def combine(self, rows_RD: Tensor, state: Any, weights_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """Return for each token the weighted sum of its experts' outputs, in this dtype.
+    def combine(self, rows_RD: Tensor, state: Any, *, tokens: int, dtype: torch.dtype) -> Tensor:
+        """Return for each of T tokens the sum of its experts' outputs, in this dtype.
 
-        `rows_RD` are the outputs of this rank's experts, in the order of `Dispatched.rows_RD`; `state` is
-        `Dispatched.state`.
+        `rows_RD` are the outputs of this rank's experts, in the order of `Dispatched.rows_RD`, and weighed already;
+        `state` is `Dispatched.state`.
         """
         ...
 
@@ -107,6 +106,9 @@ def validate_dispatched(exchange: Exchange, rows: object, *, experts: int) -> No
         raise PipelineError(
             f"{name} must return a count of rows for each of this rank's {experts} experts (got shape {shape})"
         )
+    if tuple(rows.weights_R.shape) != (len(rows.rows_RD),):
+        shape = tuple(rows.weights_R.shape)
+        raise PipelineError(f"{name} must return a weight for each of {len(rows.rows_RD)} rows (got shape {shape})")
 
 
 def validate_combined(exchange: Exchange, out: object, *, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -135,8 +137,9 @@ class Local:
             validate_rows(counted.state, int(total))
         return counted.state
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Permutation) -> Dispatched:  # noqa: ARG002
-        return Dispatched(dispatch(x_TD, sized), sized.counts_E, sized)
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Permutation) -> Dispatched:
+        weights_R1 = dispatch(weights_TK.reshape(-1, 1), sized)
+        return Dispatched(dispatch(x_TD, sized), weights_R1[:, 0], sized.counts_E, sized)
 
-    def combine(self, rows_RD: Tensor, state: Permutation, weights_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
-        return combine(rows_RD, weights_TK, state, dtype=dtype)
+    def combine(self, rows_RD: Tensor, state: Permutation, *, tokens: int, dtype: torch.dtype) -> Tensor:
+        return combine(rows_RD, state, tokens=tokens, dtype=dtype)

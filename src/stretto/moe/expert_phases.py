@@ -65,13 +65,24 @@ class _Sending(NamedTuple):
 
 
 class _Arrived(NamedTuple):
-    """The state between dispatch and combine: rows in order of their experts."""
+    """The state between dispatch and the experts: rows in order of their experts."""
 
     x_TD: Tensor | None
-    """What `meanwhile` computes on; None if there is nothing to compute, or once it is."""
-    weights_TK: Tensor
+    """What `meanwhile` computes on; None if there is nothing to compute."""
     rest: Any
     rows: Dispatched
+    tokens: int
+    dtype: torch.dtype
+
+
+class _Returning(NamedTuple):
+    """The state between the experts and combine."""
+
+    rest: Any
+    rows_RD: Tensor
+    sent: Any
+    """What the exchange needs for the way back."""
+    tokens: int
     dtype: torch.dtype
 
 
@@ -97,20 +108,19 @@ class _ExpertLayer:
     def dispatch(self, sending: _Sending) -> _Arrived:
         x_TD, weights_TK, rest, sized = sending
         rows = self.experts.dispatch(x_TD, weights_TK, sized)
-        return _Arrived(None if self.meanwhile is None else x_TD, weights_TK, rest, rows, x_TD.dtype)
+        return _Arrived(None if self.meanwhile is None else x_TD, rest, rows, len(x_TD), x_TD.dtype)
 
     def sort(self, routed: Routed) -> _Arrived:
         """Dispatch to experts that are all here."""
         return self.dispatch(self.sizes(self.tell(routed)))
 
-    def run(self, arrived: _Arrived) -> _Arrived:
-        rest, (rows_RD, counts_e, state) = arrived.rest, arrived.rows
+    def run(self, arrived: _Arrived) -> _Returning:
+        x_TD, rest, (rows_RD, weights_R, counts_e, state), tokens, dtype = arrived
         if self.meanwhile is not None:
-            assert arrived.x_TD is not None
-            rest = self.meanwhile(rest, arrived.x_TD)
-        rows = Dispatched(self.experts(rows_RD, counts_e), counts_e, state)
-        return arrived._replace(x_TD=None, rest=rest, rows=rows)
+            assert x_TD is not None
+            rest = self.meanwhile(rest, x_TD)
+        return _Returning(rest, self.experts(rows_RD, counts_e, weights_R), state, tokens, dtype)
 
-    def combine(self, arrived: _Arrived) -> Any:
-        _, weights_TK, rest, (rows_RD, _, state), dtype = arrived
-        return self.finish(rest, self.experts.combine(rows_RD, state, weights_TK, dtype=dtype))
+    def combine(self, returning: _Returning) -> Any:
+        rest, rows_RD, state, tokens, dtype = returning
+        return self.finish(rest, self.experts.combine(rows_RD, state, tokens=tokens, dtype=dtype))

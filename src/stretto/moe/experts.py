@@ -19,23 +19,29 @@ from stretto.moe.exchange import (
 )
 from stretto.moe.expert_ranks import ExpertRanks
 from stretto.moe.grouped_linear import grouped_linear
+from stretto.moe.weighting import weigh
 
 Product = Callable[[Tensor, nn.Parameter, Tensor], Tensor]
 """Multiplies each group of rows by its own matrix: `grouped_linear`, or a product that defers weight gradients."""
 
 
 class SwiGlu(nn.Module):
-    """Multiplies one half of an MLP's features by an activation function of the other.
+    """Multiplies one half of an MLP's features by an activation function of the other, and rows by their weights.
 
     It is a module so that memory policies can name it: its output is large, and cheap to compute again.
     """
 
-    def forward(self, activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-        return activation(gate) * up
+    def forward(
+        self, activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor, weights_R: Tensor | None = None
+    ) -> Tensor:
+        out = activation(gate) * up
+        return out if weights_R is None else weigh(out, weights_R)
 
 
 class Experts(nn.Module):
     """Gated MLPs, one for each group of rows. Rows must be sorted by expert.
+
+    With a weight for each row, outputs are multiplied by it.
 
     The weights have the names and shapes of Hugging Face `transformers`: `gate_up_proj` is E × 2I × D, `down_proj` is
     E × D × I.
@@ -138,11 +144,11 @@ class Experts(nn.Module):
         validate_dispatched(exchange, rows, experts=len(self.down_proj))
         return rows
 
-    def combine(self, rows_RD: Tensor, state: Any, weights_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
+    def combine(self, rows_RD: Tensor, state: Any, *, tokens: int, dtype: torch.dtype) -> Tensor:
         """Combine, and note the output, so that its backward runs even if the layer does not use it."""
         exchange = self.exchanging()
-        out_TD = exchange.combine(rows_RD, state, weights_TK, dtype=dtype)
-        validate_combined(exchange, out_TD, shape=(len(weights_TK), self.down_proj.shape[1]), dtype=dtype)
+        out_TD = exchange.combine(rows_RD, state, tokens=tokens, dtype=dtype)
+        validate_combined(exchange, out_TD, shape=(tokens, self.down_proj.shape[1]), dtype=dtype)
         if self.members is not None:
             self.members.note(out_TD)
         return out_TD
@@ -151,15 +157,16 @@ class Experts(nn.Module):
         return self.run(grouped_linear, *arguments)
 
     def run(self, product: Product, *arguments: Tensor) -> Tensor:
-        """Run the experts with this grouped product, on rows and their counts by expert."""
+        """Run the experts with this grouped product, on rows, their counts by expert, and their weights, if any."""
         return self.run_sorted(product, *arguments)
 
-    def run_sorted(self, product: Product, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+    def run_sorted(self, product: Product, x_RD: Tensor, counts_E: Tensor, weights_R: Tensor | None = None) -> Tensor:
         self.exchanging()  # raises if these are not all experts
         if len(counts_E) != len(self.down_proj):
             raise PipelineError(f"{len(self.down_proj)} experts need as many counts of rows (got {len(counts_E)})")
         gate, up = product(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
-        return product(self.swiglu(self.act_fn, gate, up), self.down_proj, counts_E)
+        # What goes into the last product is weighed, which is as good: nobody then needs to save what comes out of it.
+        return product(self.swiglu(self.act_fn, gate, up, weights_R), self.down_proj, counts_E)
 
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape
@@ -177,9 +184,9 @@ class RoutedExperts(Experts):
         """Run the experts with this grouped product, on tokens, the indices of their experts, and their weights."""
         x_TD, indices_TK, weights_TK = arguments
         sized = self.sizes(self.count(indices_TK))
-        rows_RD, counts_e, state = self.dispatch(x_TD, weights_TK, sized)
-        rows_RD = self.run_sorted(product, rows_RD, counts_e)
-        return self.combine(rows_RD, state, weights_TK, dtype=x_TD.dtype)
+        rows_RD, weights_R, counts_e, state = self.dispatch(x_TD, weights_TK, sized)
+        rows_RD = self.run_sorted(product, rows_RD, counts_e, weights_R)
+        return self.combine(rows_RD, state, tokens=len(x_TD), dtype=x_TD.dtype)
 
 
 _LOCAL = Local()

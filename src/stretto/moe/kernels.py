@@ -42,7 +42,8 @@ def _triton_works(device: torch.device) -> bool:
     try:
         from stretto.moe.row_kernels import gather_sum
 
-        gather_sum(torch.ones(1, 1, device=device), None, torch.zeros(1, dtype=torch.int64, device=device), tokens=1)
+        rows, target_R = torch.ones(1, 1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        gather_sum(rows, target_R, tokens=1, dtype=rows.dtype)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # Triton may be missing, or its compiler, or anything else outside our control

@@ -66,80 +66,49 @@ def tokens_of(source_R: Tensor, *, tokens: int) -> Tensor:
     return source_R if chosen == 1 else source_R // max(1, chosen)
 
 
-def sum_by_token(rows_RD: Tensor, target_R: Tensor, *, tokens: int) -> Tensor:
-    """Return the sum of each token's rows, in float32 at least: what takes gradients back through `dispatch`."""
-    chosen = len(target_R) // max(1, tokens)
-    if chosen == 1:
-        return rows_RD.index_select(0, target_R)
-    if has_kernels(rows_RD) and not torch.is_grad_enabled():
-        from stretto.moe.row_kernels import gather_sum
-
-        return gather_sum(rows_RD, None, target_R, tokens=tokens)
-    return rows_RD.index_select(0, target_R).view(tokens, chosen, rows_RD.shape[1]).sum(1)
-
-
-def combine(rows_RD: Tensor, weights_TK: Tensor, order: Permutation, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return for each token the weighted sum of its experts' outputs. Sums are in float32 at least.
+def combine(rows_RD: Tensor, order: Permutation, *, tokens: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return for each token the sum of its experts' outputs, in float32 at least, and rounded once.
 
     The result is of this dtype, or that of the rows: under autocast, rows have fewer bits than the tokens that they
     are added to.
     """
-    arguments = rows_RD, weights_TK, order.source_R, order.target_R, dtype or rows_RD.dtype
+    arguments = rows_RD, order.source_R, order.target_R, tokens, dtype or rows_RD.dtype
     return _Combine.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
-# Autograd's own backward of an index adds rows one by one, in no fixed order on CUDA. These gather instead. With
-# create_graph, gradients are enabled in a backward, and autograd must know its operations, so no kernel of ours runs.
+# Each is the backward of the other. Autograd's own would add rows one by one, in no fixed order on CUDA.
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, target_R: Tensor) -> Tensor:
-        ctx.save_for_backward(target_R)
+        ctx.save_for_backward(source_R, target_R)
         ctx.tokens = len(x_TD)
         return x_TD.index_select(0, tokens_of(source_R, tokens=ctx.tokens))
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> Any:
-        (target_R,) = ctx.saved_tensors
-        return sum_by_token(grad_RD, target_R, tokens=ctx.tokens), None, None
+        return _Combine.apply(grad_RD, *ctx.saved_tensors, ctx.tokens, grad_RD.dtype), None, None  # type: ignore[no-untyped-call]
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, target_R: Tensor, dtype: torch.dtype
+        ctx: Any, rows_RD: Tensor, source_R: Tensor, target_R: Tensor, tokens: int, dtype: torch.dtype
     ) -> Tensor:
-        ctx.save_for_backward(rows_RD, weights_TK, source_R, target_R)
-        if has_kernels(rows_RD, weights_TK, dtype=dtype):
+        ctx.save_for_backward(source_R, target_R)
+        ctx.dtype = rows_RD.dtype
+        chosen = len(target_R) // max(1, tokens)
+        if chosen == 1:
+            return rows_RD.index_select(0, target_R).to(dtype)
+        if has_kernels(rows_RD, dtype=dtype):
             from stretto.moe.row_kernels import gather_sum
 
-            return gather_sum(rows_RD, weights_TK, target_R, tokens=len(weights_TK), dtype=dtype)
-        rows_TKD = _by_token(rows_RD, target_R, weights_TK)
-        return (rows_TKD * _exact(weights_TK)[..., None]).sum(1).to(dtype)
+            return gather_sum(rows_RD, target_R, tokens=tokens, dtype=dtype)
+        rows_TKD = rows_RD.index_select(0, target_R).view(tokens, chosen, rows_RD.shape[1])
+        return rows_TKD.sum(1, dtype=torch.promote_types(rows_RD.dtype, torch.float32)).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
-        rows_RD, weights_TK, source_R, target_R = ctx.saved_tensors
-        rows_need, weights_need = ctx.needs_input_grad[:2]
-        if has_kernels(grad_TD, rows_RD, weights_TK) and not torch.is_grad_enabled():
-            from stretto.moe.row_kernels import combine_backward
-
-            needs = rows_need, weights_need
-            return *combine_backward(grad_TD, rows_RD, weights_TK, source_R, needs=needs), None, None, None
-        rows_grad = weights_grad = None
-        if rows_need:
-            grad_TKD = (grad_TD[:, None] * _exact(weights_TK)[..., None]).to(rows_RD.dtype)
-            rows_grad = grad_TKD.flatten(0, 1).index_select(0, source_R)
-        if weights_need:
-            products_TKD = _by_token(rows_RD, target_R, weights_TK) * _exact(grad_TD)[:, None]
-            weights_grad = products_TKD.sum(-1).to(weights_TK.dtype)
-        return rows_grad, weights_grad, None, None, None
-
-
-def _by_token(rows_RD: Tensor, target_R: Tensor, weights_TK: Tensor) -> Tensor:
-    return rows_RD.index_select(0, target_R).view(*weights_TK.shape, rows_RD.shape[1])
-
-
-def _exact(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        rows_grad = _Dispatch.apply(grad_TD.to(ctx.dtype), *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return rows_grad, None, None, None, None

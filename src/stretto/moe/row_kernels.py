@@ -18,7 +18,7 @@ _ROWS = 1024  # whose new places a program writes at once
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather_sum(  # type: ignore[no-untyped-def]
-    rows, weights, target, out, features, K: tl.constexpr, LOADS: tl.constexpr, BLOCK: tl.constexpr
+    rows, target, out, features, K: tl.constexpr, LOADS: tl.constexpr, BLOCK: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -27,73 +27,61 @@ def _gather_sum(  # type: ignore[no-untyped-def]
     for first in range(0, K, LOADS):
         for k in tl.static_range(LOADS):
             there = first + k < K
-            place = token * K + first + k
-            row = tl.load(target + place, mask=there, other=0)
-            values = tl.load(rows + row * features + feature, mask=inside & there, other=0.0).to(tl.float32)
-            if weights is not None:
-                values *= tl.load(weights + place, mask=there, other=0.0).to(tl.float32)
-            total += values
+            row = tl.load(target + token * K + first + k, mask=there, other=0)
+            total += tl.load(rows + row * features + feature, mask=inside & there, other=0.0).to(tl.float32)
     tl.store(out + token * features + feature, total.to(out.dtype.element_ty), mask=inside)
 
 
-def gather_sum(
-    rows_RD: Tensor, weights_TK: Tensor | None, target_R: Tensor, *, tokens: int, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return for each token the sum of its rows, in float32 and in the order of its K experts, rounded once.
-
-    Rows are multiplied by the weights, if there are any. The result is of this dtype, or that of the rows.
-    """
-    rows_RD, weights_TK = rows_RD.contiguous(), None if weights_TK is None else weights_TK.contiguous()
+def gather_sum(rows_RD: Tensor, target_R: Tensor, *, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Return for each token the sum of its rows, in float32 and in the order of its K experts, rounded once."""
+    rows_RD = rows_RD.contiguous()
     chosen, features = len(target_R) // max(1, tokens), rows_RD.shape[1]
-    out_TD = rows_RD.new_empty(tokens, features, dtype=dtype or rows_RD.dtype)
+    out_TD = rows_RD.new_empty(tokens, features, dtype=dtype)
     block, loads = _block(features), max(1, min(chosen, _MOST_LOADS))
     with on_device_of(rows_RD):
         _gather_sum[tokens, triton.cdiv(features, block)](
-            rows_RD, weights_TK, target_R, out_TD, features, chosen, loads, block, **OPTIONS
+            rows_RD, target_R, out_TD, features, chosen, loads, block, **OPTIONS
         )
     return out_TD
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _combine_backward(  # type: ignore[no-untyped-def]
-    grad, rows, weights, source, rows_grad, weights_grad, features, K: tl.constexpr, BLOCK: tl.constexpr
+def _weigh_backward(  # type: ignore[no-untyped-def]
+    grad, rows, weights, rows_grad, weights_grad, features, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(source + row)
-    token = place // K
-    weight = tl.load(weights + place).to(tl.float32)
+    weight = tl.load(weights + row).to(tl.float32)
     product = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, features, BLOCK):
         feature = first + tl.arange(0, BLOCK)
         inside = feature < features
-        gradient = tl.load(grad + token * features + feature, mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.load(grad + row * features + feature, mask=inside, other=0.0).to(tl.float32)
         if weights_grad is not None:
             product += gradient * tl.load(rows + row * features + feature, mask=inside, other=0.0).to(tl.float32)
         if rows_grad is not None:
             weighted = (gradient * weight).to(rows_grad.dtype.element_ty)
             tl.store(rows_grad + row * features + feature, weighted, mask=inside)
     if weights_grad is not None:
-        tl.store(weights_grad + place, tl.sum(product).to(weights_grad.dtype.element_ty))
+        tl.store(weights_grad + row, tl.sum(product).to(weights_grad.dtype.element_ty))
 
 
-def combine_backward(
-    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor, *, needs: tuple[bool, bool]
+def weigh_backward(
+    grad_RD: Tensor, rows_RD: Tensor, weights_R: Tensor, *, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of rows and of weights that are needed, from the gradient of the weighted sums.
+    """Return the gradients of rows and of their weights that are needed, from the gradient of their products.
 
-    A row's gradient is that of its token times its weight; a weight's gradient is the product of both rows, summed in
-    float32. They have the dtypes of rows and weights.
+    A weight's gradient is the product of its row and the row's gradient, summed in float32. Gradients have the dtypes
+    of rows and weights.
     """
-    grad_TD, rows_RD, weights_TK = _aligned(grad_TD), _aligned(rows_RD), weights_TK.contiguous()
+    grad_RD, rows_RD, weights_R = _aligned(grad_RD), _aligned(rows_RD), weights_R.contiguous()
     rows_grad, weights_grad = (
-        torch.empty_like(of) if needed else None for of, needed in zip((rows_RD, weights_TK), needs, strict=True)
+        torch.empty_like(of) if needed else None for of, needed in zip((rows_RD, weights_R), needs, strict=True)
     )
-    features, chosen = rows_RD.shape[1], weights_TK.shape[1]
     if any(needs):
         with on_device_of(rows_RD):
-            _combine_backward[(len(source_R),)](
-                grad_TD, rows_RD, weights_TK, source_R, rows_grad, weights_grad, features, max(1, chosen),
-                _block(features), **OPTIONS,
+            _weigh_backward[(len(rows_RD),)](
+                grad_RD, rows_RD, weights_R, rows_grad, weights_grad, rows_RD.shape[1], _block(rows_RD.shape[1]),
+                **OPTIONS,
             )  # fmt: skip
     return rows_grad, weights_grad
 
