@@ -92,13 +92,13 @@ class AllToAll:
         x_TD, order = self._ranks.joining(x_TD), sized.order
         by_expert = _transposed(sized.arriving_ne, rows=sum(sized.arriving))
         route = Route(order, by_expert, sized.sent, sized.arriving)
-        weights_R1 = dispatch(weights_TK.reshape(-1, 1), order)
+        weights_R = weights_TK.flatten().index_select(0, order.source_R)
         if self._fp8:
-            rows_AD, weights_A1 = _DispatchFp8.apply(x_TD, weights_R1, self._ranks, route)  # type: ignore[no-untyped-call]
+            rows_AD, weights_A = _DispatchFp8.apply(x_TD, weights_R, self._ranks, route)  # type: ignore[no-untyped-call]
         else:
-            rows_AD, weights_A1 = _exchange(self._ranks, route.arriving, route.sent, dispatch(x_TD, order), weights_R1)
+            rows_AD, weights_A = _exchange(self._ranks, route.arriving, route.sent, dispatch(x_TD, order), weights_R)
             rows_AD = dispatch(rows_AD, by_expert)
-        return Dispatched(rows_AD, dispatch(weights_A1, by_expert)[:, 0], by_expert.counts_E, route)
+        return Dispatched(rows_AD, weights_A.index_select(0, by_expert.source_R), by_expert.counts_E, route)
 
     def combine(self, rows_RD: Tensor, state: Route, *, tokens: int, dtype: torch.dtype) -> Tensor:
         rows_AD = dispatch(self._ranks.joining(rows_RD), state.by_expert.inverse())
@@ -166,29 +166,29 @@ class _Exchange(torch.autograd.Function):
 class _DispatchFp8(torch.autograd.Function):
     """Takes tokens to their experts as bytes, which are made once for each token; gradients come back as they are.
 
-    The weights, a row for each, arrive in order of ranks.
+    The weights arrive in order of ranks.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weights_R1: Tensor, ranks: ExpertRanks, route: Route) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x_TD: Tensor, weights_R: Tensor, ranks: ExpertRanks, route: Route) -> tuple[Tensor, Tensor]:
         ctx.tokens, features = x_TD.shape
         ctx.save_for_backward(*route.order, *route.by_expert)
         ctx.back = ranks, route.sent, route.arriving
         token_R = tokens_of(route.order.source_R, tokens=ctx.tokens)
         packed = _moved(pack(x_TD).index_select(0, token_R), ranks, route.arriving, route.sent)
         rows_AD = unpack(packed, route.by_expert.source_R, features=features, dtype=x_TD.dtype)
-        return rows_AD, _moved(weights_R1, ranks, route.arriving, route.sent)
+        return rows_AD, _moved(weights_R, ranks, route.arriving, route.sent)
 
     @staticmethod
-    def backward(ctx: Any, grad_AD: Tensor, grad_A1: Tensor) -> Any:
+    def backward(ctx: Any, grad_AD: Tensor, grad_A: Tensor) -> Any:
         order, by_expert = Permutation(*ctx.saved_tensors[:3]), Permutation(*ctx.saved_tensors[3:])
         ranks, taken, sent = ctx.back
         rows_AD = dispatch(ranks.joining(grad_AD), by_expert.inverse())
-        rows_RD, weights_R1 = _exchange(ranks, taken, sent, rows_AD, grad_A1)
-        return combine(rows_RD, order, tokens=ctx.tokens), weights_R1, None, None
+        rows_RD, weights_R = _exchange(ranks, taken, sent, rows_AD, grad_A)
+        return combine(rows_RD, order, tokens=ctx.tokens), weights_R, None, None
 
 
 def _moved(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:
-    arrived = rows.new_empty(sum(taken), rows.shape[1])
+    arrived = rows.new_empty(sum(taken), *rows.shape[1:])
     ranks.all_to_all(arrived, rows.contiguous(), taken, sent)
     return arrived

@@ -138,8 +138,8 @@ class Local:
         return counted.state
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Permutation) -> Dispatched:
-        weights_R1 = dispatch(weights_TK.reshape(-1, 1), sized)
-        return Dispatched(dispatch(x_TD, sized), weights_R1[:, 0], sized.counts_E, sized)
+        weights_R = weights_TK.flatten().index_select(0, sized.source_R)
+        return Dispatched(dispatch(x_TD, sized), weights_R, sized.counts_E, sized)
 
     def combine(self, rows_RD: Tensor, state: Permutation, *, tokens: int, dtype: torch.dtype) -> Tensor:
         return combine(rows_RD, state, tokens=tokens, dtype=dtype)
