@@ -59,10 +59,9 @@ class TokenExchange:
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: tuple[Layout, int]) -> Dispatched:
         layout, each = sized
-        # tokens and weights in one message, so that the backward has one message too
-        both_SD = torch.cat([x_TD, weights_TK.to(x_TD.dtype)], 1)[layout.source_S]
-        both_AD = self._exchange(both_SD, layout.sizes["taken"], layout.sizes["sent"])
-        x_AD, weights_AK = both_AD.split([x_TD.shape[1], weights_TK.shape[1]], dim=1)
+        x_AD, weights_AK = self._exchange(
+            layout.sizes["taken"], layout.sizes["sent"], x_TD[layout.source_S], weights_TK[layout.source_S]
+        )
         indices_AK = layout.indices_SK.new_empty(len(x_AD), weights_TK.shape[1])
         self._ranks.all_to_all(indices_AK, layout.indices_SK, layout.sizes["taken"], layout.sizes["sent"])
         flat = torch.where(indices_AK < 0, each, indices_AK).flatten()
@@ -74,28 +73,36 @@ class TokenExchange:
     def combine(self, rows_RD: Tensor, state: Handle, *, tokens: int, dtype: torch.dtype) -> Tensor:
         layout, place_R = state
         sizes = layout.sizes
-        sums_AD = rows_RD.new_zeros(sum(sizes["taken"]), rows_RD.shape[1])
-        sums_AD = sums_AD.index_add(0, place_R, rows_RD)
-        sums_SD = self._exchange(sums_AD, sizes["sent"], sizes["taken"])
-        out_TD = sums_SD.new_zeros(tokens, rows_RD.shape[1]).index_add(0, layout.source_S, sums_SD)
-        return out_TD.to(dtype)
+        sums_AD = _summed(rows_RD, place_R, sum(sizes["taken"]))
+        (sums_SD,) = self._exchange(sizes["sent"], sizes["taken"], sums_AD)
+        return _summed(sums_SD, layout.source_S, tokens).to(dtype)
 
-    def _exchange(self, rows: Tensor, taken: list[int], sent: list[int]) -> Tensor:
-        return _exchange(rows, self._ranks, taken, sent)
+    def _exchange(self, taken: list[int], sent: list[int], *rows: Tensor) -> tuple[Tensor, ...]:
+        return _exchange(self._ranks, taken, sent, *rows)
 
 
-def _exchange(rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:
-    return _Exchange.apply(ranks.joining(rows), ranks, taken, sent)  # type: ignore[no-any-return, no-untyped-call]
+def _summed(rows_RD: Tensor, place_R: Tensor, places: int) -> Tensor:
+    """Add up the rows of each place. Unlike `index_add`, `scatter_add` does not save them for the backward."""
+    sums = rows_RD.new_zeros(places, rows_RD.shape[1])
+    return sums.scatter_add(0, place_R[:, None].expand_as(rows_RD), rows_RD)
+
+
+def _exchange(ranks: ExpertRanks, taken: list[int], sent: list[int], *rows: Tensor) -> tuple[Tensor, ...]:
+    first, *others = rows
+    return _Exchange.apply(ranks, taken, sent, ranks.joining(first), *others)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):
+    """Sends rows of tensors. It is one function, so that all gradients go back on every rank, in the same order."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: ExpertRanks, taken: list[int], sent: list[int]) -> Tensor:
+    def forward(ctx: Any, ranks: ExpertRanks, taken: list[int], sent: list[int], *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.back = ranks, sent, taken
-        arrived = rows.new_empty(sum(taken), rows.shape[1])
-        ranks.all_to_all(arrived, rows.contiguous(), taken, sent)
+        arrived = tuple(each.new_empty(sum(taken), *each.shape[1:]) for each in rows)
+        for here, there in zip(arrived, rows, strict=True):
+            ranks.all_to_all(here, there.contiguous(), taken, sent)
         return arrived
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _exchange(grad, *ctx.back), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, None, *_exchange(*ctx.back, *grads)

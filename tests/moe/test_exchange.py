@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from devices import device_ranks
@@ -33,7 +33,7 @@ from ranks import Ranks
 from stretto.ir.errors import PipelineError
 from stretto.layers import EXPERT_PARALLEL_MOE, MOE
 from stretto.model.blocks import MoeBlock
-from stretto.moe import AllToAll, ExpertRanks, Experts, RoutedExperts
+from stretto.moe import AllToAll, ExpertRanks, Experts, Routed, RoutedExperts, expert_phases
 from stretto.moe.all_to_all import Counting
 from stretto.moe.exchange import Local, validate_exchange
 
@@ -332,21 +332,61 @@ class _Careless(Local):
         ("count", tuple, "count must return a stretto.moe.Counted (got a tuple)"),
         (
             "count",
+            lambda counted: counted._replace(counts_E=counted.counts_E.float()),
+            "count must return a count of rows for each of all 4 experts (got (4,) in torch.float32)",
+        ),
+        (
+            "count",
             lambda counted: counted._replace(counts_E=counted.counts_E[:3]),
-            "count must return a count of rows for each of all 4 experts (got shape (3,))",
+            "count must return a count of rows for each of all 4 experts (got (3,) in torch.int64)",
         ),
         ("dispatch", tuple, "dispatch must return a stretto.moe.Dispatched (got a tuple)"),
         (
             "dispatch",
             lambda rows: rows._replace(counts_e=rows.counts_e[:3]),
-            "dispatch must return a count of rows for each of this rank's 4 experts (got shape (3,))",
+            "dispatch must return a count of rows for each of this rank's 4 experts (got (3,) in torch.int64)",
+        ),
+        (
+            "dispatch",
+            lambda rows: rows._replace(counts_e=[1, 1, 1, 0]),
+            "dispatch must return a count of rows for each of this rank's 4 experts (got a list)",
+        ),
+        (
+            "dispatch",
+            lambda rows: rows._replace(rows_RD=rows.rows_RD[:, 1:]),
+            "dispatch must return rows of 2 features in torch.float32 (got (3, 1) in torch.float32)",
+        ),
+        (
+            "dispatch",
+            lambda rows: rows._replace(rows_RD=rows.rows_RD.detach()),
+            "the rows that _Careless.dispatch returns must require gradients",
         ),
         (
             "dispatch",
             lambda rows: rows._replace(weights_R=rows.weights_R[:, None]),
-            "dispatch must return a weight for each of 3 rows (got shape (3, 1))",
+            "dispatch must return a weight in torch.float32 for each of 3 rows (got (3, 1) in torch.float32)",
         ),
-        ("combine", lambda _: None, "combine must return a tensor (got a NoneType)"),
+        (
+            "dispatch",
+            lambda rows: rows._replace(weights_R=None),
+            "dispatch must return a weight in torch.float32 for each of 3 rows (got a NoneType)",
+        ),
+        (
+            "dispatch",
+            lambda rows: rows._replace(weights_R=rows.weights_R.long()),
+            "dispatch must return a weight in torch.float32 for each of 3 rows (got (3,) in torch.int64)",
+        ),
+        (
+            "dispatch",
+            lambda rows: rows._replace(weights_R=rows.weights_R.detach()),
+            "the weights that _Careless.dispatch returns must require gradients",
+        ),
+        ("combine", torch.detach, "what _Careless.combine returns must require gradients"),
+        (
+            "combine",
+            lambda _: None,
+            "combine must return tokens × features (3, 2) in torch.float32 (got a NoneType)",
+        ),
         (
             "combine",
             lambda out: out.double(),
@@ -361,12 +401,53 @@ class _Careless(Local):
 )
 def test_what_an_exchange_returns_is_checked(method: str, wrong: Callable[[Any], Any], says: str) -> None:
     experts = RoutedExperts(4, 2, 3)
-    inputs = torch.ones(3, 2), torch.tensor([[0], [1], [3]]), torch.ones(3, 1)
+    x, weights = torch.ones(3, 2, requires_grad=True), torch.ones(3, 1, requires_grad=True)
+    inputs = x, torch.tensor([[0], [1], [3]]), weights
     experts.exchange = _Careless(method, lambda right: right)
     experts(*inputs)
     experts.exchange = _Careless(method, wrong)
-    with pytest.raises(PipelineError, match=re.escape(f"_Careless.{says}")):
+    with pytest.raises(PipelineError, match=re.escape(says if "_Careless" in says else f"_Careless.{says}")):
         experts(*inputs)
+    if "gradients" in says:
+        with torch.no_grad():
+            experts(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "says"),
+    [
+        (
+            0,
+            torch.ones(1, 3, 2),
+            "tokens go to experts as a tensor, tokens × features (got (1, 3, 2) in torch.float32)",
+        ),
+        (
+            0,
+            torch.ones(2, 2),
+            "the experts of 2 tokens are a tensor of whole numbers, tokens × experts of each (got (3",
+        ),
+        (1, torch.zeros(3, 1), "the experts of 3 tokens are a tensor of whole numbers"),
+        (1, torch.zeros(3, dtype=torch.int64), "the experts of 3 tokens are a tensor of whole numbers"),
+        (2, torch.ones(3, 2), "a number for each of their indices, (3, 1) (got (3, 2) in torch.float32)"),
+        (2, torch.ones(3, 1, dtype=torch.int64), "the weights of experts are a floating-point tensor"),
+        (2, None, "the weights of experts are a floating-point tensor with a number for each of their indices"),
+    ],
+)
+def test_routing_that_cannot_be_is_refused(place: int, wrong: Tensor | None, says: str) -> None:
+    inputs: list[Tensor | None] = [torch.ones(3, 2), torch.tensor([[0], [1], [3]]), torch.ones(3, 1)]
+    inputs[place] = wrong
+    experts = Experts(4, 2, 3)
+    x, indices, weights = inputs
+    block = expert_phases(experts, route=lambda _: Routed(x, indices, weights, None), finish=lambda _, out: out)  # type: ignore[arg-type]
+    for run in (lambda: RoutedExperts(4, 2, 3)(*inputs), lambda: block[1][1](block[0][1](None))):
+        with pytest.raises(PipelineError, match=re.escape(says)):
+            run()
+
+
+def test_a_route_that_returns_something_else_is_refused() -> None:
+    block = expert_phases(Experts(4, 2, 3), route=lambda x: (x, x, x), finish=torch.add)  # type: ignore[arg-type, return-value]
+    with pytest.raises(PipelineError, match=r"route must return a stretto.moe.Routed \(got a tuple\)"):
+        block[1][1](block[0][1](torch.ones(1, 2)))
 
 
 def test_a_block_of_divided_experts_has_the_phases_of_the_exchange() -> None:

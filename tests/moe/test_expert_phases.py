@@ -1,6 +1,7 @@
 """The phases of layers with experts compute what each token's experts would, one by one."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from loop_jobs import trained
 from ranks import Ranks
 from stretto.layers import EXPERT_PARALLEL_MOE, MOE, Phase
-from stretto.moe import Experts, Routed, expert_phases
+from stretto.moe import Experts, Routed, RoutedExperts, expert_phases
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,66 @@ def test_outputs_and_gradients_are_those_of_each_expert_by_itself(
     one, other = (torch.autograd.grad(out.square().sum(), leaves) for out in (fast, slow))
     for gradient, expected in zip(one, other, strict=True):
         torch.testing.assert_close(gradient, expected)
+
+
+class Biased(Experts):
+    """Adds to each expert's outputs, after the last product."""
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return super().forward(*arguments) + 1
+
+
+class Clamped(Experts):
+    """Changes each expert's outputs, and would pass on weights without a thought."""
+
+    def run_sorted(self, *arguments: Any, **named: Any) -> Tensor:
+        return Experts.run_sorted(self, *arguments, **named).clamp(max=0)
+
+
+class ClampedAtOnce(RoutedExperts):
+    run_sorted = Clamped.run_sorted
+
+
+def test_what_is_added_to_outputs_of_experts_is_weighed_too() -> None:
+    torch.manual_seed(0)
+    x_TD, indices_TK, weights_TK = (
+        torch.randn(5, 4).double(),
+        torch.rand(5, 3).topk(2).indices,
+        torch.rand(5, 2).double(),
+    )
+    every_E = torch.eye(3, dtype=torch.int64)
+
+    def one_by_one(experts: Experts, change: Callable[[Tensor], Tensor]) -> Tensor:
+        plain = Experts.of(experts.gate_up_proj, experts.down_proj, activation=F.silu)
+        terms = [
+            weights_TK[token, k] * change(plain(x_TD[token, None], every_E[indices_TK[token, k]]))[0]
+            for token in range(5)
+            for k in range(2)
+        ]
+        return torch.stack(terms).view(5, 2, 4).sum(1)
+
+    def in_phases(experts: Experts) -> Tensor:
+        value: Any = x_TD
+        route = lambda x: Routed(x, indices_TK, weights_TK, None)  # noqa: E731
+        for _, run in expert_phases(experts, route=route, finish=lambda _, out: out):
+            value = run(value)
+        return value
+
+    hooked, clamped = Experts(3, 4, 2).double(), partial(torch.clamp, max=0)
+    hooked.register_forward_hook(lambda _, __, out: out + 1)
+    expected = [
+        (in_phases(experts), one_by_one(experts, change))
+        for experts, change in (
+            (Experts(3, 4, 2).double(), lambda out: out),
+            (Biased(3, 4, 2).double(), lambda out: out + 1),
+            (Clamped(3, 4, 2).double(), clamped),
+            (hooked, lambda out: out + 1),
+        )
+    ]
+    whole = ClampedAtOnce(3, 4, 2).double()
+    expected.append((whole(x_TD, indices_TK, weights_TK), one_by_one(whole, clamped)))
+    for out, other in expected:
+        torch.testing.assert_close(out, other, rtol=1e-12, atol=1e-15)
 
 
 def test_rows_of_each_expert_are_counted() -> None:

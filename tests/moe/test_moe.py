@@ -145,6 +145,18 @@ def test_rows_with_weights_are_outputs_times_weights(case: Case, seed: int) -> N
     assert torch.allclose(out, experts(x, order.counts_E) * weights[:, None], rtol=1e-12, atol=1e-15)
 
 
+def test_weights_of_rows_have_32_bits() -> None:
+    """Those of 16 bits would be rounded by policies that store the inputs of sites in float8."""
+    experts, indices = RoutedExperts(2, WIDTH, 4), torch.tensor([[0], [1], [1]])
+    x, weights = torch.randn(3, WIDTH).bfloat16(), torch.rand(3, 1).bfloat16().requires_grad_()
+    weights_R = experts.dispatch(x, weights, experts.sizes(experts.count(indices))).weights_R
+    assert weights_R.dtype == torch.float32
+    assert torch.equal(weights_R.bfloat16(), weights[:, 0])
+    weights_R.sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.dtype == torch.bfloat16
+
+
 def test_nothing_saves_what_experts_return() -> None:
     """Rows at experts are as many as tokens times experts: what is saved of them counts."""
     experts, tokens, top_k = RoutedExperts(4, 64, 8), 10, 3

@@ -231,13 +231,13 @@ def _on_streams(experts: Experts, exchange: AllToAll, comm: Any, leaves: tuple[T
     with torch.cuda.stream(comm):
         counted = exchange.count(indices, experts.total)
         sized = exchange.sizes(counted)
-        rows, counts, state = exchange.dispatch(x, weights, sized)
+        rows, weights, counts, state = exchange.dispatch(x, weights, sized)
     compute.wait_stream(comm)
     experts.exchange = exchange
-    rows = experts.run_sorted(grouped_linear, rows, counts)
+    rows = experts.run_sorted(grouped_linear, rows, counts, weights)
     comm.wait_stream(compute)
     with torch.cuda.stream(comm):
-        out = exchange.combine(rows, state, weights, dtype=x.dtype)
+        out = exchange.combine(rows, state, tokens=len(x), dtype=x.dtype)
     compute.wait_stream(comm)
     return out
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from stretto.model.cut_layers import record_logits
 from stretto.moe.experts import RoutedExperts
-from stretto.pipeline.phases import has_hooks
+from stretto.moe.hooks import has_hooks
 
 _PLAIN = {
     "has_gate": True,

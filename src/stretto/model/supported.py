@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stretto.model.cut_layers import CHECKPOINTING
-from stretto.pipeline.phases import has_hooks
+from stretto.moe.hooks import has_hooks
 
 KindOf = Callable[[Any, int], str]
 """Returns the kind of attention of a layer, by the model's config and the layer's number."""

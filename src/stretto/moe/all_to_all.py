@@ -92,13 +92,13 @@ class AllToAll:
         x_TD, order = self._ranks.joining(x_TD), sized.order
         by_expert = _transposed(sized.arriving_ne, rows=sum(sized.arriving))
         route = Route(order, by_expert, sized.sent, sized.arriving)
-        weights_R = weights_TK.flatten().index_select(0, order.source_R)
         if self._fp8:
-            rows_AD, weights_A = _DispatchFp8.apply(x_TD, weights_R, self._ranks, route)  # type: ignore[no-untyped-call]
+            rows_AD, weights_A = _DispatchFp8.apply(x_TD, order.sort(weights_TK), self._ranks, route)  # type: ignore[no-untyped-call]
         else:
-            rows_AD, weights_A = _exchange(self._ranks, route.arriving, route.sent, dispatch(x_TD, order), weights_R)
-            rows_AD = dispatch(rows_AD, by_expert)
-        return Dispatched(rows_AD, weights_A.index_select(0, by_expert.source_R), by_expert.counts_E, route)
+            rows = dispatch(x_TD, order), order.sort(weights_TK)
+            rows_AD, weights_A = _exchange(self._ranks, route.arriving, route.sent, *rows)
+            rows_AD, weights_A = dispatch(rows_AD, by_expert), by_expert.sort(weights_A)
+        return Dispatched(rows_AD, weights_A, by_expert.counts_E, route)
 
     def combine(self, rows_RD: Tensor, state: Route, *, tokens: int, dtype: torch.dtype) -> Tensor:
         rows_AD = dispatch(self._ranks.joining(rows_RD), state.by_expert.inverse())
@@ -164,10 +164,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _DispatchFp8(torch.autograd.Function):
-    """Takes tokens to their experts as bytes, which are made once for each token; gradients come back as they are.
-
-    The weights arrive in order of ranks.
-    """
+    """Takes tokens to their experts as bytes, which are made once for each token; gradients come back as they are."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_R: Tensor, ranks: ExpertRanks, route: Route) -> tuple[Tensor, Tensor]:
@@ -177,14 +174,15 @@ class _DispatchFp8(torch.autograd.Function):
         token_R = tokens_of(route.order.source_R, tokens=ctx.tokens)
         packed = _moved(pack(x_TD).index_select(0, token_R), ranks, route.arriving, route.sent)
         rows_AD = unpack(packed, route.by_expert.source_R, features=features, dtype=x_TD.dtype)
-        return rows_AD, _moved(weights_R, ranks, route.arriving, route.sent)
+        return rows_AD, route.by_expert.sort(_moved(weights_R, ranks, route.arriving, route.sent))
 
     @staticmethod
     def backward(ctx: Any, grad_AD: Tensor, grad_A: Tensor) -> Any:
         order, by_expert = Permutation(*ctx.saved_tensors[:3]), Permutation(*ctx.saved_tensors[3:])
         ranks, taken, sent = ctx.back
-        rows_AD = dispatch(ranks.joining(grad_AD), by_expert.inverse())
-        rows_RD, weights_R = _exchange(ranks, taken, sent, rows_AD, grad_A)
+        back = by_expert.inverse()
+        rows = dispatch(ranks.joining(grad_AD), back), back.sort(grad_A)
+        rows_RD, weights_R = _exchange(ranks, taken, sent, *rows)
         return combine(rows_RD, order, tokens=ctx.tokens), weights_R, None, None
 
 

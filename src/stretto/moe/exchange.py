@@ -29,7 +29,7 @@ class Dispatched(NamedTuple):
     """Rows that have arrived at this rank's experts.
 
     - `rows_RD`: rows × D features, in order of this rank's experts. A token has a row for each expert that it goes to.
-    - `weights_R`: how much each of these rows counts. Where weights get gradients, they come back through it.
+    - `weights_R`: how much each of these rows counts, in the weights' dtype. Their gradients come back through it.
     - `counts_e`: how many of these rows each of this rank's e experts has, a tensor of whole numbers on their device.
     - `state`: what `Exchange.combine` needs, a pytree of tensors, which may carry gradients, and plain values.
     """
@@ -85,40 +85,98 @@ def validate_exchange(exchange: object) -> None:
         )
 
 
+def validate_routing(x_TD: object, indices_TK: object, weights_TK: object) -> None:
+    """Raise PipelineError unless there are tokens, and for each of them as many experts as weights."""
+    if not isinstance(x_TD, Tensor) or x_TD.dim() != 2:
+        raise PipelineError(f"tokens go to experts as a tensor, tokens × features (got {_described(x_TD)})")
+    if not _is(indices_TK, shape=(len(x_TD), None), numbers="whole"):
+        raise PipelineError(
+            f"the experts of {len(x_TD)} tokens are a tensor of whole numbers, tokens × experts of each "
+            f"(got {_described(indices_TK)})"
+        )
+    assert isinstance(indices_TK, Tensor)
+    if not _is(weights_TK, shape=tuple(indices_TK.shape), numbers="floating-point"):
+        raise PipelineError(
+            f"the weights of experts are a floating-point tensor with a number for each of their indices, "
+            f"{tuple(indices_TK.shape)} (got {_described(weights_TK)})"
+        )
+
+
 # What an exchange returns is checked by what the host knows, so without a wait.
 
 
 def validate_counted(exchange: Exchange, counted: object, *, experts: int) -> None:
     name = f"{type(exchange).__name__}.count"
     if not isinstance(counted, Counted):
-        raise PipelineError(f"{name} must return a stretto.moe.Counted (got a {type(counted).__name__})")
-    if tuple(counted.counts_E.shape) != (experts,):
-        shape = tuple(counted.counts_E.shape)
-        raise PipelineError(f"{name} must return a count of rows for each of all {experts} experts (got shape {shape})")
+        raise PipelineError(f"{name} must return a stretto.moe.Counted (got {_described(counted)})")
+    if not _is(counted.counts_E, shape=(experts,), numbers="whole"):
+        raise PipelineError(
+            f"{name} must return a count of rows for each of all {experts} experts (got {_described(counted.counts_E)})"
+        )
 
 
-def validate_dispatched(exchange: Exchange, rows: object, *, experts: int) -> None:
+def validate_dispatched(
+    exchange: Exchange, dispatched: object, x_TD: Tensor, weights_TK: Tensor, *, experts: int
+) -> None:
     name = f"{type(exchange).__name__}.dispatch"
-    if not isinstance(rows, Dispatched):
-        raise PipelineError(f"{name} must return a stretto.moe.Dispatched (got a {type(rows).__name__})")
-    if tuple(rows.counts_e.shape) != (experts,):
-        shape = tuple(rows.counts_e.shape)
+    if not isinstance(dispatched, Dispatched):
+        raise PipelineError(f"{name} must return a stretto.moe.Dispatched (got {_described(dispatched)})")
+    rows_RD, weights_R, counts_e, _ = dispatched
+    if not _is(rows_RD, shape=(None, x_TD.shape[1]), dtype=x_TD.dtype):
         raise PipelineError(
-            f"{name} must return a count of rows for each of this rank's {experts} experts (got shape {shape})"
+            f"{name} must return rows of {x_TD.shape[1]} features in {x_TD.dtype} (got {_described(rows_RD)})"
         )
-    if tuple(rows.weights_R.shape) != (len(rows.rows_RD),):
-        shape = tuple(rows.weights_R.shape)
-        raise PipelineError(f"{name} must return a weight for each of {len(rows.rows_RD)} rows (got shape {shape})")
+    if not _is(weights_R, shape=(len(rows_RD),), dtype=weights_TK.dtype):
+        raise PipelineError(
+            f"{name} must return a weight in {weights_TK.dtype} for each of {len(rows_RD)} rows "
+            f"(got {_described(weights_R)})"
+        )
+    if not _is(counts_e, shape=(experts,), numbers="whole"):
+        raise PipelineError(
+            f"{name} must return a count of rows for each of this rank's {experts} experts (got {_described(counts_e)})"
+        )
+    for what, given, returned in (("rows", x_TD, rows_RD), ("weights", weights_TK, weights_R)):
+        _validate_gradient(f"the {what} that {name} returns", given, returned)
 
 
-def validate_combined(exchange: Exchange, out: object, *, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def validate_combined(
+    exchange: Exchange, out_TD: object, rows_RD: Tensor, *, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     name = f"{type(exchange).__name__}.combine"
-    if not isinstance(out, Tensor):
-        raise PipelineError(f"{name} must return a tensor (got a {type(out).__name__})")
-    if (tuple(out.shape), out.dtype) != (shape, dtype):
-        raise PipelineError(
-            f"{name} must return tokens × features {shape} in {dtype} (got {tuple(out.shape)} in {out.dtype})"
-        )
+    if not _is(out_TD, shape=shape, dtype=dtype):
+        raise PipelineError(f"{name} must return tokens × features {shape} in {dtype} (got {_described(out_TD)})")
+    assert isinstance(out_TD, Tensor)
+    _validate_gradient(f"what {name} returns", rows_RD, out_TD)
+
+
+def _is(
+    value: object, *, shape: tuple[int | None, ...], dtype: torch.dtype | None = None, numbers: str | None = None
+) -> bool:
+    """Return whether a value is a tensor of this shape (None is any size), and of this dtype or kind of numbers."""
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == len(shape)
+        and all(size in (None, there) for size, there in zip(shape, value.shape, strict=True))
+        and dtype in (None, value.dtype)
+        and numbers in (None, _numbers(value))
+    )
+
+
+def _numbers(tensor: Tensor) -> str:
+    if tensor.is_floating_point():
+        return "floating-point"
+    return "other" if tensor.is_complex() or tensor.dtype == torch.bool else "whole"
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} in {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+def _validate_gradient(what: str, given: Tensor, returned: Tensor) -> None:
+    if torch.is_grad_enabled() and given.requires_grad and not returned.requires_grad:
+        raise PipelineError(f"{what} must require gradients, as what it gets does: something in it detaches them")
 
 
 class Local:
@@ -138,8 +196,7 @@ class Local:
         return counted.state
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Permutation) -> Dispatched:
-        weights_R = weights_TK.flatten().index_select(0, sized.source_R)
-        return Dispatched(dispatch(x_TD, sized), weights_R, sized.counts_E, sized)
+        return Dispatched(dispatch(x_TD, sized), sized.sort(weights_TK), sized.counts_E, sized)
 
     def combine(self, rows_RD: Tensor, state: Permutation, *, tokens: int, dtype: torch.dtype) -> Tensor:
         return combine(rows_RD, state, tokens=tokens, dtype=dtype)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.ir.errors import PipelineError
 from stretto.layers import EXPERT_PARALLEL_MOE, MOE, Phase
-from stretto.moe.exchange import Dispatched
+from stretto.moe.exchange import Dispatched, validate_routing
 from stretto.moe.experts import Experts
 
 
@@ -97,6 +98,9 @@ class _ExpertLayer:
     # The next two pass on the very tensors that they get, since they have no backward.
 
     def tell(self, routed: Routed) -> _Sending:
+        if not isinstance(routed, Routed):
+            raise PipelineError(f"route must return a stretto.moe.Routed (got a {type(routed).__name__})")
+        validate_routing(routed.x_TD, routed.indices_TK, routed.weights_TK)
         counted = self.experts.count(routed.indices_TK)
         if self.count is not None:
             self.count(counted.counts_E)
@@ -119,7 +123,7 @@ class _ExpertLayer:
         if self.meanwhile is not None:
             assert x_TD is not None
             rest = self.meanwhile(rest, x_TD)
-        return _Returning(rest, self.experts(rows_RD, counts_e, weights_R), state, tokens, dtype)
+        return _Returning(rest, self.experts.weighed(rows_RD, counts_e, weights_R), state, tokens, dtype)
 
     def combine(self, returning: _Returning) -> Any:
         rest, rows_RD, state, tokens, dtype = returning

@@ -1,7 +1,7 @@
 """Experts whose weights are stacked, so that one grouped product runs them all."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,12 @@ from stretto.moe.exchange import (
     validate_combined,
     validate_counted,
     validate_dispatched,
+    validate_routing,
 )
 from stretto.moe.expert_ranks import ExpertRanks
 from stretto.moe.grouped_linear import grouped_linear
-from stretto.moe.weighting import weigh
+from stretto.moe.hooks import has_hooks
+from stretto.moe.weighting import exact, weigh
 
 Product = Callable[[Tensor, nn.Parameter, Tensor], Tensor]
 """Multiplies each group of rows by its own matrix: `grouped_linear`, or a product that defers weight gradients."""
@@ -41,7 +43,8 @@ class SwiGlu(nn.Module):
 class Experts(nn.Module):
     """Gated MLPs, one for each group of rows. Rows must be sorted by expert.
 
-    With a weight for each row, outputs are multiplied by it.
+    With a weight for each row, in float32 at least, outputs are multiplied by it: the inputs of the last product are,
+    which gives the same but for rounding.
 
     The weights have the names and shapes of Hugging Face `transformers`: `gate_up_proj` is E × 2I × D, `down_proj` is
     E × D × I.
@@ -141,17 +144,29 @@ class Experts(nn.Module):
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Any) -> Dispatched:
         exchange = self.exchanging()
         rows = exchange.dispatch(x_TD, weights_TK, sized)
-        validate_dispatched(exchange, rows, experts=len(self.down_proj))
-        return rows
+        validate_dispatched(exchange, rows, x_TD, weights_TK, experts=len(self.down_proj))
+        # Memory policies store tensors of 16 bits in float8, and should not find weights among them.
+        return rows._replace(weights_R=exact(rows.weights_R))
 
     def combine(self, rows_RD: Tensor, state: Any, *, tokens: int, dtype: torch.dtype) -> Tensor:
         """Combine, and note the output, so that its backward runs even if the layer does not use it."""
         exchange = self.exchanging()
         out_TD = exchange.combine(rows_RD, state, tokens=tokens, dtype=dtype)
-        validate_combined(exchange, out_TD, shape=(tokens, self.down_proj.shape[1]), dtype=dtype)
+        validate_combined(exchange, out_TD, rows_RD, shape=(tokens, self.down_proj.shape[1]), dtype=dtype)
         if self.members is not None:
             self.members.note(out_TD)
         return out_TD
+
+    def weighed(self, x_RD: Tensor, counts_E: Tensor, weights_R: Tensor) -> Tensor:
+        """Run the experts as a module, and multiply their outputs by the weights of rows.
+
+        If the module is more than a product of what is weighed, its outputs are weighed themselves, and saved for that.
+        """
+        cls = type(self)
+        changed = (cls.forward, cls.run, cls.run_sorted) != (Experts.forward, Experts.run, Experts.run_sorted)
+        if changed or has_hooks(self):
+            return weigh(self(x_RD, counts_E), weights_R)
+        return cast("Tensor", self(x_RD, counts_E, weights_R))
 
     def forward(self, *arguments: Any) -> Tensor:
         return self.run(grouped_linear, *arguments)
@@ -165,7 +180,7 @@ class Experts(nn.Module):
         if len(counts_E) != len(self.down_proj):
             raise PipelineError(f"{len(self.down_proj)} experts need as many counts of rows (got {len(counts_E)})")
         gate, up = product(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
-        # What goes into the last product is weighed, which is as good: nobody then needs to save what comes out of it.
+        # What goes into the last product is weighed, so nobody needs to save what comes out of it.
         return product(self.swiglu(self.act_fn, gate, up, weights_R), self.down_proj, counts_E)
 
     def extra_repr(self) -> str:
@@ -183,9 +198,13 @@ class RoutedExperts(Experts):
     def run(self, product: Product, *arguments: Tensor) -> Tensor:
         """Run the experts with this grouped product, on tokens, the indices of their experts, and their weights."""
         x_TD, indices_TK, weights_TK = arguments
+        validate_routing(x_TD, indices_TK, weights_TK)
         sized = self.sizes(self.count(indices_TK))
         rows_RD, weights_R, counts_e, state = self.dispatch(x_TD, weights_TK, sized)
-        rows_RD = self.run_sorted(product, rows_RD, counts_e, weights_R)
+        if type(self).run_sorted is Experts.run_sorted:
+            rows_RD = self.run_sorted(product, rows_RD, counts_e, weights_R)
+        else:  # as in `weighed`
+            rows_RD = weigh(self.run_sorted(product, rows_RD, counts_e), weights_R)
         return self.combine(rows_RD, state, tokens=len(x_TD), dtype=x_TD.dtype)
 
 

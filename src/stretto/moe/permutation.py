@@ -34,6 +34,10 @@ class Permutation(NamedTuple):
         borders = torch.searchsorted(sorted_R.long(), torch.arange(experts + 1, device=source_R.device))
         return Permutation(source_R, inverted(source_R), borders.diff())
 
+    def sort(self, values_TK: Tensor) -> Tensor:
+        """Return the values that tokens have for each of their experts, in order of experts."""
+        return values_TK.flatten().index_select(0, self.source_R)
+
     def inverse(self) -> "Permutation":
         """Return the order that leads back, of rows for tokens with one expert each."""
         return Permutation(self.target_R, self.source_R, self.counts_E)

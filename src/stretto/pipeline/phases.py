@@ -54,9 +54,3 @@ def _own_name(layer: nn.Module, attribute: str, default: str) -> str:
     if not isinstance(name, str) or not name:
         raise PipelineError(f"{attribute} of {type(layer).__name__} is a name, such as 'moe' (got {name!r:.40})")
     return name
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of its own on its forward or backward."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in names)

@@ -73,7 +73,8 @@ class PatternCheck:
         if self._policy.compresses and not any(compressed) and self._team.rank == 0:
             _warn(
                 "memory names fp8, but nothing was stored in float8: only bfloat16 and float16 tensors of at least "
-                "min_bytes are, and no parameters and inputs of stages"
+                f"min_bytes ({bytes_text(self._policy.min_bytes)}) are, with rows of at least 128 numbers, and no "
+                "parameters and inputs of stages"
             )
         if self._policy.offloads and not any(left) and self._team.rank == 0:
             _warn(

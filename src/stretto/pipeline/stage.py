@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from stretto.ir.action import Op
 from stretto.ir.errors import PipelineError
 from stretto.memory import Memory
+from stretto.moe.hooks import has_hooks
 from stretto.pipeline.exchanges import Exchanges
 from stretto.pipeline.forward_only import Passage, pass_on
 from stretto.pipeline.gradients import Gradients
@@ -24,7 +25,7 @@ from stretto.pipeline.losses import OneLoss
 from stretto.pipeline.memory_sites import Part, PartSites
 from stretto.pipeline.module_buffers import ModuleBuffers
 from stretto.pipeline.offload import Away, Stored, within
-from stretto.pipeline.phases import bypassed, has_hooks, is_phased
+from stretto.pipeline.phases import bypassed, is_phased
 from stretto.pipeline.pytree import Tree, Value, storage_of, take_apart, tensors_of
 from stretto.pipeline.rng import Generators, RngKey
 from stretto.pipeline.saving import SavedPass, Saving
