@@ -88,8 +88,7 @@ def _summed(rows_RD: Tensor, place_R: Tensor, places: int) -> Tensor:
 
 
 def _exchange(ranks: ExpertRanks, taken: list[int], sent: list[int], *rows: Tensor) -> tuple[Tensor, ...]:
-    first, *others = rows
-    return _Exchange.apply(ranks, taken, sent, ranks.joining(first), *others)  # type: ignore[no-any-return, no-untyped-call]
+    return _Exchange.apply(ranks, taken, sent, *rows)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):
@@ -105,4 +104,6 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, *_exchange(*ctx.back, *grads)
+        ranks, taken, sent = ctx.back
+        first, *others = grads
+        return None, None, None, *_exchange(ranks, taken, sent, ranks.joining(first), *others)

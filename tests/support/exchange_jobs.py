@@ -98,7 +98,7 @@ def routed(mesh: DeviceMesh, cases: list[Case], name: str, recomputed: bool = Fa
             expected.backward(grad)
             part = experts_of(case)[0]
             part.shard(rank, len(case.tokens))
-            part.exchange = exchange
+            part.exchange, part.members = exchange, ranks
             mine = [case.own(every, rank).requires_grad_() for every in (x, weights)]
             inputs = mine[0], case.own(indices, rank), mine[1]
             out = checkpoint(part, *inputs, use_reentrant=False) if recomputed else part(*inputs)
@@ -127,7 +127,7 @@ def second_order(mesh: DeviceMesh, name: str) -> list[str]:
             experts.gate_up_proj.data.mul_(50)  # so that second derivatives are not near 0
             if is_part:
                 experts.shard(rank, mesh.size())
-                experts.exchange = exchanges(name)(ranks)
+                experts.exchange, experts.members = exchanges(name)(ranks), ranks
                 x, indices, weights, grad = (case.own(every, rank) for every in (x, indices, weights, grad))
             leaves = x.requires_grad_(), weights.requires_grad_()
             firsts = torch.autograd.grad((experts(x, indices, weights) * grad).sum(), leaves, create_graph=True)
@@ -146,7 +146,7 @@ def without_gradients(mesh: DeviceMesh, what: str, name: str) -> list[bool]:
     with joined(mesh) as ranks:
         part, x, indices, weights, grad = experts_of(case)
         part.shard(rank, mesh.size())
-        part.exchange = exchanges(name)(ranks)
+        part.exchange, part.members = exchanges(name)(ranks), ranks
         mine = [case.own(every, rank).requires_grad_(rank > 0 or what == "experts") for every in (x, weights)]
         part.requires_grad_(rank > 0 or what == "inputs")
         part(mine[0], case.own(indices, rank), mine[1]).backward(case.own(grad, rank))
@@ -166,7 +166,7 @@ def in_half(mesh: DeviceMesh) -> list[str]:
                 x, weights = x.to(dtype), weights.float()
                 if is_part:
                     experts.shard(rank, mesh.size())
-                    experts.exchange = AllToAll(ranks)
+                    experts.exchange, experts.members = AllToAll(ranks), ranks
                     x, indices, weights = (case.own(every, rank) for every in (x, indices, weights))
                 with torch.autocast(mesh.device_type, torch.bfloat16, enabled=autocast):
                     out = experts(x, indices, weights)
@@ -184,7 +184,7 @@ def in_fp8(mesh: DeviceMesh) -> tuple[float, float]:
         for name in ("all-to-all", "fp8"):
             part, x, indices, weights, grad = experts_of(case)
             part.shard(rank, mesh.size())
-            part.exchange = exchanges(name)(ranks)
+            part.exchange, part.members = exchanges(name)(ranks), ranks
             mine = case.own(x, rank).requires_grad_()
             out = part(mine, case.own(indices, rank), case.own(weights, rank))
             out.backward(case.own(grad, rank))
@@ -255,7 +255,7 @@ def blocks(mesh: DeviceMesh, sequences: tuple[int, ...], name: str, apart: bool,
         expected = whole(Activations(x, balance=balance))
         _loss(expected, grad, len(x)).backward()
         part.mlp.experts.shard(rank, mesh.size())
-        part.mlp.experts.exchange = exchanges(name)(ranks)
+        part.mlp.experts.exchange, part.mlp.experts.members = exchanges(name)(ranks), ranks
         mine = x.split(sequences)[rank].detach().requires_grad_(not frozen)
         run = _in_segments if apart else _at_once
         out = run(part, Activations(mine, balance=balance), grad.split(sequences)[rank], len(mine))
@@ -366,7 +366,7 @@ def _models(
         divided = [module for layer in layers for module in layer.modules() if isinstance(module, Experts)]
         for experts in divided:
             experts.shard(rank, mesh.size())
-            experts.exchange = exchanges(name)(ranks)
+            experts.exchange, experts.members = exchanges(name)(ranks), ranks
         loss, grads = _loss_and_grads(layers, *own[rank], loss_of)
     wrong = [] if divided and alike(loss, expected[rank][0]) else [f"the loss is {loss}, not {expected[rank][0]}"]
     for key, grad in grads.items():
@@ -455,7 +455,7 @@ def refused(mesh: DeviceMesh, what: str) -> str:
                     experts(x, indices, weights)
                 case "below" | "above":
                     experts.shard(ranks.rank, ranks.size)
-                    experts.exchange = AllToAll(ranks)
+                    experts.exchange, experts.members = AllToAll(ranks), ranks
                     indices[1] = -1 if what == "below" else 6
                     experts(x, indices, weights)
         except stretto.PipelineError as error:

@@ -89,7 +89,7 @@ class AllToAll:
         return Sized(order, arriving_ne, sent, arriving)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Sized) -> Dispatched:
-        x_TD, order = self._ranks.joining(x_TD), sized.order
+        order = sized.order
         by_expert = _transposed(sized.arriving_ne, rows=sum(sized.arriving))
         route = Route(order, by_expert, sized.sent, sized.arriving)
         if self._fp8:
@@ -101,7 +101,7 @@ class AllToAll:
         return Dispatched(rows_AD, weights_A, by_expert.counts_E, route)
 
     def combine(self, rows_RD: Tensor, state: Route, *, tokens: int, dtype: torch.dtype) -> Tensor:
-        rows_AD = dispatch(self._ranks.joining(rows_RD), state.by_expert.inverse())
+        rows_AD = dispatch(rows_RD, state.by_expert.inverse())
         (rows_RD,) = _exchange(self._ranks, state.sent, state.arriving, rows_AD)
         return combine(rows_RD, state.order, tokens=tokens, dtype=dtype)
 

@@ -48,8 +48,8 @@ class Exchange(Protocol):
     (named tuples, tuples, lists, dicts) of tensors, numbers, strings and None. Gradients flow through all tensors in
     them.
 
-    All ranks run the same phases in the same order, and so they must in the backward: pass what is differentiated
-    through `ExpertRanks.joining`. Only `sizes` may make the host wait for the device. Layers that choose by their data
+    All ranks run the same phases in the same order, in backwards too: tokens and outputs require gradients on every
+    rank. Only `sizes` may make the host wait for the device. Layers that choose by their data
     which experts they run would break this rule: send `ExpertRanks.mark()` with the counts, and give the marks of all
     ranks to `ExpertRanks.validate` in `sizes`.
     """

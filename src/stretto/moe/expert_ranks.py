@@ -81,7 +81,8 @@ class ExpertRanks:
         """Return the same numbers in a tensor that requires gradients whenever gradients are on.
 
         What comes after runs its backward on every rank, also on one where the tensor itself needs no gradient. Without
-        that rank, the others would wait for it in the backward.
+        that rank, the others would wait for it in the backward. Experts pass what they exchange through it; an exchange
+        needs it only for gradients that it exchanges in its own backward, so that these can be differentiated in turn.
         """
         return _Joining.apply(self.anchor, x)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -142,7 +142,7 @@ class Experts(nn.Module):
         return self.exchanging().sizes(counted)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: Any) -> Dispatched:
-        exchange = self.exchanging()
+        exchange, x_TD = self.exchanging(), self._joined(x_TD)
         rows = exchange.dispatch(x_TD, weights_TK, sized)
         validate_dispatched(exchange, rows, x_TD, weights_TK, experts=len(self.down_proj))
         # Memory policies store tensors of 16 bits in float8, and should not find weights among them.
@@ -150,12 +150,16 @@ class Experts(nn.Module):
 
     def combine(self, rows_RD: Tensor, state: Any, *, tokens: int, dtype: torch.dtype) -> Tensor:
         """Combine, and note the output, so that its backward runs even if the layer does not use it."""
-        exchange = self.exchanging()
+        exchange, rows_RD = self.exchanging(), self._joined(rows_RD)
         out_TD = exchange.combine(rows_RD, state, tokens=tokens, dtype=dtype)
         validate_combined(exchange, out_TD, rows_RD, shape=(tokens, self.down_proj.shape[1]), dtype=dtype)
         if self.members is not None:
             self.members.note(out_TD)
         return out_TD
+
+    def _joined(self, x: Tensor) -> Tensor:
+        """Return what is exchanged so that all ranks exchange its gradient too."""
+        return x if self.members is None else self.members.joining(x)
 
     def weighed(self, x_RD: Tensor, counts_E: Tensor, weights_R: Tensor) -> Tensor:
         """Run the experts as a module, and multiply their outputs by the weights of rows.
