@@ -59,9 +59,8 @@ class TokenExchange:
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, sized: tuple[Layout, int]) -> Dispatched:
         layout, each = sized
-        x_AD, weights_AK = self._exchange(
-            layout.sizes["taken"], layout.sizes["sent"], x_TD[layout.source_S], weights_TK[layout.source_S]
-        )
+        rows = x_TD[layout.source_S], weights_TK[layout.source_S]
+        x_AD, weights_AK = _exchange(self._ranks, layout.sizes["taken"], layout.sizes["sent"], *rows)
         indices_AK = layout.indices_SK.new_empty(len(x_AD), weights_TK.shape[1])
         self._ranks.all_to_all(indices_AK, layout.indices_SK, layout.sizes["taken"], layout.sizes["sent"])
         flat = torch.where(indices_AK < 0, each, indices_AK).flatten()
@@ -74,11 +73,8 @@ class TokenExchange:
         layout, place_R = state
         sizes = layout.sizes
         sums_AD = _summed(rows_RD, place_R, sum(sizes["taken"]))
-        (sums_SD,) = self._exchange(sizes["sent"], sizes["taken"], sums_AD)
+        (sums_SD,) = _exchange(self._ranks, sizes["sent"], sizes["taken"], sums_AD)
         return _summed(sums_SD, layout.source_S, tokens).to(dtype)
-
-    def _exchange(self, taken: list[int], sent: list[int], *rows: Tensor) -> tuple[Tensor, ...]:
-        return _exchange(self._ranks, taken, sent, *rows)
 
 
 def _summed(rows_RD: Tensor, place_R: Tensor, places: int) -> Tensor:

@@ -49,9 +49,9 @@ class Exchange(Protocol):
     them.
 
     All ranks run the same phases in the same order, in backwards too: tokens and outputs require gradients on every
-    rank. Only `sizes` may make the host wait for the device. Layers that choose by their data
-    which experts they run would break this rule: send `ExpertRanks.mark()` with the counts, and give the marks of all
-    ranks to `ExpertRanks.validate` in `sizes`.
+    rank. Layers that choose by their data which experts they run would break this rule: send `ExpertRanks.mark()` with
+    the counts, and give the marks of all ranks to `ExpertRanks.validate` in `sizes`. Only `sizes` may make the host
+    wait for the device.
     """
 
     def count(self, indices_TK: Tensor, experts: int) -> Counted:
