@@ -61,7 +61,9 @@ def test_recomputation_and_changing_shapes_change_nothing(ranks: Ranks, more: di
     assert ranks.run(trained, 4, {"ep": 2, "pp": 2}, "interleaved", {}, more) == [[]] * 4
 
 
-@pytest.mark.parametrize("how", ["one expert", "one rank", "one token", "constant", "a replica", "unused"])
+@pytest.mark.parametrize(
+    "how", ["one expert", "one rank", "one token", "constant", "a replica", "unused", "unused gradients"]
+)
 @pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"ep": 4}], ids=str)
 def test_uneven_loads_are_exact(ranks: Ranks, sizes: dict[str, int], how: str) -> None:
     assert ranks.run(uneven, 4, sizes, how, {}) == [[]] * 4

@@ -319,8 +319,12 @@ class Crowd(nn.Module):
             indices_NK = indices_NK % 2
         if self._how == "by data" and float(x_ND[0, 0]) > 0:
             return x_ND + self.other(x_ND, indices_NK, scores)
+        if self._how == "unused gradients":
+            x_ND = x_ND if x_ND.requires_grad else x_ND.detach().requires_grad_()
         y_ND = self.experts(x_ND, indices_NK, scores)
-        if self._how == "unused" and float(x_ND[0, 0]) > 0:
+        if self._how == "unused gradients":
+            (y_ND,) = torch.autograd.grad(y_ND.square().sum(), x_ND, create_graph=True)
+        if self._how.startswith("unused") and float(x_ND[0, 0]) > 0:
             return x_ND * 1.0
         return x_ND + y_ND
 

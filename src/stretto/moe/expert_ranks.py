@@ -34,8 +34,8 @@ class ExpertRanks:
     - `group`: their `torch.distributed` process group, for kernels that need one. The pipeline makes it, and uses it
       for nothing but this exchange. The functions of `torch.distributed` do not know it: call its methods.
     - `turn`, `current`: what the runtime runs, and the number of the experts that run; `mark` combines them.
-    - `note`: told what experts return. The runtime takes it with `outputs`, and runs its backward also if a layer does
-      not use it. In a backward, what is recomputed is not noted.
+    - `note`: told what experts return, and gradients that a layer may differentiate in turn. The runtime takes it with
+      `outputs`, and runs its backward also if a layer does not use it. In a backward, what is recomputed is not noted.
     - `anchor`: the dummy scalar of `joining`. It gets no gradient.
     """
 
@@ -84,7 +84,7 @@ class ExpertRanks:
         that rank, the others would wait for it in the backward. Experts pass what they exchange through it; an exchange
         needs it only for gradients that it exchanges in its own backward, so that these can be differentiated in turn.
         """
-        return _Joining.apply(self.anchor, x)  # type: ignore[no-any-return, no-untyped-call]
+        return _Joining.apply(self.anchor, x, self.note)  # type: ignore[no-any-return, no-untyped-call]
 
     def mark(self) -> int:
         """Return a number below 2⁶² that differs if ranks run other experts, or the same at another time.
@@ -110,9 +110,13 @@ class ExpertRanks:
 
 class _Joining(torch.autograd.Function):
     @staticmethod
-    def forward(_: Any, anchor: Tensor, x: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, note: Callable[[Tensor], None]) -> Tensor:  # noqa: ARG004
+        ctx.note = note
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, grad if ctx.needs_input_grad[1] else None
+        # With create_graph, this gradient has a backward with exchanges in it. A layer may leave it unused on some ranks.
+        if torch.is_grad_enabled():
+            ctx.note(grad)
+        return None, grad if ctx.needs_input_grad[1] else None, None
