@@ -116,7 +116,7 @@ class _Joining(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # With create_graph, this gradient has a backward with exchanges in it. A layer may leave it unused on some ranks.
+        # With create_graph, this gradient has a backward with exchanges, and layers may leave it unused on some ranks.
         if torch.is_grad_enabled():
             ctx.note(grad)
         return None, grad if ctx.needs_input_grad[1] else None, None
