@@ -17,6 +17,7 @@ from devices import device_ranks
 from exchange_jobs import (
     Case,
     blocks,
+    deserted,
     in_fp8,
     in_half,
     noted_outputs,
@@ -118,6 +119,13 @@ def test_forwards_in_bfloat16_are_equal_to_the_bit(ranks: Ranks) -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 def test_only_sizes_make_the_host_wait_and_streams_change_nothing(ranks: Ranks, fp8: bool) -> None:
     assert ranks.run(on_streams, 2, fp8) == [[], []]
+
+
+@pytest.mark.parametrize("what", ["counts", "sums"])
+def test_numbers_of_a_group_that_has_failed_are_not_used(ranks: Ranks, what: str) -> None:
+    _, said = ranks.run(deserted, 2, what)
+    assert "rank 1 was waiting for " in said
+    assert DEVICE.type != "cuda" or "rank 0 gave up" in said
 
 
 class _Alone:

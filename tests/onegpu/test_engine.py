@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import msgspec
@@ -25,7 +25,9 @@ from stretto.onegpu.allocations import Allocations
 from stretto.onegpu.engine import Engine
 from stretto.onegpu.errors import GroupError
 from stretto.onegpu.member import Member
+from stretto.onegpu.messages import Message
 from stretto.onegpu.rendezvous import meet
+from stretto.onegpu.work import MessageWork
 from stretto.onegpu_broker.flags import BLOCKS, EVER, Flags
 from stretto.onegpu_broker.wire import (
     PROTOCOL,
@@ -187,6 +189,41 @@ def test_nonsense_is_the_end_of_the_broker(impostor: Impostor, word: Any, said: 
     while files() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert files() == before
+
+
+def released(member: Member) -> MessageWork:
+    """A message on a device that has ended since the broker has released everything."""
+
+    class Released:
+        gpu = 0
+
+        @property
+        def ended(self) -> bool:
+            member.unblock()
+            return True
+
+    return MessageWork(member, [cast("Message", Released())], [])
+
+
+def test_what_has_ended_without_its_data_is_not_complete_though_the_reason_comes_later(impostor: Impostor) -> None:
+    rank, member, connection = impostor.serve(first=4)
+    member.check()
+    later = threading.Timer(0.3, lambda: send_message(connection, Failed("g", "no memory"), -1))
+    later.start()
+    with pytest.raises(GroupError, match="no memory"):
+        released(member).is_completed()
+    later.join()
+    rank.close()
+
+
+def test_what_has_ended_without_its_data_is_not_complete_though_no_reason_comes(
+    impostor: Impostor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.onegpu.member._NEWS", 0.1)
+    rank, member, _ = impostor.serve(first=4)
+    with pytest.raises(GroupError, match="the broker has ended this group"):
+        released(member).is_completed()
+    rank.close()
 
 
 def test_a_file_that_cannot_be_read_fails_one_group_only(impostor: Impostor) -> None:

@@ -1,6 +1,7 @@
 """What ranks do to find out whether experts that are divided among them are the whole experts."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -240,6 +241,29 @@ def _on_streams(experts: Experts, exchange: AllToAll, comm: Any, leaves: tuple[T
         out = exchange.combine(rows, state, tokens=len(x), dtype=x.dtype)
     compute.wait_stream(comm)
     return out
+
+
+def deserted(mesh: DeviceMesh, what: str) -> str:
+    """What a rank says that waits for a group which another aborts; a device then goes on, with any numbers."""
+    with joined(mesh) as ranks:
+        team = ranks._team
+        assert isinstance(team, Team)
+        group, exchange, ones = team.make([0, 1]), AllToAll(ranks), torch.ones(4)
+        assert group is not None
+        assert team.groups is not None
+        if mesh.get_local_rank() == 0:
+            time.sleep(0.5)
+            team.groups.abort()
+            return ""
+        try:
+            if what == "counts":
+                exchange.sizes(exchange.count(torch.zeros(3, 1, dtype=torch.int64), 2))
+            else:
+                team.all_reduce(ones, group, dist.ReduceOp.SUM)
+                team.catch_up("the sums")
+        except stretto.StrettoError as error:
+            return str(error)
+        return "went on"
 
 
 def blocks(mesh: DeviceMesh, sequences: tuple[int, ...], name: str, apart: bool, frozen: bool) -> list[str]:

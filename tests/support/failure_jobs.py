@@ -110,10 +110,10 @@ def unarrived(mesh: Any) -> str:
         tensor.random_()
         return work
 
-    def check(_: dist.ProcessGroup) -> None:
+    def check(_: Groups) -> None:
         raise RuntimeError("a message was lost")
 
-    with mock.patch.multiple("stretto.execute.team", all_reduce=lose, check_group=check):
+    with mock.patch("stretto.execute.team.all_reduce", lose), mock.patch.object(Groups, "check", check):
         try:
             plan = dualpipe(devices=2, microbatches=4)
             stretto.Pipeline([Block() for _ in range(4)], plan=plan, loss=nn.functional.mse_loss, mesh=mesh, timeout=30)

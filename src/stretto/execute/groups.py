@@ -62,6 +62,12 @@ class Groups:
         self._groups.append((backend, group))
         return group
 
+    def check(self) -> None:
+        """Raise if a nonblocking group has failed: what waits for it goes on then, without its data."""
+        for _, group in self._groups:
+            if hasattr(group, "check"):
+                group.check()
+
     def abort(self) -> None:
         """Abort all operations in progress, which ends every wait for them, here or on another rank."""
         for backend, group in self._groups:
@@ -95,12 +101,6 @@ def _group(backend: str, store: c10d.Store, rank: int, size: int, timeout: timed
     nccl = dist.ProcessGroupNCCL(store, rank, size, options)
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
     return group
-
-
-def check_group(group: dist.ProcessGroup) -> None:
-    """Raise if a nonblocking group has failed."""
-    if hasattr(group, "check"):
-        group.check()
 
 
 # The same as in `torch.distributed`, for groups that it does not know. They begin an operation and do not wait for it.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.execute.device_lanes import Reached, StreamFuture
-from stretto.execute.groups import Groups, all_gather, all_reduce, all_to_all, broadcast, check_group
+from stretto.execute.groups import Groups, all_gather, all_reduce, all_to_all, broadcast
 from stretto.execute.host_lanes import Awaited, HostLane
 from stretto.execute.members import Members
 from stretto.execute.rendezvous import Rendezvous, raise_first_error
@@ -126,10 +126,9 @@ class Team:
         self.settle(self.start(lambda: all_reduce(group, tensor, op)), tensor)
 
     def reduced(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> list[Any]:
-        """Reduce numbers in place, and return them once they have arrived; if the group fails, they are not used."""
+        """Reduce numbers in place, and return them once they have arrived."""
         self.all_reduce(tensor, group, op)
         self.catch_up("the others")
-        self.start(lambda: check_group(group))
         return tensor.tolist()
 
     def broadcast(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
@@ -160,10 +159,20 @@ class Team:
             self.supervisor.wait(self._lane.follow(work, held), _others, patience=self._patience)
 
     def catch_up(self, what: str) -> None:
-        """Make the host wait until the current stream has run everything queued on it."""
+        """Make the host wait until the current stream has run everything queued on it, and raise if a group has failed.
+
+        The stream of a group that fails goes on without its data: only now is it certain that all data has come.
+        """
         if self.device.type == "cuda":
             future: Awaited = StreamFuture(Reached())
             self.supervisor.wait(future, lambda: what, patience=self._patience)
+        with self.supervisor.explaining(lambda: what):
+            self.check_groups()
+
+    def check_groups(self) -> None:
+        """Raise if a group of this team has failed."""
+        if self.groups is not None:
+            self.groups.check()
 
     def _blocking(self, act: Callable[[], T]) -> T:
         """Run a call that cannot be interrupted in another thread, while this thread can be."""

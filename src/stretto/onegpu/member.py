@@ -19,6 +19,7 @@ from stretto.onegpu_broker.wire import Failed, Place, SetLink, Taken, close
 if TYPE_CHECKING:
     from stretto.onegpu.engine import Engine
 
+_NEWS = 5.0  # seconds for the broker's reason of a failure to come
 _WINDOW = 64  # messages on the host that one side of a channel may be ahead of the other
 
 
@@ -41,7 +42,14 @@ class Member:
         """The collective that new messages belong to. Ranks at different collectives are out of step."""
 
     def check(self) -> None:
-        """Raise GroupError if the group has failed."""
+        """Raise GroupError if the group has failed: then its messages have ended, though nothing has arrived."""
+        if self.error is None and self._engine.flags.arrived(self._first) == EVER:
+            with self._engine.changed:  # streams are released sooner than this process has read why
+                self._engine.changed.wait_for(lambda: self.error is not None, _NEWS)
+            self.fail("the broker has ended this group", announce=False)
+        self._raise_error()
+
+    def _raise_error(self) -> None:
         if self.error is not None:
             raise GroupError(self.error)
 
@@ -127,15 +135,17 @@ class Member:
             self._post_queued(peer, sends=sends)
 
     def _start(self, tensor: Tensor, peer: int, *, sends: bool) -> Message:
+        self.check()
         while (message := self._try_start(tensor, peer, sends=sends)) is None:
             time.sleep(0.0002)
+            self.check()
         return message
 
     def _try_start(self, tensor: Tensor, peer: int, *, sends: bool) -> Message | None:
         """Start a message; return None while the flags of its channel are all in use."""
         flags = self._engine.flags
-        with self._posting:
-            self.check()
+        with self._posting:  # which the thread that hears of failures takes too
+            self._raise_error()
             number = self._counts.get((peer, sends), 0)
             source, target = (self.rank, peer) if sends else (peer, self.rank)
             block = self._first + source * self._size + target
@@ -153,7 +163,7 @@ class Member:
                 self._post_queued(peer, sends=sends)
             self._counts[peer, sends] = number + 1
             self._track(message)
-            self.check()
+            self._raise_error()
         return message
 
     def _post_on_device(self, message: Message, place: Place, tensor: Tensor) -> None:

@@ -46,9 +46,10 @@ class MessageWork(Work):
         return True
 
     def is_completed(self) -> bool:
+        ended = all(message.ended for message in self._messages)
         if any(message.gpu is not None for message in self._messages):
             self._member.check()  # after a failure, flags are up though nothing has arrived
-        return all(message.ended for message in self._messages)
+        return ended
 
 
 class StreamWork(Work):
@@ -64,8 +65,9 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
+        ended = bool(self._event.query())
         self._member.check()  # after a failure, streams are released though nothing has arrived
-        return bool(self._event.query())
+        return ended
 
 
 class ThreadWork(Work):

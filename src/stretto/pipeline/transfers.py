@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.execute.device_lanes import Begun, StreamFuture
-from stretto.execute.groups import check_group
 from stretto.execute.host_lanes import HostLane, Work
 from stretto.execute.side_channel import side_channels
 from stretto.execute.team import Team
@@ -172,11 +171,6 @@ class Transfers:
         """Drop the last receive of every link, at the end of a step."""
         for link in self._receives.values():
             link.last = None
-
-    def check(self) -> None:
-        """Raise if a link's process group has failed."""
-        for link in (*self._sends.values(), *self._receives.values()):
-            check_group(link.group)
 
     def close(self) -> None:
         for lane in self.lanes.values():

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from stretto.execute.groups import check_group
 from stretto.execute.team import Team
 from stretto.ir.errors import PipelineError, StrettoError, named
 from stretto.pipeline.transfers import Transfers
@@ -48,11 +47,8 @@ class Turns:
 
     def catch_up(self, needed: bool = True) -> None:
         """Make the host wait until the device has done all work queued so far."""
-        if needed and self._team.device.type == "cuda":
-            what = "the device to end the step"
-            self._team.catch_up(what)
-            with self._team.supervisor.explaining(lambda: what):
-                self._check_groups()  # aborted streams end too, without their data
+        if needed:
+            self._team.catch_up("the device to end the step")
 
     def close(self) -> None:
         """Close all connections and threads."""
@@ -68,12 +64,7 @@ class Turns:
     def _has_broken(self) -> bool:
         """Return whether a nonblocking process group has failed."""
         try:
-            self._check_groups()
+            self._team.check_groups()
         except RuntimeError:
             return True
         return False
-
-    def _check_groups(self) -> None:
-        self._transfers.check()
-        if self._team.everybody is not None:
-            check_group(self._team.everybody)
