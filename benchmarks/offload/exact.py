@@ -116,7 +116,7 @@ def main() -> None:
             dist.all_reduce(sums)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             if dist.get_rank() == 0:
-                row = f"{int(sums[0])} of {len(gradients)} | {worst[0]:.2f} | {worst[1]:.3f}"
+                row = f"{int(sums[0])} of {len(gradients) * dist.get_world_size()} | {worst[0]:.2f} | {worst[1]:.3f}"
                 print(f"| {plan} | {name} | {found:.9f} | {row} |", flush=True)
             del gradients
     dist.destroy_process_group()
