@@ -27,7 +27,7 @@ from stretto.onegpu.errors import GroupError
 from stretto.onegpu.member import Member
 from stretto.onegpu.messages import Message
 from stretto.onegpu.rendezvous import meet
-from stretto.onegpu.work import MessageWork
+from stretto.onegpu.work import MessageWork, StreamWork
 from stretto.onegpu_broker.flags import BLOCKS, EVER, Flags
 from stretto.onegpu_broker.wire import (
     PROTOCOL,
@@ -214,6 +214,45 @@ def test_what_has_ended_without_its_data_is_not_complete_though_the_reason_comes
         released(member).is_completed()
     later.join()
     rank.close()
+
+
+def test_a_collective_on_a_stream_that_was_released_is_not_complete(impostor: Impostor) -> None:
+    rank, member, connection = impostor.serve(first=4)
+
+    class Event:
+        def query(self) -> bool:
+            member.unblock()
+            send_message(connection, Failed("g", "no memory"), -1)
+            return True
+
+    with pytest.raises(GroupError, match="no memory"):
+        StreamWork(member, Event(), []).is_completed()
+    rank.close()
+
+
+def test_nothing_is_posted_to_a_group_that_was_released(impostor: Impostor) -> None:
+    rank, member, connection = impostor.serve(first=4)
+    member.unblock()
+    send_message(connection, Failed("g", "no memory"), -1)
+    with pytest.raises(GroupError, match="no memory"):
+        member.receive(torch.zeros(1), 1)
+    rank.close()
+
+
+def test_a_broker_that_dies_as_it_lets_a_rank_in_is_the_end_of_that_group_too(impostor: Impostor) -> None:
+    def answer() -> None:
+        connection = impostor.accept(HELLO)
+        recv_from_rank(connection)
+        send_message(connection, Joined("g", 0))
+        connection.shutdown(socket.SHUT_RDWR)
+
+    for _ in range(20):
+        thread = threading.Thread(target=answer)
+        thread.start()
+        rank = Engine(impostor.address)
+        with pytest.raises(GroupError, match="died"):
+            rank.join("g", 0, 2, 30).check()
+        thread.join()
 
 
 def test_what_has_ended_without_its_data_is_not_complete_though_no_reason_comes(

@@ -13,6 +13,7 @@ import pytest
 from stretto import cuda
 from stretto.onegpu_broker.clients import Client
 from stretto.onegpu_broker.flags import EVER, Flags
+from stretto.onegpu_broker.groups import GroupState
 from stretto.onegpu_broker.link_model import SimulatedLink
 from stretto.onegpu_broker.serve import Broker
 from stretto.onegpu_broker.wire import (
@@ -26,6 +27,7 @@ from stretto.onegpu_broker.wire import (
     Leave,
     Place,
     SetLink,
+    ShareFate,
     recv_from_broker,
 )
 from stretto.wire.frames import MalformedMessage
@@ -263,6 +265,71 @@ def test_when_a_rank_dies_nobody_waits(world: Callable[[int], World]) -> None:
     assert all(it.done(a, b) == EVER for a in range(3) for b in range(3))
     for rank in (0, 2):
         assert it.hear(rank) == Failed("g", "rank 1 died")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_a_group_that_fails_is_marked_before_a_stream_goes_on_without_its_data(
+    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    it = world(ranks)
+    channels = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    for a, b in channels:  # what has been sent is awaited, but its sender's stream has not got there
+        it.place(a, b, 0, sends=True)
+        it.place(b, a, 0, sends=False)
+        it.flag(a, b, 0, sender=False)
+    it.device.run()
+    seen: list[tuple[bool, bool]] = []
+    write = it.broker._flags.write
+
+    def and_the_device_runs(word: int, number: int) -> None:
+        write(word, number)
+        if number == EVER:
+            it.device.run()
+        seen.append((any(it.done(a, b) for a, b in channels), it.done(0, 0) == EVER))
+
+    monkeypatch.setattr(it.broker._flags, "write", and_the_device_runs)
+    it.broker._remove(it.clients[1], "died")
+    assert (True, True) in seen
+    assert (True, False) not in seen
+
+
+def together(it: World, names: str) -> list[GroupState]:
+    """More groups of the same ranks, with the first of its fate."""
+    for name in names:
+        for rank in range(it.ranks):
+            it.say(rank, Join(name, rank, it.ranks))
+            it.hear(rank)
+            it.say(rank, ShareFate(name, "g"))
+    it.say(0, ShareFate("g", "g"))
+    return [it.broker._groups.by_name[name] for name in names]
+
+
+@pytest.mark.parametrize("how", ["dies", "fails"])
+def test_groups_of_one_fate_are_all_marked_before_a_stream_of_any_goes_on(
+    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Else it might send what it makes of nothing through another one, whose ranks would find no fault with it."""
+    it = world(2)
+    first, second = together(it, "hi")
+    it.say(0, Join("alone", 0, 2))
+    it.hear(0)
+    done, fates = it.broker._flags.done, (it.group, first, second)
+    unblocked: list[list[bool]] = []
+    unblock = it.broker._copies.unblock
+
+    def noted(group: GroupState) -> None:
+        unblocked.append([it.broker._flags.read(done(one.first)) == EVER for one in fates])
+        unblock(group)
+
+    monkeypatch.setattr(it.broker._copies, "unblock", noted)
+    if how == "dies":
+        it.broker._remove(it.clients[1], "died")
+    else:
+        it.say(0, Failed("h", "no memory"))
+    assert unblocked == [[True] * 3] * 3
+    why = "rank 1 died" if how == "dies" else "no memory"
+    assert [it.hear(0) for _ in fates] == [Failed(name, why) for name in "ghi"]
+    assert not it.broker._groups.by_name["alone"].failed
 
 
 def test_blocks_are_used_again_once_all_have_left(world: Callable[[int], World]) -> None:

@@ -12,7 +12,7 @@ from torch._C import _distributed_c10d as c10d
 
 from stretto.execute.gloo import abort_gloo, gloo_group
 from stretto.execute.members import Members
-from stretto.ir.errors import StrettoError
+from stretto.ir.errors import StrettoError, one_line
 
 _LONG = 1800.0  # seconds of a group's timeout at least; supervisors detect failures sooner
 
@@ -38,6 +38,7 @@ class Groups:
         self._timeout = timedelta(seconds=max(_LONG, 2 * timeout))
         self._backend = members.backends.get(device.type, "")
         self._groups: list[tuple[str, Any]] = []  # with their backends
+        self._failure = ""  # of groups that are closed
         self._count = 0
         every = range(self._size)
         self.everybody = self._all(every, self._backend)
@@ -60,29 +61,42 @@ class Groups:
         store, rank = c10d.PrefixStore(str(self._count), self._store), list(members).index(self._rank)
         group: dist.ProcessGroup = self._blocking(lambda: _group(backend, store, rank, len(members), self._timeout))
         self._groups.append((backend, group))
+        if hasattr(group, "share_fate"):
+            group.share_fate(self._groups[0][1])
         return group
 
     def check(self) -> None:
         """Raise if a nonblocking group has failed: what waits for it goes on then, without its data."""
+        if self._failure:
+            raise RuntimeError(self._failure)
         for _, group in self._groups:
-            if hasattr(group, "check"):
-                group.check()
+            check_group(group)
 
     def abort(self) -> None:
         """Abort all operations in progress, which ends every wait for them, here or on another rank."""
+        self._remember()
         for backend, group in self._groups:
             with contextlib.suppress(RuntimeError):
                 if backend == "gloo":
                     abort_gloo(group)
                 else:
                     group.abort()
+                    self._failure = self._failure or "its groups were aborted"
 
     def close(self) -> None:
+        """Close all groups. If one has failed, `check` says so even then: what waited for it never came."""
+        self._remember()
         for backend, group in self._groups:
             with contextlib.suppress(RuntimeError):
                 if backend != "gloo":
                     group.shutdown()
         self._groups.clear()
+
+    def _remember(self) -> None:
+        try:
+            self.check()
+        except RuntimeError as error:
+            self._failure = one_line(error)
 
 
 def _group(backend: str, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -101,6 +115,12 @@ def _group(backend: str, store: c10d.Store, rank: int, size: int, timeout: timed
     nccl = dist.ProcessGroupNCCL(store, rank, size, options)
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
     return group
+
+
+def check_group(group: dist.ProcessGroup) -> None:
+    """Raise if a nonblocking group has failed."""
+    if hasattr(group, "check"):
+        group.check()
 
 
 # The same as in `torch.distributed`, for groups that it does not know. They begin an operation and do not wait for it.

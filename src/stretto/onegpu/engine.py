@@ -80,6 +80,8 @@ class Engine:
             self.send_message(Join(name, rank, size))
             self.changed.wait_for(lambda: self._answers[name] is not None or self.lost, seconds)
             match self._answers.pop(name):
+                case Joined() if self.lost:  # it came after all groups were failed
+                    why = self._why_lost
                 case Joined(first=first) if first + size**2 <= BLOCKS:
                     self._members[name] = member = Member(self, name, rank, size, first, seconds)
                     return member
@@ -96,9 +98,9 @@ class Engine:
     def leave(self, name: str) -> None:
         with self.changed:
             member = self._members.pop(name, None)
-        self.send_message(Leave(name))
         if member is not None:
-            member.leave()
+            member.leave()  # before the broker uses its flags for another group
+        self.send_message(Leave(name))
 
     def send_message(self, message: FromRank) -> None:
         """Send a message to the broker, ignoring errors."""
@@ -115,11 +117,11 @@ class Engine:
         """Leave, and end all threads: none may run PyTorch code while the interpreter shuts down."""
         if self._process != os.getpid():  # a forked child
             return
-        self.send_message(Bye())
         with self.changed:
-            self.lost = True
             for member in self._members.values():
-                member.leave()
+                member.leave()  # before the broker uses their flags for other groups
+            self.send_message(Bye())
+            self.lost = True
             on_close, self.on_close = list(self.on_close), {}
         self._closing.set()
         with contextlib.suppress(OSError):
@@ -184,12 +186,12 @@ class Engine:
                 return
             self.lost, self._why_lost = True, why
             self._closing.set()
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
             for member in list(self._members.values()):
                 member.fail(why, announce=False)
-                if unblock:
+                if unblock:  # before a broker that lives uses these flags for other groups
                     member.unblock()
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
             self.changed.notify_all()
 
     def _watch(self) -> None:

@@ -56,6 +56,7 @@ class OneGpuGroup(_ProcessGroup):  # type: ignore[misc]
         self._gloo: Any = (
             None if host else gloo_group(c10d.PrefixStore(f"gloo {self._key}", store), rank, size, timeout)
         )
+        self.share_fate(self)
         if link := os.environ.get("STRETTO_ONEGPU_LINK"):
             self.model_links(SimulatedLink.parse(link))
 
@@ -63,6 +64,11 @@ class OneGpuGroup(_ProcessGroup):  # type: ignore[misc]
         """Make messages take as long as they would on this link; None removes the delay."""
         for member in self._members:
             member.model_links(model)
+
+    def share_fate(self, other: "OneGpuGroup") -> None:
+        """Fail as soon as another group does: what this one brings may be made of what that one never brought."""
+        for member in self._members:
+            member.share_fate(other._key)
 
     # What torch.distributed expects of any group.
 

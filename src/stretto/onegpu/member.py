@@ -14,7 +14,7 @@ from stretto.onegpu.errors import GroupError
 from stretto.onegpu.messages import Message, current_stream
 from stretto.onegpu_broker.flags import EVER, RING
 from stretto.onegpu_broker.link_model import SimulatedLink
-from stretto.onegpu_broker.wire import Failed, Place, SetLink, Taken, close
+from stretto.onegpu_broker.wire import Failed, Place, SetLink, ShareFate, Taken, close
 
 if TYPE_CHECKING:
     from stretto.onegpu.engine import Engine
@@ -65,11 +65,15 @@ class Member:
         """Wait on the host until a message has ended."""
         with self._engine.changed:
             while not message.ended:
-                self.check()
+                self._raise_error()  # flags end no message on the host
                 self._engine.changed.wait(0.05)
 
     def model_links(self, model: SimulatedLink | None) -> None:
         self._engine.send_message(SetLink(self.name, model))
+
+    def share_fate(self, fate: str) -> None:
+        """Fail as soon as another group of this fate does."""
+        self._engine.send_message(ShareFate(self.name, fate))
 
     def fail(self, why: str, *, announce: bool = True) -> None:
         """Fail the group; the first reason counts."""

@@ -48,6 +48,10 @@ class Copies:
                 failures.append((group, f"the broker could not move a message from rank {channel.source}: {error}"))
         return failures
 
+    def mark(self, group: GroupState) -> None:
+        """Show ranks that a group has failed: that no message of a rank to itself will come, for there is none."""
+        self._flags.write(self._flags.done(group.first), EVER)
+
     def stop(self, group: GroupState) -> None:
         """Drop a group's messages that are not queued, and wait until the device has run the others."""
         for channel in group.channels.values():

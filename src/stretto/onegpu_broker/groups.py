@@ -19,6 +19,8 @@ class GroupState:
     channels: dict[tuple[int, int], Channel] = field(default_factory=dict)
     """By source and target."""
     model: SimulatedLink | None = None
+    fate: str = ""
+    """Groups of the same fate fail together; a group without one fails alone."""
     failed: str = ""
     """Why the group failed; empty if it has not."""
 

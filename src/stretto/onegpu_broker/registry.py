@@ -53,23 +53,39 @@ class GroupRegistry:
 
     def remove(self, client: Client, why: str) -> None:
         """Remove a client from all its groups, which fail if there is a reason `why`."""
-        for group in list(self.by_name.values()):
-            rank = group.rank_of(client)
-            if rank is not None:
-                if why:
-                    self.fail(group, f"rank {rank} {why}")
-                self.leave(group, rank)
+        ranks = [(group, rank) for group in self.by_name.values() if (rank := group.rank_of(client)) is not None]
+        if why:
+            self._fail({group.name: f"rank {rank} {why}" for group, rank in ranks})
+        for group, rank in ranks:
+            self.leave(group, rank)
 
     def fail(self, group: GroupState, why: str) -> None:
         """Tell all members why the group failed, and release every stream that waits for one of its messages."""
-        if group.failed:
-            return
-        group.failed = why
-        for rank, client in group.members.items():
-            if rank not in group.left:
-                client.send(Failed(group.name, why))
-        self._copies.stop(group)
-        self._copies.unblock(group)
+        if not group.failed:
+            self._fail({group.name: why})
+
+    def _fail(self, reasons: dict[str, str]) -> None:
+        """Fail groups for these reasons, and those that share their fate.
+
+        A stream that is released goes on without its data, and may send what it makes of that through other groups. So
+        all that fail are marked before any stream is released: who finds no mark afterwards has what was meant for it.
+        """
+        fates = {fate: why for name, why in reasons.items() if (fate := self.by_name[name].fate)}
+        failing = []
+        for name, group in self.by_name.items():
+            why = reasons.get(name) or fates.get(group.fate, "")
+            if why and not group.failed:
+                group.failed = why
+                self._copies.mark(group)
+                failing.append(group)
+        for group in failing:
+            for rank, client in group.members.items():
+                if rank not in group.left:
+                    client.send(Failed(group.name, group.failed))
+        for group in failing:
+            self._copies.stop(group)
+        for group in failing:
+            self._copies.unblock(group)
 
     def _find_blocks(self, size: int) -> int | None:
         """Return the first of enough free blocks in a row, ending abandoned groups if that is needed."""

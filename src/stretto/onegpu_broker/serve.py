@@ -24,6 +24,7 @@ from stretto.onegpu_broker.wire import (
     Place,
     Refused,
     SetLink,
+    ShareFate,
     Taken,
     close,
     recv_from_rank,
@@ -170,7 +171,7 @@ class Broker:
                     self._dispatch_in(group, rank, message, file)
 
     def _dispatch_in(
-        self, group: GroupState, rank: int, message: Place | Taken | Failed | Leave | SetLink, file: int
+        self, group: GroupState, rank: int, message: Place | Taken | Failed | Leave | SetLink | ShareFate, file: int
     ) -> None:
         if isinstance(message, Leave):
             self._groups.leave(group, rank)
@@ -192,6 +193,8 @@ class Broker:
                 self._groups.fail(group, message.why)
             case SetLink():
                 group.model = message.model
+            case ShareFate():
+                group.fate = message.fate
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from stretto.wire.frames import (
 )
 from stretto.wire.greeting import Hello
 
-PROTOCOL = 1
+PROTOCOL = 2
 _LARGEST = 65536
 
 Name = Annotated[str, Meta(max_length=128)]
@@ -110,6 +110,13 @@ class SetLink(msgspec.Struct, tag=True):
     model: SimulatedLink | None
 
 
+class ShareFate(msgspec.Struct, tag=True):
+    """A group fails as soon as another one of the same fate does."""
+
+    group: Name
+    fate: Name
+
+
 class Freed(msgspec.Struct, tag=True):
     """A rank has freed an allocation that its messages used."""
 
@@ -126,7 +133,7 @@ class Refused(msgspec.Struct, tag=True):
     why: Reason
 
 
-FromRank: TypeAlias = Join | Place | Taken | Failed | Leave | SetLink | Freed | Bye
+FromRank: TypeAlias = Join | Place | Taken | Failed | Leave | SetLink | ShareFate | Freed | Bye
 FromBroker: TypeAlias = Hello | Joined | Here | Taken | Failed | Refused
 _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _FROM_BROKER: msgspec.msgpack.Decoder[FromBroker] = msgspec.msgpack.Decoder(FromBroker)

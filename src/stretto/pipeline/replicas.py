@@ -143,11 +143,15 @@ class Replicas:
                 shared.sparse.update(name for name, flag in zip(shared.parameters, found, strict=True) if flag)
             for name, parameter in shared.parameters.items():
                 self._broadcast(parameter.data, name, shared)
+            copies = []
             for name, (module, key) in shared.buffers.items():
                 buffer = module._buffers[key]
                 assert buffer is not None
                 copy = buffer.clone(memory_format=torch.contiguous_format)
                 self._broadcast(copy, name, shared)
+                copies.append((module, key, buffer, copy))
+            self._team.catch_up("parameters and buffers of other ranks")
+            for module, key, buffer, copy in copies:
                 if not torch.equal(copy, buffer):  # replace it: an expanded buffer cannot be written to
                     module._buffers[key] = copy
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from stretto.execute.team import Team
-from stretto.ir.errors import PipelineError, StrettoError, named
+from stretto.ir.errors import PipelineError, named
 from stretto.pipeline.transfers import Transfers
 
 
@@ -36,7 +36,7 @@ class Turns:
                 except RuntimeError as error:
                     # A collective inside a layer may fail too, because another rank has failed.
                     known = self._team.supervisor.has_failed or "gloo/" in str(error) or self._has_broken()
-                    if isinstance(error, StrettoError) or not known:
+                    if not known:
                         raise
                     raise self._team.supervisor.explained(error, "the others") from error
         except BaseException as error:

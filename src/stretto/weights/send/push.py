@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.execute.executor import Act, Executor, HostLanes
-from stretto.execute.groups import broadcast
+from stretto.execute.groups import broadcast, check_group
 from stretto.execute.host_lanes import HostLane, Work
 from stretto.execute.recorder import Recorder
 from stretto.execute.supervisor import Supervisor
@@ -222,6 +222,8 @@ class Push:
         self._send(self._h2d_buffer(bucket)[:nbytes] if group.rank == source else target, source, ranks)
         if (stream := self._lanes.streams["broadcast"]) is not None:
             stream.record_event().synchronize()  # blocks only this thread
+            assert group.device is not None
+            check_group(group.device)
 
     def _send(self, tensor: Tensor, source: int, targets: list[int]) -> None:
         """Broadcast a bucket if all senders want it; otherwise send it only to those that do."""
