@@ -330,6 +330,8 @@ def test_groups_of_one_fate_are_all_marked_before_a_stream_of_any_goes_on(
     why = "rank 1 died" if how == "dies" else "no memory"
     assert [it.hear(0) for _ in fates] == [Failed(name, why) for name in "ghi"]
     assert not it.broker._groups.by_name["alone"].failed
+    it.say(0, ShareFate("alone", "g"))  # too late to be spared
+    assert it.hear(0) == Failed("alone", why)
 
 
 def test_blocks_are_used_again_once_all_have_left(world: Callable[[int], World]) -> None:

@@ -194,7 +194,7 @@ class Broker:
             case SetLink():
                 group.model = message.model
             case ShareFate():
-                group.fate = message.fate
+                self._groups.share_fate(group, message.fate)
 
 
 def main() -> None:

@@ -114,7 +114,7 @@ class ShareFate(msgspec.Struct, tag=True):
     """A group fails as soon as another one of the same fate does."""
 
     group: Name
-    fate: Name
+    fate: Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class Freed(msgspec.Struct, tag=True):
