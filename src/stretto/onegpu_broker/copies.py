@@ -49,7 +49,7 @@ class Copies:
         return failures
 
     def mark(self, group: GroupState) -> None:
-        """Show ranks that a group has failed: that no message of a rank to itself will come, for there is none."""
+        """Show ranks that a group has failed, by the flag of messages from rank 0 to itself: there are none."""
         self._flags.write(self._flags.done(group.first), EVER)
 
     def stop(self, group: GroupState) -> None:
