@@ -37,6 +37,7 @@ from stretto.onegpu_broker.wire import (
     Here,
     Join,
     Joined,
+    Leave,
     Place,
     Refused,
     Taken,
@@ -374,6 +375,31 @@ def test_a_message_that_the_broker_cannot_be_handed_fails_the_group(
     )
     assert recv_from_rank(connection)[0] == Failed("g", str(error.value))
     assert not rank.lost
+
+
+def test_a_rank_that_leaves_groups_of_one_fate_says_so_in_all(
+    impostor: Impostor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, member, connection = impostor.serve(first=0)
+
+    def answer() -> None:
+        assert recv_from_rank(connection)[0] == Join("h", 0, 2)
+        send_message(connection, Joined("h", 4))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    other, post = rank.join("h", 0, 2, 30), rank.post
+    thread.join()
+
+    def told(message: Any, file: int = -1) -> None:
+        """The broker fails a group as soon as this rank has left the other."""
+        post(message, file)
+        if message == Leave("g"):
+            rank._dispatch(Failed("h", "rank 0 has left"), -1)
+
+    monkeypatch.setattr(rank, "post", told)
+    rank.leave("g", "h")
+    assert [member.error, other.error] == ["rank 0 has left this group"] * 2
 
 
 def test_closing_ends_all_threads_and_what_waits(impostor: Impostor) -> None:

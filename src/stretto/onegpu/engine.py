@@ -95,12 +95,14 @@ class Engine:
         self.send_message(Leave(name))  # the broker may have added this rank by now
         raise GroupError(why)
 
-    def leave(self, name: str) -> None:
+    def leave(self, *names: str) -> None:
+        """Leave groups, here first: the broker may use their flags for others then, and fails those that share fate."""
         with self.changed:
-            member = self._members.pop(name, None)
-        if member is not None:
-            member.leave()  # before the broker uses its flags for another group
-        self.send_message(Leave(name))
+            members = [member for name in names if (member := self._members.pop(name, None))]
+        for member in members:
+            member.leave()
+        for name in names:
+            self.send_message(Leave(name))
 
     def send_message(self, message: FromRank) -> None:
         """Send a message to the broker, ignoring errors."""

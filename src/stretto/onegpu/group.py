@@ -99,8 +99,7 @@ class OneGpuGroup(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         if _cuda.is_initialized():  # queued work still reads flags that other groups will use
             _cuda.synchronize()
-        for part in _PARTS:
-            self._engine.leave(f"{self._key} {part}")
+        self._engine.leave(*(member.name for member in self._members))
         self._collectives.close()
 
     def abort(self) -> None:
