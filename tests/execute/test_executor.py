@@ -81,13 +81,27 @@ def place(program: Program, kind: Kind, bucket: int) -> int:
 
 def test_a_need_is_waited_for_and_one_that_is_gone_is_not(made: Callable[..., Run]) -> None:
     """The same callables, on the same lanes: only the program's needs hold a task back."""
+    reloaded, patience = threading.Event(), LONG / 4
+
+    def bind(run: Run, task: Task) -> Act:
+        def act() -> None:
+            if task.kind is Kind.H2D:
+                reloaded.wait(patience)
+            run.done.append(str(task))
+            if task.kind is Kind.RELOAD:
+                reloaded.set()
+
+        return act
+
     program = stretto.weight_update(devices=1, buckets=2)
-    done = made(program, slow_copies)()
+    done = made(program, bind)()
     assert done.index("H2D0") < done.index("RELOAD0")
     assert done.index("H2D1") < done.index("RELOAD1")
     hasty = without(program, place(program, Kind.RELOAD, 0), place(program, Kind.H2D, 0))
     assert stretto.check(hasty) != []
-    assert made(hasty, slow_copies)()[0] == "RELOAD0"
+    reloaded.clear()
+    patience = 10.0
+    assert made(hasty, bind)()[0] == "RELOAD0"
 
 
 def test_lanes_run_side_by_side(made: Callable[..., Run]) -> None:
@@ -105,27 +119,31 @@ def test_lanes_run_side_by_side(made: Callable[..., Run]) -> None:
 
 
 class Copy:
-    """Something that was only started."""
+    """Something that was only started, and ends once something else was started."""
 
-    def __init__(self, run: Run, name: str) -> None:
-        self._run, self._name = run, name
+    def __init__(self, run: Run, name: str, then: threading.Event) -> None:
+        self._run, self._name, self._then = run, name, then
 
     def wait(self) -> None:
-        time.sleep(LONG / 4)
+        self._then.wait(10.0)
         self._run.done.append(f"{self._name} ended")
 
 
 def test_what_is_only_started_ends_later_and_is_waited_for(made: Callable[..., Run]) -> None:
     """The next copy is started before the one before has ended; a reload still waits for its own."""
+    second = threading.Event()
 
     def bind(run: Run, task: Task) -> Act:
         def act() -> Work | None:
             run.done.append(str(task))
-            return Copy(run, str(task)) if task.kind is Kind.H2D else None
+            if str(task) == "H2D1":
+                second.set()
+            return Copy(run, str(task), second) if task.kind is Kind.H2D else None
 
         return act
 
     for begins in (False, True):
+        second.clear()
         run = made(stretto.weight_update(devices=1, buckets=2), bind, begins=begins)
         done = run()
         assert done.index("H2D1") < done.index("H2D0 ended") < done.index("RELOAD0")

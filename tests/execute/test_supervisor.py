@@ -46,8 +46,8 @@ import ctypes, os, signal, sys, threading, time
 from stretto.execute.supervisor import Supervisor
 supervisor = Supervisor(0, timeout=600)
 supervisor.watch({})
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 with supervisor.guarding("step 1"):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     if sys.argv[1] == "python":
         time.sleep(60)
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)

@@ -114,9 +114,12 @@ class Running:
         server.listen(64)
         self.thread = self.process = None
         if in_thread:
+            broker = Broker(server)
             self.stack.callback(server.close)
-            self.thread = threading.Thread(target=Broker(server).serve, daemon=True)
+            self.thread = threading.Thread(target=broker.serve, daemon=True)
             self.thread.start()
+            self.stack.callback(self.thread.join, 10)
+            self.stack.callback(setattr, broker, "_until", 0.0)  # once all ranks are disconnected
         else:
             with server:
                 file = server.fileno()
@@ -369,12 +372,12 @@ def test_a_stranger_that_leaves_does_not_end_it(run: Callable[..., Running]) -> 
 
 
 def test_a_stranger_does_not_keep_it_alive(run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "_GRACE", 0.5)
     broker = run(in_thread=True)
     rank = broker.connect()
     rank.say(Join("g", 0, 1))
     assert rank.hear() == Joined("g", 0)
     broker.connect()
+    monkeypatch.setattr(serve, "_GRACE", 0.5)
     rank.socket.close()
     assert broker.has_ended()
 

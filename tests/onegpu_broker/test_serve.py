@@ -156,10 +156,11 @@ def test_it_stays_awake_while_messages_flow_only_where_cores_are_free(
     assert not made.broker._is_awake()
     made.say(0, Place("g", 1, 0, False, 8))  # on the host
     assert not made.broker._is_awake()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     made.say(1, Place("g", 0, 0, True, 8, 0, (1).to_bytes(cuda.HANDLE_BYTES), 0, 8))
     assert made.broker._is_awake() == (cores > 2)
-    later = time.monotonic() + 1
-    monkeypatch.setattr(time, "monotonic", lambda: later)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 1)
     assert not made.broker._is_awake()
 
 
@@ -252,7 +253,7 @@ def test_a_link_takes_its_time_and_one_message_after_the_other(world: Callable[[
         it.look()
         it.device.run()
         seen.setdefault(it.done(0, 1), time.perf_counter() - start)
-    assert seen[1] >= 0.05
+    assert seen.get(1, seen[2]) >= 0.05  # which nobody looked for, if this process had to wait in between
     assert seen[2] >= 0.1
 
 
@@ -332,6 +333,20 @@ def test_groups_of_one_fate_are_all_marked_before_a_stream_of_any_goes_on(
     assert not it.broker._groups.by_name["alone"].failed
     it.say(0, ShareFate("alone", "g"))  # too late to be spared
     assert it.hear(0) == Failed("alone", why)
+
+
+def test_a_group_that_failed_before_its_fate_was_known_takes_the_others_with_it(
+    world: Callable[[int], World],
+) -> None:
+    it = world(2)
+    together(it, "h")
+    it.say(0, Join("alone", 0, 2))
+    it.hear(0)
+    it.say(0, Failed("alone", "no memory"))
+    assert it.hear(0) == Failed("alone", "no memory")
+    it.say(0, ShareFate("alone", "g"))
+    for rank in range(2):
+        assert [it.hear(rank) for _ in "gh"] == [Failed(name, "no memory") for name in "gh"]
 
 
 def test_blocks_are_used_again_once_all_have_left(world: Callable[[int], World]) -> None:

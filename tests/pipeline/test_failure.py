@@ -40,7 +40,7 @@ def torchrun(how: str) -> str:
     """What four ranks have written, the third of which fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     script = [str(TESTS / "failing.py"), "2", how, "pp=4"]
-    return subprocess.run([*command, *script], env=ENVIRONMENT, capture_output=True, text=True, timeout=90).stderr
+    return subprocess.run([*command, *script], env=ENVIRONMENT, capture_output=True, text=True, timeout=300).stderr
 
 
 WORDS = {

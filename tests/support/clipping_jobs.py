@@ -251,8 +251,8 @@ def mismatched(mesh: DeviceMesh, what: str) -> str:
 def absent(mesh: DeviceMesh) -> str:
     """A rank that goes on without clipping, until the other has given up."""
     if mesh.get_local_rank():
-        return _said(mesh, lambda _: dist.barrier(), timeout=1.0)
-    said = _said(mesh, lambda pipe: pipe.clip_grad_norm_(1.0), timeout=1.0)
+        return _said(mesh, lambda _: dist.barrier(), timeout=5.0)
+    said = _said(mesh, lambda pipe: pipe.clip_grad_norm_(1.0), timeout=5.0)
     dist.barrier()
     return said
 

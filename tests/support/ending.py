@@ -14,13 +14,10 @@ def main() -> None:
     import stretto.onegpu
 
     rank, ranks, meeting, victim, how, operation = sys.argv[1:]
-    dist.init_process_group(
-        "onecpu",
-        init_method=f"file://{meeting}",
-        rank=int(rank),
-        world_size=int(ranks),
-        timeout=timedelta(seconds=3 if how == "stops" else 30),
-    )
+    dist.init_process_group("onecpu", init_method=f"file://{meeting}", rank=int(rank), world_size=int(ranks))
+    dist.barrier()  # the first comes long before the last where processes start slowly
+    group = dist.new_group(timeout=timedelta(seconds=3 if how == "stops" else 30))
+    dist.barrier()
     others = [other for other in range(int(ranks)) if other != int(rank)]
     print("ready", flush=True)
     try:
@@ -35,10 +32,10 @@ def main() -> None:
                         sys.exit(3)
             tensor = torch.ones(100_000)
             if operation == "all_reduce":
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=group)
             else:
-                works = [dist.irecv(torch.empty(100_000), other) for other in others]
-                works += [dist.isend(tensor, other) for other in others]
+                works = [dist.irecv(torch.empty(100_000), other, group=group) for other in others]
+                works += [dist.isend(tensor, other, group=group) for other in others]
                 for work in works:
                     work.wait()
             time.sleep(0.01)

@@ -173,15 +173,15 @@ def rendezvous(mesh: Any) -> tuple[bool, bool]:
     """Whether a send had ended before and after it was received."""
     device, rank = mesh.device_type, dist.get_rank()
     tensor = torch.ones(10, device=device)
-    if rank == 1:
-        time.sleep(0.5)
-        dist.recv(tensor, 0)
     if rank != 0:
+        dist.barrier()
+        dist.recv(tensor, 0)
         dist.barrier()
         return False, True
     work = dist.isend(tensor, 1)
     time.sleep(0.2)
     before = work.is_completed()
+    dist.barrier()
     work.wait()
     dist.barrier()
     if device == "cuda":

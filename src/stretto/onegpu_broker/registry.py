@@ -60,10 +60,10 @@ class GroupRegistry:
             self.leave(group, rank)
 
     def share_fate(self, group: GroupState, fate: str) -> None:
-        """Let a group fail as soon as another one of this fate does, or now if one has."""
+        """Let all groups of this fate fail as soon as one does, or now if one has."""
         group.fate = fate
         if why := next((other.failed for other in self.by_name.values() if other.fate == fate and other.failed), ""):
-            self.fail(group, why)
+            self._fail({group.name: why})
 
     def fail(self, group: GroupState, why: str) -> None:
         """Tell all members why the group failed, and release every stream that waits for one of its messages."""

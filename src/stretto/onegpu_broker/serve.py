@@ -180,6 +180,9 @@ class Broker:
             raise MalformedMessage(f"a message for rank {message.peer} of a group of {group.size}")
         if isinstance(message, SetLink) and message.model is not None and not message.model.is_possible:
             raise MalformedMessage("a link that no message can pass")
+        if isinstance(message, ShareFate):  # also of a group that has failed: then the others do
+            self._groups.share_fate(group, message.fate)
+            return
         if group.failed:
             return
         match message:
@@ -193,8 +196,6 @@ class Broker:
                 self._groups.fail(group, message.why)
             case SetLink():
                 group.model = message.model
-            case ShareFate():
-                self._groups.share_fate(group, message.fate)
 
 
 def main() -> None:
