@@ -113,6 +113,7 @@ class World:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.clients.append(Client(ours, self.broker._selector))
         self.broker._clients.add(self.clients[-1])
+        theirs.settimeout(30)
         self.ends.append(theirs)
 
     def say(self, rank: int, message: FromRank) -> None:
