@@ -69,7 +69,7 @@ def test_the_costs_of_the_docs_can_be_read() -> None:
 
 def test_the_demo_draws_trains_pushes_and_generates(tmp_path: Path) -> None:
     demo = ROOT / "examples" / "demo.py"
-    done = subprocess.run([sys.executable, str(demo)], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, str(demo)], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) <= 40
     losses = [float(found) for found in re.findall(r"^train .* loss (\S+)$", done.stdout, re.MULTILINE)]

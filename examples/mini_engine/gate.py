@@ -80,6 +80,7 @@ class Gate:
         """Wait for it, within limits."""
         deadline = time.monotonic() + self._patience
         while True:
+            in_vain = self._dirty()  # asked first: what raises before it is dirty is not why
             try:
                 version = self._serving()
                 if not self.paused:
@@ -87,6 +88,6 @@ class Gate:
                 raise Unavailable(f"not serving: rank {min(self.paused)} has paused")
             except WeightsError as error:
                 left = deadline - time.monotonic()
-                if left <= 0 or self._dirty():
+                if left <= 0 or in_vain:
                     raise Unavailable(str(error)) from None
             self.changed.wait(min(left, 0.1))  # not every change of a receiver's state is told

@@ -28,7 +28,7 @@ from stretto.weights.messages import InFlight
 from stretto.weights.receive.receiver import Receiver
 from stretto.weights.receive.state import Hooks
 
-_SECONDS = 30.0  # for a rank to answer another
+_SECONDS = 60.0  # for a rank to start, or to answer another
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def stretto(*arguments: str, senders: int = 1) -> subprocess.CompletedProcess[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={senders}"] if senders > 1 else []
     command = [sys.executable, *torchrun, "-m", "stretto", "push", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={"COLUMNS": "100", "PATH": ""})
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env={"COLUMNS": "100", "PATH": ""})
 
 
 @pytest.mark.parametrize("senders", [1, 2])

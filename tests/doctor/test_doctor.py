@@ -1,6 +1,8 @@
 """`stretto doctor` says what works, what does not, and leaves nothing behind."""
 
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -32,8 +34,8 @@ def ranks() -> Iterator[Ranks]:
 
 
 def test_all_is_well_here() -> None:
-    command = [sys.executable, "-m", "stretto", "doctor", "--backend", "gloo", "-d", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    command = [sys.executable, "-m", "stretto", "doctor", "--backend", "gloo", "-d", "2", "--json", "--seconds", "500"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     report = msgspec.json.decode(done.stdout, type=Report)
     assert done.returncode == 0, report
     assert report.failed == []
@@ -53,18 +55,39 @@ def test_what_takes_too_long_is_ended_and_told(mark: str) -> None:
     assert ranks_with(mark) == set()
 
 
-def test_a_request_to_end_ends_all(mark: str) -> None:
+def test_a_request_to_end_ends_all(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     command = [sys.executable, "-m", "stretto", "doctor", "--backend", "gloo", "-d", "2"]
     doctor = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
-        while not ranks_with(mark) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 60  # a rank that torchrun is about to start when it is ended would live on
+        while len(list(tmp_path.glob("*/process-*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
         doctor.terminate()
         assert doctor.wait(30) == 143
     finally:
         doctor.kill()
     assert ranks_with(mark) == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_to_end_while_the_launcher_starts_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    launchers: list[subprocess.Popen[bytes]] = []
+    usual, ours = subprocess.Popen, signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        launchers.append(usual(*arguments, **options))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return launchers[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            examine("gloo", 2, seconds=5)
+    finally:
+        signal.signal(signal.SIGTERM, ours)
+    assert ended.value.code == 143
+    assert launchers[0].returncode is not None
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from stretto.ir.errors import StrettoError
 from stretto.weights.send.sender import Sender
 from weights_victims import BUCKET, SECONDS, SPEC, Senders, Team, Worker
 
-BOUND = 10.0  # seconds in which all others have ended
+BOUND = 40.0  # seconds in which all others have ended; 8 s where nothing else runs
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 
 
@@ -43,7 +43,7 @@ def test_a_receiver_that_dies_or_stops_is_named_and_its_senders_stay_usable(
 
 
 def test_a_receiver_that_beats_but_does_not_get_on_is_slow(tmp_path: Path) -> None:
-    with Team(tmp_path, senders=2, troubles=("slow", ""), timeout=1.5) as team:
+    with Team(tmp_path, senders=2, troubles=("slow", ""), timeout=5.0) as team:
         began = time.monotonic()
         team.senders.begin("v2", team.addresses)
         for told in team.senders.heard(began + BOUND).values():

@@ -220,7 +220,7 @@ def test_a_file_that_is_written_to_all_the_time_is_refused(tmp_path: Path, monke
             os.pwrite(file.fileno(), b"x", path.stat().st_size - 1)
         writes.append(path.stat().st_ctime_ns)
 
-    monkeypatch.setattr(files, "_SETTLING", 0.3)
+    monkeypatch.setattr(files, "_SETTLING", 2.0)
     monkeypatch.setattr(files.time, "sleep", write)
     monkeypatch.setattr(files.time, "time_ns", lambda: path.stat().st_ctime_ns)  # the last write was just now
     with pytest.raises(WeightsError, match="a is being written to"):

@@ -25,9 +25,11 @@ from stretto.weights.ipc_buffers import SharedBuffers
 from stretto.weights.listener import Listener, connect
 from stretto.weights.manifest import TensorSpec
 from stretto.weights.messages import Abandon, Begin, Begun, Buffers, Failed, Filled, Pause, Paused, Ready
+from stretto.weights.receive import receiver as receiving
 from stretto.weights.receive.session import Session
 from stretto.weights.receive.state import ReceiverState
 from stretto.weights.regions import whole
+from stretto.weights.send import receiver_group
 from stretto.weights.send.endpoint import Wanted
 from stretto.weights.sources.shard import Shard
 
@@ -99,7 +101,7 @@ def test_one_that_cannot_pause_leaves_the_others_serving(engine: Any) -> None:
 def test_one_long_generation_takes_nobody_out_of_service(engine: Any) -> None:
     over = threading.Event()
     long, fine = engine(pause=lambda _: over.wait(SECONDS)), engine()
-    with registered(timeout=0.5) as sender:
+    with registered(timeout=2) as sender:
         with pytest.raises(WeightsError, match=r"it did not answer in time \(pause; timeout=[0-9.]+\)"):
             sender.push("v", [long.address, fine.address])
         until(lambda: fine.calls == ["pause", "resume"], SECONDS)
@@ -107,6 +109,7 @@ def test_one_long_generation_takes_nobody_out_of_service(engine: Any) -> None:
         over.set()
         until(lambda: long.calls == ["pause", "resume"], SECONDS)
         assert long.receiver.ensure_serving() == "initial"
+    with registered() as sender:
         sender.push("v", [long.address, fine.address])
 
 
@@ -178,7 +181,7 @@ def test_an_error_at_the_end_says_who_serves_what(engine: Any) -> None:
 def test_of_one_that_does_not_answer_at_the_end_nothing_is_claimed(engine: Any) -> None:
     over = threading.Event()
     slow, fine = engine(resume=lambda: over.wait(SECONDS)), engine()
-    with registered(timeout=1) as sender, pytest.raises(PushError, match="may or may not: it is slow") as error:
+    with registered(timeout=5) as sender, pytest.raises(PushError, match="may or may not: it is slow") as error:
         sender.push("v", [slow.address, fine.address])
     over.set()
     assert (error.value.serving, error.value.failed) == ({fine.address: "verified"}, {})
@@ -211,7 +214,10 @@ def test_a_push_that_went_well_is_reported_so_whatever_happens_to_its_figures(
 # Deadlines.
 
 
-def test_a_receiver_waits_for_a_sender_that_lives_but_does_not_go_on_only_so_long(engine: Any) -> None:
+def test_a_receiver_waits_for_a_sender_that_lives_but_does_not_go_on_only_so_long(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_group, "_AHEAD", 1)
     hang, told = threading.Event(), threading.Event()
 
     def progress(*_: object) -> None:
@@ -219,7 +225,7 @@ def test_a_receiver_waits_for_a_sender_that_lives_but_does_not_go_on_only_so_lon
         hang.wait(SECONDS)
 
     one = engine()
-    with registered(timeout=3, bucket_timeout=1) as sender:
+    with registered(timeout=6, bucket_timeout=5) as sender:
         failed: list[BaseException] = []
 
         def push() -> None:
@@ -231,8 +237,8 @@ def test_a_receiver_waits_for_a_sender_that_lives_but_does_not_go_on_only_so_lon
         thread = threading.Thread(target=push)
         thread.start()
         assert told.wait(SECONDS)
-        until(lambda: one.receiver.status.state == "dirty", 20)
-        assert one.receiver.status.error == "the sender lives, but has not gone on for 6 s"
+        until(lambda: one.receiver.status.state == "dirty", SECONDS)
+        assert one.receiver.status.error == "the sender lives, but has not gone on for 11 s"
         hang.set()
         thread.join(SECONDS)
         assert isinstance(failed[0], WeightsError)
@@ -247,8 +253,9 @@ def load(tensors):
     ctypes.PyDLL(None).usleep(int(1e6 * float(sys.argv[2])))  # and lets no other thread run
     return [name for name, _ in tensors]
 
+receiver = Receiver(sys.argv[1], load, device="cpu")
 print("ready", flush=True)
-Receiver(sys.argv[1], load, device="cpu").serve()
+receiver.serve()
 """
 
 
@@ -261,7 +268,6 @@ def test_a_loader_that_holds_pythons_lock_is_judged_by_its_time_for_a_bucket(
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        until((folder / "r").exists, SECONDS)
         with registered(bucket_timeout=allowed) as sender:
             if seconds < allowed:
                 assert sender.push("v", [address]).receivers == {address: "delivered"}
@@ -305,6 +311,7 @@ def test_a_sender_that_comes_back_at_once_is_not_told_that_its_own_failure_keeps
         time.sleep(0.3)  # it has answered, and still counts as busy
 
     monkeypatch.setattr(Session, "_answer", slowly)
+    monkeypatch.setattr(receiving, "_BUSY_SECONDS", 30.0)
     with Receiver(f"unix://{folder}/r", into={"w": torch.zeros(100)}) as receiver:
         receiver.start()
         first = connect(str(receiver.address))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pushes
-from pushes import same, tensors_of
+from pushes import same, tensors_of, until
 from ranks import Ranks
 from stretto.ir.errors import StrettoError
 from stretto.program.task import Kind
@@ -253,7 +253,7 @@ def test_receivers_of_a_failed_push_are_dirty_and_refuse_to_serve(ranks: Ranks, 
         first.start(), second.start()
         ranks.run(pushes.push, 2, SPEC, [1], [str(first.address), str(second.address)], {})
         for receiver in (first, second):
-            assert receiver.status.state == "dirty"
+            until(lambda it=receiver: it.status.state == "dirty", 60)
             assert "KeyError" in receiver.status.error
             with pytest.raises(StrettoError, match=r"not serving: dirty: .*KeyError"):
                 receiver.ensure_serving()

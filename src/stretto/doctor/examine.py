@@ -90,38 +90,47 @@ def _command(setting: Setting, ranks: int, folder: Path, seconds: int) -> list[s
 def _run(command: list[str], folder: Path, seconds: int, progress: Callable[[str], None]) -> str:
     """Run the ranks; return why they failed, or an empty string."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}  # torchrun writes its logs to TMPDIR
-    with (folder / _OUTPUT).open("wb") as output:
+    with _noting_a_request_to_end() as requests, (folder / _OUTPUT).open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-        with _stopping(process, folder):
+        try:
             deadline = time.monotonic() + seconds
-            while process.poll() is None:
+            while process.poll() is None and not requests:
                 if time.monotonic() > deadline:
                     return f"not done after {seconds} s"
                 with contextlib.suppress(OSError, IndexError):
                     progress(_read(folder / "rank-0.jsonl")[-1].check.what)
                 time.sleep(0.2)
+        finally:
+            _stop(process, folder)
     return f"exit code {process.returncode}" if process.returncode else ""
 
 
 @contextlib.contextmanager
-def _stopping(process: "subprocess.Popen[bytes]", folder: Path) -> Iterator[None]:
-    """Stop the launcher and all ranks on exit. If SIGKILL ends this process, the ranks' own alarm ends them."""
-    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+def _noting_a_request_to_end() -> Iterator[list[int]]:
+    """Note SIGTERM, and follow it only at the end of this context, when nothing is left behind."""
+    requests: list[int] = []
+    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: requests.append(number))
     try:
-        yield
+        yield requests
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_ENDING)
-            # Kill ranks that remain, such as stopped ones: torchrun starts each in its own session.
-            for path in folder.glob("process-*"):
-                with contextlib.suppress(ProcessLookupError, ValueError):
-                    os.kill(int(path.read_text()), signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if requests:
+            sys.exit(128 + requests[0])
+
+
+def _stop(process: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """Stop the launcher and all ranks. If SIGKILL ends this process, the ranks' own alarm ends them."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING)
+        # Kill ranks that remain, such as stopped ones: torchrun starts each in its own session.
+        for path in folder.glob("process-*"):
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                os.kill(int(path.read_text()), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _read(path: Path) -> list[Note]:

@@ -246,7 +246,7 @@ def test_a_stopped_worker_ends_with_the_deadline_and_is_told_to_stop(kind: str, 
     worker = engine(kind)
     to = endpoint(worker.request)
     with pytest.raises(WeightsError, match=rf"{UUID} did not answer to bucket \d+ \(.*stopped\) in time"):
-        push(to, model(1, "stopped"), seconds=3.0)
+        push(to, model(1, "stopped"), seconds=10.0)
     worker.process.send_signal(signal.SIGCONT)
     assert worker.answered.acquire(timeout=DEADLINE)
     assert "the update was abandoned" in worker.answers[-1]["error"]

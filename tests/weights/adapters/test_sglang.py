@@ -247,7 +247,7 @@ def test_odd_answers_are_told_in_one_line_and_in_time(how: str) -> None:
         else:
             with pytest.raises(WeightsError, match=r"GET /health was not answered for 1 s"):
                 http.get("/health", seconds=1)
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 25
         over.set()
         server.shutdown()
 
@@ -255,14 +255,14 @@ def test_odd_answers_are_told_in_one_line_and_in_time(how: str) -> None:
 @pytest.mark.parametrize("url", ["nonsense", "http://[::1", "http://127.0.0.1:9/\n"])
 def test_an_address_that_is_none_is_told(url: str) -> None:
     with pytest.raises(WeightsError, match="GET /health failed: "):
-        Http(url).get("/health", seconds=1)
+        Http(url).get("/health", seconds=DEADLINE)
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
     server = SglangServer("http://127.0.0.1:9")
     assert not server.alive(seconds=1)
     with pytest.raises(WeightsError, match=r"http://127.0.0.1:9: POST /pause_generation failed: .*refused"):
-        server.pause("v", "abort", seconds=1)
+        server.pause("v", "abort", seconds=DEADLINE)
 
 
 def test_a_server_that_is_there_is_alive(sglang: Sglang) -> None:

@@ -589,7 +589,7 @@ def test_a_push_that_comes_to_nothing_before_it_begins_leaves_the_engine_running
 def test_what_the_server_says_of_a_failed_start_is_told(
     worker: Worker, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter, "_PATIENCE", 0.5)
+    monkeypatch.setattr(adapter, "_PATIENCE", 5.0)
     server = VllmServer(worker.url, address=address)
     server.init()
     to = server.endpoint("cpu")
