@@ -80,7 +80,7 @@ class Gate:
         """Wait for it, within limits."""
         deadline = time.monotonic() + self._patience
         while True:
-            in_vain = self._dirty()  # asked first: what raises before it is dirty is not why
+            in_vain = self._dirty()  # asked first, so that what is raised then says why it is dirty
             try:
                 version = self._serving()
                 if not self.paused:

@@ -103,7 +103,6 @@ def impostor() -> Iterator[Impostor]:
 
 
 def files() -> int:
-    gc.collect()  # or it would close files at any time
     gc.collect()  # boards of other tests
     return len(os.listdir("/proc/self/fd"))
 

@@ -96,7 +96,9 @@ class Engine:
         raise GroupError(why)
 
     def leave(self, *names: str) -> None:
-        """Leave groups, here first: the broker may use their flags for others then, and fails those that share fate."""
+        """Leave groups. This process leaves all of them before it tells the broker, which may then use their flags for
+        other groups, and fail groups of the same fate.
+        """
         with self.changed:
             members = [member for name in names if (member := self._members.pop(name, None))]
         for member in members:
